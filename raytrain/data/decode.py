@@ -1,0 +1,164 @@
+"""From the bytes of an image file to uint8 pixels of the wanted size. Never imports torch: it runs in data tasks."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.manifest import Manifest
+from raytrain.data.packed import DamagedShard, read_packed
+from raytrain.data.storage import Replaced, Store
+
+Pixels = npt.NDArray[np.uint8]
+
+_JPEG = b"\xff\xd8\xff"
+_HEADER_BYTES = 4096
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # no other of Pillow's decoders gets to see what somebody else wrote
+_MAX_PIXELS = 1 << 27  # more than a camera takes, and half a gigabyte in memory
+
+
+class BadImage(ValueError):
+    """The file cannot be read as an image; the text is the reason, without the key."""
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """The shape that every decoded image has."""
+
+    height: int
+    width: int
+    channels: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one decoded image."""
+        return self.height * self.width * self.channels
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Fetches and decodes images of one store."""
+
+    store: Store
+    shape: ImageShape
+
+    def read(self, wanted: Manifest) -> tuple[Pixels, dict[int, str]]:
+        """The images of ``wanted``, uint8 (n, H, W, C), and for each one that could not be read its place and the reason.
+
+        The pixels of an unreadable image are 0.
+        """
+        shape = self.shape
+        images = np.zeros((len(wanted), shape.height, shape.width, shape.channels), np.uint8)
+        bad: dict[int, str] = {}
+        for place, data in enumerate(self._contents(wanted)):
+            try:
+                images[place] = decode(_bytes_of(data), shape)
+            except BadImage as error:
+                bad[place] = str(error)
+        return images, bad
+
+    def _contents(self, wanted: Manifest) -> list[bytes | Exception]:
+        if wanted.packing is not None:
+            return read_packed(self.store, wanted.packing)
+        return self.store.get_many(wanted.keys.to_pylist(), wanted.etags.to_pylist())
+
+
+def decode(data: bytes, shape: ImageShape) -> Pixels:
+    """Pixels of one image file, uint8 (H, W, C), stretched to ``shape``; raises :class:`BadImage`.
+
+    As a browser shows it on a white page: turned as EXIF says, transparent where the page is white, the first picture of an
+    animation. 16 bits a channel become 8. A file that breaks off is no image, nor is one of more than 134 million pixels.
+    """
+    if not data:
+        raise BadImage("the file is empty")
+    if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
+        pixels = _decode_jpeg(data, shape)
+        if pixels is not None:
+            return pixels
+    return _decode_any(data, shape)
+
+
+def _bytes_of(data: bytes | Exception) -> bytes:
+    if isinstance(data, FileNotFoundError):
+        raise BadImage("the object is gone")
+    if isinstance(data, Replaced):
+        raise BadImage("the object was replaced after it was listed")
+    if isinstance(data, DamagedShard):
+        raise BadImage(str(data))
+    if isinstance(data, Exception):
+        raise data
+    return data
+
+
+def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
+    """The fast way, libjpeg-turbo; None where the file is one for Pillow, which also says what is wrong with it."""
+    import simplejpeg
+
+    colours = "GRAY" if shape.channels == 1 else "RGB"
+    try:
+        height, width, stored, _ = simplejpeg.decode_jpeg_header(data)
+        if int(height) * int(width) > _MAX_PIXELS or stored in ("CMYK", "YCCK"):
+            return None
+        pixels = simplejpeg.decode_jpeg(data, colours, min_height=shape.height, min_width=shape.width, fastdct=False, fastupsample=False)
+    except ValueError:
+        return None
+    return pixels if pixels.shape[:2] == (shape.height, shape.width) else _resize(pixels, shape)
+
+
+def _resize(pixels: Pixels, shape: ImageShape) -> Pixels:
+    from PIL import Image
+
+    image = Image.fromarray(pixels[:, :, 0] if shape.channels == 1 else pixels)
+    return _to_array(image.resize((shape.width, shape.height), Image.Resampling.BILINEAR), shape)
+
+
+def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > _MAX_PIXELS:
+                raise BadImage(f"the image is too large: {width:,} × {height:,} pixels")
+            image.load()
+            _turn_upright(image)
+            converted = _convert(image, "L" if shape.channels == 1 else "RGB")
+            if converted.size != (shape.width, shape.height):
+                converted = converted.resize((shape.width, shape.height), Image.Resampling.BILINEAR)
+            return _to_array(converted, shape)
+    except BadImage:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"the image is too large: {error}") from None
+    except Image.UnidentifiedImageError:
+        raise BadImage("the file is not an image that can be read") from None
+    except Exception as error:  # Pillow lets through whatever a damaged file makes its decoders stumble over
+        raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def _turn_upright(image: Any) -> None:
+    from PIL import ImageOps
+
+    with suppress(Exception):  # an image with a damaged EXIF block is shown as it is
+        ImageOps.exif_transpose(image, in_place=True)
+
+
+def _convert(image: Any, mode: str) -> Any:
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would clip instead of scaling
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.new("RGB", image.size, "white")
+        image.paste(layer, mask=layer)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _to_array(image: Any, shape: ImageShape) -> Pixels:
+    return np.asarray(image, dtype=np.uint8).reshape(shape.height, shape.width, shape.channels)

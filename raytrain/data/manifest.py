@@ -1,0 +1,266 @@
+"""What there is to train on: the images below a URL, and their classes by the names of their folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain.data.lanes import Lanes
+from raytrain.data.storage import Store
+from raytrain.errors import StorageError, UsageError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+UNLABELLED = -1
+INDEX = "packed.parquet"
+"""The manifest of a packed data set, which lies beside its shards."""
+
+_METADATA = b"raytrain.manifest"
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where N images lie in packed shards."""
+
+    shards: tuple[str, ...]
+    """Paths relative to the manifest's url."""
+    shard: npt.NDArray[np.int32]  # (N,), indices into shards
+    row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
+
+    def select(self, indices: npt.NDArray[np.integer]) -> Packing:
+        """Where the images at ``indices`` lie."""
+        return replace(self, shard=self.shard[indices], row=self.row[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """N images, sorted by key. Keys are paths relative to ``url``.
+
+    Packed images stand as they lie in their shards; their keys are those that they were packed from.
+    """
+
+    keys: pa.LargeStringArray  # (N,)
+    labels: npt.NDArray[np.int32]  # (N,), indices into classes, or UNLABELLED
+    sizes_bytes: npt.NDArray[np.int64]  # (N,)
+    etags: pa.LargeStringArray  # (N,)
+    classes: tuple[str, ...]
+    url: str
+    num_ignored: int = 0
+    """Files below ``url`` that are none of the images: of another kind, hidden, or in no class folder."""
+    packing: Packing | None = None
+    """None: each image is an object of its own."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over keys, labels and sizes, and over shards and rows of packed images, as hexadecimal digits.
+
+        The same for the same images in the same order, in whatever bucket or folder.
+        """
+        digest = hashlib.sha256("\0".join(self.keys.to_pylist()).encode())
+        digest.update(self.labels.astype("<i4").tobytes())
+        digest.update(self.sizes_bytes.astype("<i8").tobytes())
+        if self.packing is not None:
+            digest.update(self.packing.shard.astype("<i4").tobytes() + self.packing.row.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """How the images lie in shards, for the plan; None where they are not packed."""
+        if self.packing is None:
+            return None
+        ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
+        return Lanes(np.diff(ends, prepend=0).astype(np.int64))
+
+    def select(self, indices: npt.NDArray[np.integer]) -> Manifest:
+        """The images at ``indices``, in their order, with all of the classes."""
+        taken = pa.array(indices, pa.int64())
+        return replace(
+            self,
+            keys=self.keys.take(taken),
+            labels=self.labels[indices],
+            sizes_bytes=self.sizes_bytes[indices],
+            etags=self.etags.take(taken),
+            packing=self.packing and self.packing.select(indices),
+        )
+
+    def to_parquet(self) -> bytes:
+        """The manifest as a Parquet file of the columns key, label, size_bytes and etag, and for packed images shard and row."""
+        about: dict[str, Any] = {"url": self.url, "classes": self.classes, "num_ignored": self.num_ignored, "digest": self.digest}
+        columns: dict[str, Any] = {"key": self.keys, "label": self.labels, "size_bytes": self.sizes_bytes, "etag": self.etags}
+        if self.packing is not None:
+            about["shards"] = self.packing.shards
+            columns |= {"shard": self.packing.shard, "row": self.packing.row}
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns).replace_schema_metadata({_METADATA: json.dumps(about)}), sink, compression="zstd")
+        return sink.getvalue().to_pybytes()
+
+    @classmethod
+    def from_parquet(cls, data: bytes) -> Manifest:
+        """The inverse of :meth:`to_parquet`; raises StorageError where ``data`` is not what that wrote."""
+        try:
+            table = pq.read_table(pa.BufferReader(data)).combine_chunks()
+            about = json.loads(table.schema.metadata[_METADATA])
+            manifest = cls(
+                keys=_strings(table["key"].to_pylist()),
+                labels=table["label"].to_numpy(),
+                sizes_bytes=table["size_bytes"].to_numpy(),
+                etags=_strings(table["etag"].to_pylist()),
+                classes=tuple(about["classes"]),
+                url=about["url"],
+                num_ignored=about["num_ignored"],
+                packing=_packing(table, about),
+            )
+        except (pa.ArrowInvalid, OSError, KeyError, TypeError) as error:
+            raise StorageError(f"The manifest is not a whole manifest ({error}); delete it, and the images are listed anew.") from None
+        if manifest.digest != about["digest"]:
+            raise StorageError("The manifest was changed after it was written; delete it, and the images are listed anew.")
+        return manifest
+
+
+def list_images(store: Store) -> Manifest:
+    """The images below ``store``, whatever folders they lie in, or packed there, all UNLABELLED.
+
+    Raises StorageError where the store cannot be listed, UsageError where no image is in it.
+    """
+    packed = open_packed(store)
+    if packed is None:
+        return _list_files(store)
+    return replace(packed, labels=np.full(len(packed), UNLABELLED, np.int32), classes=())
+
+
+def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Manifest:
+    """The images below ``store``, labelled by the name of the folder that each lies in, at any depth, or packed there with labels.
+
+    Args:
+        store: what is listed.
+        classes: what the labels index; by default the names found, sorted. Given those of the training images, the
+            images below ``store`` may lack some of them.
+
+    Raises:
+        StorageError: the store cannot be listed.
+        UsageError: there are no images, no class folders, one class only, or classes besides the given ones.
+    """
+    packed = open_packed(store)
+    if packed is not None:
+        return _relabelled(packed, classes)
+    images = _list_files(store)
+    names = [_folder(key) for key in images.keys.to_pylist()]
+    found = tuple(sorted(set(names) - {""}))
+    _check_classes(found, classes, images)
+    index = {name: label for label, name in enumerate(classes or found)}
+    labels = np.array([index.get(name, UNLABELLED) for name in names], np.int32)
+    labelled = replace(images, labels=labels, classes=classes or found).select(np.flatnonzero(labels != UNLABELLED))
+    return replace(labelled, num_ignored=images.num_ignored + len(images) - len(labelled))
+
+
+def split(manifest: Manifest, test_fraction: float, seed: int) -> tuple[Manifest, Manifest]:
+    """Hold out about ``test_fraction`` of each class at random; the same seed and images give the same split.
+
+    A class of two images or more keeps one on each side at least; a single image stays with the training images.
+    Returns the training and the test images, each in the manifest's order.
+    """
+    held_out = np.zeros(len(manifest), bool)
+    for label in range(len(manifest.classes)):
+        members = np.flatnonzero(manifest.labels == label)
+        shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
+        held_out[shuffled[: _num_held_out(len(members), test_fraction)]] = True
+    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
+
+
+def _list_files(store: Store) -> Manifest:
+    listed = list(store.list())
+    images = sorted(found for found in listed if _is_image(found.path))
+    if not images:
+        raise UsageError(
+            f"There are no images below {store.url}, and {len(listed):,} other files; check the path, and that names end in "
+            f"{', '.join(SUFFIXES)}."
+        )
+    return Manifest(
+        keys=_strings([found.path for found in images]),
+        labels=np.full(len(images), UNLABELLED, np.int32),
+        sizes_bytes=np.array([found.size_bytes for found in images], np.int64),
+        etags=_strings([found.etag for found in images]),
+        classes=(),
+        url=store.url,
+        num_ignored=len(listed) - len(images),
+    )
+
+
+def open_packed(store: Store) -> Manifest | None:
+    """The manifest of a packed data set; None where nothing is packed in ``store``, or not yet all."""
+    store.check_readable()
+    try:
+        index = store.get(INDEX)
+    except FileNotFoundError:
+        return None
+    try:
+        manifest = Manifest.from_parquet(index)
+    except StorageError as error:
+        raise StorageError(f"The index of the packed images, {store.url}/{INDEX}, is damaged; delete it, and pack them again.") from error
+    return replace(manifest, url=store.url)  # it may have been copied
+
+
+def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
+    """Packed images with labels that index ``classes``."""
+    _check_classes(packed.classes, classes, packed)
+    index = {name: label for label, name in enumerate(classes or packed.classes)}
+    label_of = np.array([index[name] for name in packed.classes], np.int32)
+    return replace(packed, labels=label_of[packed.labels], classes=classes or packed.classes)
+
+
+def _packing(table: pa.Table, about: dict[str, Any]) -> Packing | None:
+    if "shards" not in about:
+        return None
+    return Packing(tuple(about["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
+
+
+def _num_held_out(num_images: int, fraction: float) -> int:
+    return min(max(1, round(num_images * fraction)), num_images - 1) if num_images > 1 else 0
+
+
+def _check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, images: Manifest) -> None:
+    if not found:
+        raise UsageError(
+            f"The {len(images):,} images below {images.url} lie in no class folders; put each class into a folder of its name, "
+            f"such as {images.url.rstrip('/')}/cat/."
+        )
+    if classes is None and len(found) == 1:
+        raise UsageError(
+            f"All {len(images):,} images below {images.url} are of one class, {found[0]!r}; a classifier needs two or more class folders."
+        )
+    if unknown := sorted(set(found) - set(classes or found)):
+        raise UsageError(
+            f"{images.url} has {len(unknown):,} classes that the training images lack: {_some(unknown)} (those have "
+            f"{_some(classes or ())}); rename or remove their folders."
+        )
+
+
+def _is_image(path: str) -> bool:
+    """Whether the name is an image's. What is hidden is none: notebooks and desktops leave copies in such folders."""
+    return path.lower().endswith(SUFFIXES) and not path.startswith(".") and "/." not in path
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0].rpartition("/")[2]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _strings(values: Sequence[str]) -> pa.LargeStringArray:
+    try:
+        return pa.array(values, pa.large_string())
+    except UnicodeEncodeError as error:
+        raise UsageError(f"The file name {error.object!r} is not UTF-8, as it must be; rename the file.") from None

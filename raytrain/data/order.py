@@ -1,0 +1,71 @@
+"""Which samples stand in which block, for a worker that streams its shares and for a data set that is cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytrain.data.plan import Cursor, Int64s, Plan, Stream
+from raytrain.data.shares import Shares
+
+
+@dataclass(frozen=True)
+class WorkerOrder:
+    """Which samples stand in which block, for one worker that reads its shares epoch after epoch."""
+
+    shares: Shares
+    first_step: int
+    rows_per_block: int
+
+    def __len__(self) -> int:
+        plan = self.shares.plan
+        epochs = -(-plan.num_steps // plan.steps_per_epoch)
+        return max(0, (epochs - self._first_epoch) * self._blocks_per_epoch - self._skipped_blocks)
+
+    def samples(self, number: int) -> Int64s:
+        """Samples of block ``number``; the first block begins with the first step's share."""
+        epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
+        start = index * self.rows_per_block
+        if number == 0 and epoch == 0:  # not where the worker has nothing left to do in the epoch that it begins in
+            start = self._first_row
+        stop = (index + 1) * self.rows_per_block
+        return self._stream.samples(self._first_epoch + epoch, start, stop)
+
+    @property
+    def _stream(self) -> Stream:
+        return self.shares.stream
+
+    @property
+    def _first_epoch(self) -> int:
+        return self.first_step // self.shares.plan.steps_per_epoch
+
+    @property
+    def _first_row(self) -> int:
+        return self._stream.row(self.first_step % self.shares.plan.steps_per_epoch)
+
+    @property
+    def _skipped_blocks(self) -> int:
+        return self._first_row // self.rows_per_block
+
+    @property
+    def _blocks_per_epoch(self) -> int:
+        return -(-len(self._stream) // self.rows_per_block)
+
+
+@dataclass(frozen=True)
+class CacheOrder:
+    """Which samples stand in which block of a cached data set: those of one epoch, from where training stands."""
+
+    plan: Plan
+    origin: Cursor
+    rows_per_block: int
+
+    def __len__(self) -> int:
+        return -(-self.plan.num_samples // self.rows_per_block)
+
+    def samples(self, number: int) -> Int64s:
+        """Samples of block ``number``."""
+        start = number * self.rows_per_block
+        rows = np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64)
+        return self.plan.samples(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)

@@ -1,0 +1,73 @@
+"""A keyed pseudo-random permutation: any element of it in constant time and memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+_ROUNDS = 6
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """Hash integers to 64 bits (splitmix64, Steele, Lea and Flood 2014)."""
+    state = 0
+    for value in values:
+        state = (state ^ (value & _MASK)) * 0xD1342543DE82EF95 & _MASK
+        state = (state + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def permute(positions: Int64s, num_samples: int | Int64s, *, key: int, tweak: int | Int64s = 0) -> Int64s:
+    """A pseudo-random permutation of ``range(num_samples)``, evaluated at ``positions``.
+
+    A Feistel network over the pairs ``(left, right)`` of a rectangle just larger than ``num_samples`` (Black and
+    Rogaway 2002, the generalised Feistel cipher), walked until it lands inside: about one walk in sqrt(num_samples).
+
+    Args:
+        positions: int64 (n,).
+        num_samples: of one range for all positions, or of each position's own, (n,).
+        key: decides the permutation.
+        tweak: tells permutations of one key apart (Liskov, Rivest and Wagner 2002): one for all positions, or of each, (n,).
+    """
+    sizes = np.asarray(num_samples, np.uint64)
+    network = (*_rectangle(sizes), np.atleast_1d(np.asarray(tweak, np.uint64)) * np.uint64(_GOLDEN))
+    value = _feistel(positions.astype(np.uint64), key, *network)
+    outside = np.flatnonzero(value >= sizes)
+    while outside.size:
+        value[outside] = _feistel(value[outside], key, *(_at(each, outside, value.shape) for each in network))
+        outside = outside[value[outside] >= _at(sizes, outside, value.shape)]
+    return value.astype(np.int64)
+
+
+def _rectangle(sizes: UInt64s) -> tuple[UInt64s, UInt64s]:
+    """Height and width of a rectangle that is nearly a square and holds as many pairs as there are samples."""
+    below = np.maximum(sizes, np.uint64(1)) - np.uint64(1)
+    height = np.maximum(np.sqrt(below.astype(np.float64)).astype(np.uint64) + np.uint64(1), np.uint64(2))
+    return height, (sizes + height - np.uint64(1)) // height
+
+
+def _at(values: UInt64s, places: npt.NDArray[np.intp], shape: tuple[int, ...]) -> UInt64s:
+    return np.broadcast_to(values, shape)[places]
+
+
+def _feistel(value: UInt64s, key: int, height: UInt64s, width: UInt64s, tweak: UInt64s) -> UInt64s:
+    left, right = np.divmod(value, width)
+    for round_ in range(0, _ROUNDS, 2):
+        left = (left + _hash(right ^ tweak, mix(key, round_))) % height
+        right = (right + _hash(left ^ tweak, mix(key, round_ + 1))) % width
+    return left * width + right
+
+
+def _hash(value: UInt64s, key: int) -> UInt64s:
+    value = (value ^ np.uint64(key)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+    # The upper half only: a sum with a small number must not wrap round 2**64.
+    return (value ^ (value >> np.uint64(31))) >> np.uint64(32)

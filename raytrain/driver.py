@@ -1,0 +1,177 @@
+"""A run from beginning to end, as the process that a user starts sees it. Imports neither Ray nor torch before it must."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raytrain import runs
+from raytrain.cluster import Connection, connection
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.layout import CONFIG
+from raytrain.named import function_named
+from raytrain.signals import StopSignals
+
+if TYPE_CHECKING:
+    from raytrain.data.dataset import Dataset
+    from raytrain.data.storage import Store
+    from raytrain.monitor.run_monitor import Snapshot
+    from raytrain.training.run import Run
+
+View = Callable[["Snapshot"], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended; the same names as in its summary.json."""
+
+    name: str
+    status: str
+    steps: int
+    epochs: float
+    samples_seen: int
+    test_accuracy: float | None
+    test_loss: float | None
+    checkpoint: str | None
+    run_dir: str
+    seconds: float
+    num_workers: int
+    num_skipped: int = 0
+    stop_reason: str | None = None
+    error: str | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The result as a dictionary of plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start: its place in storage is its own, and its data can be read."""
+
+    config: TrainConfig
+    name: str
+    store: Store
+    data: Dataset
+    first_step: int
+
+
+def train(
+    config: TrainConfig,
+    *,
+    loop: Callable[[Run], None] | None = None,
+    view: View | None = None,
+    signals: StopSignals | None = None,
+) -> TrainResult:
+    """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
+
+    Args:
+        config: the options; see :class:`TrainConfig`.
+        loop: a training loop to use instead of the built-in one (``raytrain/training/loop.py``) or the one that ``config`` names.
+        view: called about twice a second with the run's :class:`Snapshot`.
+        signals: hears of stop requests; by default Ctrl-C and SIGTERM, where this is the main thread.
+
+    Raises:
+        UsageError, StorageError: a setting or an input is wrong; nothing was started.
+        TrainingFailed: the run ended before its time; the sentence says why and how to go on.
+    """
+    begun = time.monotonic()
+    _check(config)
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
+    with connection(config.address, config.gpus) as cluster:
+        importing = _import_session()
+        prepared = prepare(config)
+        importing.join()
+        if config.loop and loop is None:
+            loop = function_named("--loop", config.loop)
+        cluster.connect()
+        from raytrain.session import Session
+
+        with signals or StopSignals() as heard, Session(prepared, loop, begun) as session:
+            return session.watch(heard, view)
+
+
+def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:
+    """Ask a run to stop with a checkpoint, through its storage or, with ``address``, through the cluster that it trains in."""
+    if address is None:
+        return runs.request_stop(storage, name, reason)
+    cluster = Connection(address)
+    try:
+        cluster.connect()
+        _stop_in_cluster(name, address, reason)
+    finally:
+        cluster.close()
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read."""
+    from raytrain.data.dataset import open_dataset
+    from raytrain.data.storage import open_store
+
+    name = config.name or runs.new_name(config.recipe)
+    open_store(config.storage).check_writable()
+    store = runs.run_store(config.storage, name)
+    exists = store.exists(CONFIG)
+    if exists and not config.resume:
+        raise UsageError(f"A run called {name!r} is in {config.storage} already; go on with it with --resume, or choose another --name.")
+    if config.resume and not exists:
+        raise UsageError(f"--resume: there is no run called {name!r} in {config.storage}; `raytrain runs` lists those that are.")
+    if exists:
+        if runs.read_status(store).active:
+            raise UsageError(f"Run {name!r} is training at this moment; `raytrain stop {name}` stops it.")
+        config = _continued(config, runs.read_config(store))
+    data = open_dataset(config, store)
+    config = dataclasses.replace(config, name=name, mean=data.mean, std=data.std)
+    return Prepared(config, name, store, data, runs.newest_step(store))
+
+
+def _check(config: TrainConfig) -> None:
+    if not config.data:
+        raise UsageError("--data is missing; give s3://bucket/prefix or a folder with one folder of images a class.")
+    if config.resume and not config.name:
+        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
+    if config.name:
+        runs.check_name(config.name)
+
+
+def _continued(config: TrainConfig, before: TrainConfig) -> TrainConfig:
+    """On another number of workers, a run goes on with the global batch and the learning rate that it began with."""
+    for option in ("freeze", "head_learning_rate_factor"):
+        now, then = getattr(config, option), getattr(before, option)
+        if now != then:  # the optimizer's state is laid out by them
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(f"{flag} is {now}, and the run was begun with {then}; go on with that, or begin another from its --weights.")
+    return dataclasses.replace(
+        config,
+        batch_size=config.batch_size or before.batch_size,
+        learning_rate=before.learning_rate if config.learning_rate is None else config.learning_rate,
+        mean=config.mean or before.mean,
+        std=config.std or before.std,
+    )
+
+
+def _import_session() -> threading.Thread:
+    """Import Ray Train and torch, the slowest part of starting, while the cluster starts and the data is listed."""
+    # No daemon: Python would stop it in the midst of an import, and then wait for ever for that import's lock.
+    thread = threading.Thread(target=importlib.import_module, args=("raytrain.session",), name="imports")
+    thread.start()
+    return thread
+
+
+def _stop_in_cluster(name: str, address: str, reason: str) -> None:
+    import ray
+
+    from raytrain.monitor.actor import find_actor
+
+    try:
+        actor = find_actor(name)
+    except ValueError:
+        raise UsageError(f"No run called {name!r} is training in the cluster at {address}; `raytrain runs` lists the runs.") from None
+    ray.get(actor.request_stop.remote(reason))

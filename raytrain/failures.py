@@ -1,0 +1,35 @@
+"""Failures of workers and of data tasks, said in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.train import UserCallback
+
+from raytrain.errors import RaytrainError
+
+
+class TellFailures(UserCallback):
+    """Tells the run's actor why a worker group failed; Ray Train then starts another one (up to ``--max-failures`` times)."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """See :class:`ray.train.UserCallback`."""
+        rank, error = min(worker_exceptions.items())
+        self._actor.event.remote(f"worker {rank} failed: {plain_reason(error)}")
+
+
+def plain_reason(error: BaseException) -> str:
+    """The one line that says something, out of the chain of exceptions that Ray wraps round it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RaytrainError):
+            return str(cause)
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        return plain_reason(failures[min(failures)])
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip().rstrip(".") if lines else type(error).__name__

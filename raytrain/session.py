@@ -1,0 +1,331 @@
+"""The driver's side of a run: its actor, its data in the object store, and its workers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import inspect
+import os
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from raytrain import runs
+from raytrain.cluster import hardware, place
+from raytrain.data.cache import CacheFiller
+from raytrain.data.ingest import DataCpus, ImageSet, warm_up
+from raytrain.data.order import CacheOrder
+from raytrain.data.plan import Cursor
+from raytrain.driver import Prepared, TrainResult, View
+from raytrain.errors import StorageError, TrainingFailed, UsageError
+from raytrain.failures import TellFailures, plain_reason
+from raytrain.layout import SUMMARY
+from raytrain.monitor.actor import Lender, entered_with, start_actor
+from raytrain.monitor.bad_images import BadImageLimit
+from raytrain.monitor.run_monitor import Cursor as ViewCursor
+from raytrain.monitor.run_monitor import Snapshot
+from raytrain.signals import StopSignals
+from raytrain.training import transfer
+from raytrain.training.checkpoint import Identity, Progress
+from raytrain.training.worker import Job, work
+
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
+
+_LOOK_EVERY_S = 0.5
+_PLACED_WITHIN_S = 40.0
+_LOOK_FOR_ROOM_EVERY_S = 5.0
+_RESIZE_EVERY_S = 30.0  # how often an elastic run sees whether there is room for more workers
+_LOOK_IN_STORAGE_EVERY_S = 1.0
+_CACHE_FRACTION = 0.4  # of the smallest node's object store; the rest is for what streams through
+
+
+class Session:
+    """A run that trains while the session is open; at its end nothing of it is left in the cluster."""
+
+    def __init__(self, prepared: Prepared, loop: Callable[..., None] | None, begun: float) -> None:
+        self._found = hardware()
+        self._placement = place(prepared.config, self._found)
+        config = prepared.config.resolved(self._placement.num_workers)
+        self._config = dataclasses.replace(config, device=self._placement.device)
+        self._prepared = prepared
+        self._store = prepared.store
+        self._data = prepared.data
+        self._loop = loop
+        _carry(loop)
+        self._begun = begun
+        self._plan = self._data.plan(config)
+        self._test_plan = self._data.test_plan(self._placement.num_workers)
+        self._train_cached, self._test_cached = self._what_is_cached()
+        self._weights = self._initial_weights()
+        self._ended: Future[None] = Future()
+        self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Train's own notes; the run's are in its storage
+        self._seen = ViewCursor()
+        self._last: dict[str, float] = {}
+
+    def __enter__(self) -> Session:
+        """Write down what the run is; start its actor, the reading of its data, and its workers."""
+        self._entered = time.monotonic()
+        self._actor = start_actor(self._prepared.name)
+        self._lender = Lender(self._actor)
+        self._actor.begin.remote(
+            self._prepared.name,
+            self._plan.num_steps,
+            self._plan.steps_per_epoch,
+            self._store.url,
+            self._store.settings,
+            BadImageLimit.of(self._config, len(self._data.train) + len(self._data.test)),
+        )
+        train, test = self._image_sets()
+        threading.Thread(target=self._fit, args=(self._job(train, test),), daemon=True, name="trainer").start()
+        cpus = DataCpus(self._placement.data_cpus * self._placement.num_workers, self._placement.task_cpus)
+        if not self._train_cached:
+            threading.Thread(target=warm_up, args=(cpus,), daemon=True, name="warm-up").start()
+        self._filler = CacheFiller(self._actor, cpus, self._filling(train, test))
+        self._write_down()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._filler.close()
+        if not self._ended.done():
+            with suppress(StorageError):  # the reason why the session ends is worth more
+                self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", None)
+        ray.kill(self._actor)
+        self._scratch.cleanup()
+
+    def watch(self, signals: StopSignals, view: View | None) -> TrainResult:
+        """See the run to its end: show it, carry stop requests to it, keep its status in storage."""
+        outcome: Any = None
+        while not self._ended.done() and not (outcome or {}).get("error"):
+            concurrent.futures.wait([self._ended], timeout=_LOOK_EVERY_S)
+            snapshot = self._look(view)
+            with suppress(StorageError):  # it may be back in a moment; the history says so if not
+                self._carry_stop(signals, snapshot)
+                if self._due("status", runs.HEARTBEAT_EVERY_S):
+                    self._write_status(snapshot.status, snapshot)
+            self._check_room(snapshot)
+            self._lender.lend_if_due()
+            outcome = ray.get(self._actor.outcome.remote())
+        outcome = ray.get(self._actor.outcome.remote())
+        return self._conclude(outcome or {}, view)
+
+    # Starting.
+
+    def _job(self, train: ImageSet, test: ImageSet) -> Job:
+        config = self._config
+        return Job(
+            config=config,
+            loop=self._loop,
+            classes=self._data.train.classes,
+            identity=Identity(config.model, self._data.train.classes, self._data.train.digest, config.batch_size or 1, config.seed),
+            mean=self._data.mean,
+            std=self._data.std,
+            run_store=entered_with(self._store, self._actor),
+            train=train,
+            test=test,
+            plan=self._plan,
+            test_plan=self._test_plan,
+            weights=self._weights,
+            train_origin=self._origin if self._train_cached else None,
+            test_cached=self._test_cached,
+            cpus=DataCpus(self._placement.data_cpus, self._placement.task_cpus),
+            threads=self._placement.threads,
+            actor=self._actor,
+        )
+
+    def _initial_weights(self) -> Any:
+        """Where all workers find what they begin with: read once and put into the object store; None where there is none.
+
+        The network is made here only to be refused before anything starts, where it, or what is to be done with it, leads nowhere.
+        """
+        config, num_classes = self._config, len(self._data.train.classes)
+        weights = transfer.initial_weights(config, self._prepared.first_step)
+        model = transfer.initial_model(config, num_classes, weights)
+        if self._loop is None:  # a loop of the user's may train another network
+            transfer.freeze(model, config.freeze)
+            transfer.parameter_groups(model, num_classes, 0.0, config.head_learning_rate_factor)
+        return None if weights is None else ray.put(weights)
+
+    @property
+    def _origin(self) -> Cursor:
+        return self._plan.cursor(self._prepared.first_step)
+
+    def _image_sets(self) -> tuple[ImageSet, ImageSet]:
+        data = self._data
+        train, test = (
+            ImageSet(
+                entered_with(store, self._actor), data.shape, ray.put(manifest), len(manifest), self._actor, manifest.packing is not None
+            )
+            for store, manifest in ((data.train_store, data.train), (data.test_store, data.test))
+        )
+        return train, test
+
+    def _filling(self, train: ImageSet, test: ImageSet) -> dict[str, tuple[ImageSet, CacheOrder]]:
+        filling: dict[str, tuple[ImageSet, CacheOrder]] = {}
+        if self._train_cached:
+            filling["train"] = (train, CacheOrder(self._plan, self._origin, train.rows_per_block))
+        if self._test_cached:
+            filling["test"] = (test, CacheOrder(self._test_plan, Cursor(), test.rows_per_block))
+        return filling
+
+    def _what_is_cached(self) -> tuple[bool, bool]:
+        """Whether the training images are kept in memory, and the test images."""
+        train_bytes, test_bytes = (len(each) * self._data.shape.num_bytes for each in (self._data.train, self._data.test))
+        there = self._found.object_store_bytes
+        if self._config.cache == "memory" and train_bytes + test_bytes > there:
+            raise UsageError(
+                f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB where a node's object store "
+                f"has {there / 1e9:.1f} GB; use --cache auto."
+            )
+        if self._config.cache == "auto":
+            room = _CACHE_FRACTION * there
+            used_again = self._plan.num_steps - self._prepared.first_step > self._plan.steps_per_epoch
+            return used_again and train_bytes + test_bytes <= room, test_bytes <= room
+        return self._config.cache == "memory", self._config.cache == "memory"
+
+    def _fit(self, job: Job) -> None:
+        """Run the trainer to its end, in a thread: where it can take no signals, which it would answer with an abort."""
+        trainer = TorchTrainer(
+            lambda: work(job),
+            scaling_config=ScalingConfig(
+                num_workers=self._num_workers,
+                use_gpu=bool(self._gpu),
+                resources_per_worker={"CPU": self._placement.cpus, **self._gpu},
+                elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
+            ),
+            run_config=RunConfig(
+                storage_path=self._scratch.name,
+                failure_config=FailureConfig(max_failures=self._config.max_failures),
+                callbacks=[TellFailures(self._actor)],
+            ),
+        )
+        try:
+            trainer.fit()
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    @property
+    def _gpu(self) -> dict[str, float]:
+        return {"GPU": 1.0} if self._placement.device == "cuda" else {}
+
+    @property
+    def _num_workers(self) -> int | tuple[int, int]:
+        fewest, most = self._placement.min_workers, self._placement.num_workers
+        return (fewest, most) if self._config.elastic_workers else most
+
+    def _write_down(self) -> None:
+        self._data.write(self._store)
+        runs.write_config(self._store, self._config)
+        runs.clear_stop_request(self._store)
+        self._write_status("starting", None)
+
+    # Watching.
+
+    def _look(self, view: View | None) -> Snapshot:
+        snapshot: Snapshot = ray.get(self._actor.snapshot.remote(self._seen))
+        self._seen = snapshot.cursor
+        if snapshot.status == "running":
+            self._filler.go_on()
+        if view is not None:
+            view(snapshot)
+        return snapshot
+
+    def _carry_stop(self, signals: StopSignals, snapshot: Snapshot) -> None:
+        reason = signals.reason
+        if reason is None and self._due("stop", _LOOK_IN_STORAGE_EVERY_S):
+            reason = runs.stop_requested(self._store)
+        if reason is not None and snapshot.stop_reason is None:
+            self._actor.request_stop.remote(reason)
+
+    def _check_room(self, snapshot: Snapshot) -> None:
+        """Raise where other work keeps what the workers need: Ray would wait for it for ever."""
+        if (
+            snapshot.status != "starting"
+            or time.monotonic() - self._entered < _PLACED_WITHIN_S
+            or not self._due("room", _LOOK_FOR_ROOM_EVERY_S)
+        ):
+            return
+        groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+        if any(group["state"] == "PENDING" for group in groups.values()):
+            free = ray.available_resources()
+            needed = {"CPU": self._placement.cpus, **self._gpu}
+            each = " and ".join(f"{amount:g} {kind}s" for kind, amount in needed.items())
+            there = " and ".join(f"{free.get(kind, 0.0):g} {kind}s" for kind in needed)
+            raise UsageError(
+                f"There is no room for {self._placement.min_workers} workers of {each} each: the cluster has {there} free, the rest is "
+                "taken by other work; wait for that, or ask for fewer --workers."
+            )
+
+    def _due(self, what: str, every_s: float) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(what, -every_s) < every_s:
+            return False
+        self._last[what] = now
+        return True
+
+    def _write_status(self, status: str, snapshot: Snapshot | None) -> None:
+        known: dict[str, Any] = {"step": self._prepared.first_step, "num_steps": self._plan.num_steps}
+        if snapshot is not None:
+            known = {name: getattr(snapshot, name) for name in ("step", "num_steps", "epoch", "num_epochs", "num_workers")}
+        runs.write_status(self._store, runs.RunStatus(status=status, **known))
+
+    # Ending.
+
+    def _conclude(self, outcome: dict[str, Any], view: View | None) -> TrainResult:
+        """Write the summary and the last of the history, and say how it ended."""
+        error = self._error(outcome)
+        result = self._result(outcome, error)
+        ray.get(self._actor.finish.remote(result.status, result.summary()))
+        runs.write_json(self._store, SUMMARY, result.summary())
+        self._write_status(result.status, self._look(view))
+        if error:
+            raise TrainingFailed(error, result.summary())
+        return result
+
+    def _error(self, outcome: dict[str, Any]) -> str | None:
+        if "progress" in outcome and "error" not in outcome:
+            return None
+        raised = self._ended.exception() if self._ended.done() else None
+        reason = outcome.get("error") or (plain_reason(raised) if raised else "the workers ended without a word")
+        name, storage, reason = self._prepared.name, self._config.storage, str(reason).rstrip(".")
+        return f"Run {name!r} failed: {reason}. Its last checkpoint is kept: go on with --name {name} --storage {storage} --resume."
+
+    def _result(self, outcome: dict[str, Any], error: str | None) -> TrainResult:
+        snapshot: Snapshot = ray.get(self._actor.snapshot.remote(self._seen))
+        progress = outcome.get("progress") or Progress(step=snapshot.step)
+        path = outcome.get("checkpoint")
+        return TrainResult(
+            name=self._prepared.name,
+            status="failed" if error else "stopped" if outcome["stopped"] else "finished",
+            steps=progress.step,
+            epochs=round(progress.step / self._plan.steps_per_epoch, 4),
+            samples_seen=progress.samples_seen,
+            test_accuracy=progress.test_accuracy,
+            test_loss=progress.test_loss,
+            checkpoint=path and f"{self._store.url}/{path}",
+            run_dir=self._store.url,
+            seconds=round(time.monotonic() - self._begun, 2),
+            num_workers=snapshot.num_workers or self._placement.num_workers,
+            num_skipped=snapshot.num_skipped,
+            stop_reason=snapshot.stop_reason,
+            error=error,
+        )
+
+
+def _carry(loop: Callable[..., None] | None) -> None:
+    """Have a loop of the user's travel with the module that it stands in: the machines of a cluster do not have that file."""
+    module = inspect.getmodule(getattr(loop, "func", loop))
+    if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):
+        return  # travels by value anyway
+    if not any(Path(file).is_relative_to(place) for place in (*set(sysconfig.get_paths().values()), Path(__file__).parent)):
+        ray.cloudpickle.register_pickle_by_value(module)  # pyright: ignore

@@ -1,0 +1,207 @@
+"""The same training without Ray: ``torchrun --nproc-per-node 2 -m raytrain.torchrun cifar10 --data …``.
+
+Takes the recipes and options of ``raytrain train``. Every process reads the images that it needs itself, keeps them in its
+memory, and leaves the run where ``raytrain`` finds it: one may be begun here and resumed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raytrain import runs
+from raytrain.cluster import only_gpus
+from raytrain.config import TrainConfig
+from raytrain.data.dataset import Dataset
+from raytrain.data.decode import Reader
+from raytrain.data.manifest import Manifest
+from raytrain.data.order import CacheOrder
+from raytrain.data.plan import Cursor, Plan
+from raytrain.data.shares import Block, CachedBlocks, Share, Shares, cached
+from raytrain.data.storage import Store
+from raytrain.driver import prepare
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError
+from raytrain.monitor.bad_images import BadImageLimit
+from raytrain.monitor.history import History, Row
+from raytrain.monitor.run_monitor import RunMonitor
+from raytrain.monitor.terminal import plain_line
+from raytrain.named import function_named
+from raytrain.parser import RecipeOptions, parse
+from raytrain.signals import StopSignals
+from raytrain.training.augment import Augment
+from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.loop import train
+from raytrain.training.run import Run
+from raytrain.training.transfer import initial_weights
+
+Skipped = Callable[[list[Row]], None]
+"""Hears of images that cannot be used: ``key`` and ``reason`` each."""
+
+_BLOCK_ROWS = 512
+
+
+def work(options: RecipeOptions) -> None:
+    """Train in this process as one of those that torchrun started."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not options.name:
+        raise UsageError("--name is missing; the processes of torchrun have no other way to agree on one.")
+    config = TrainConfig(**vars(options)).resolved(world_size)
+    if config.gpus:
+        os.environ.update(only_gpus(config.gpus))
+    if config.loop is None:
+        config.check_learning_rate()
+    prepared = prepare(config)
+    weights = initial_weights(config, prepared.first_step)
+    device = _device(config)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    config, data, store = dataclasses.replace(prepared.config, device=device.type), prepared.data, prepared.store
+    plan = data.plan(config)
+    if rank == 0:
+        data.write(store)
+        runs.write_config(store, config)
+    identity = Identity(config.model, data.train.classes, data.train.digest, config.batch_size or 1, config.seed)
+    limit = BadImageLimit.of(config, len(data.train) + len(data.test))
+    with StopSignals() as signals:
+        reporter = _Printer(store, prepared.name, plan, signals, limit) if rank == 0 else _Listener(signals, limit)
+        run = Run(
+            config=config,
+            classes=data.train.classes,
+            plan=plan,
+            source=MemorySource(data, plan, rank, config.worker_load or (1.0,) * world_size, reporter.skipped),
+            augment=Augment(config, data.mean, data.std),
+            checkpoints=Checkpoints(store, identity, config.keep_checkpoints),
+            reporter=reporter,
+            device=device,
+            weights=weights,
+        )
+        loop = function_named("--loop", config.loop) if config.loop else train
+        loop(run)
+        run.finish()
+    _conclude(reporter, rank, world_size, prepared.name)
+
+
+def _conclude(reporter: _Listener, rank: int, world_size: int, name: str) -> None:
+    """Put together which images each process could not read; the first one fails where they are too many."""
+    lists: list[Any] = [list(reporter.bad.values())]
+    if world_size > 1:
+        lists *= world_size
+        dist.all_gather_object(lists, lists[0])
+        dist.destroy_process_group()
+    for entries in lists:
+        reporter.skipped(entries)
+    reporter.close()
+    if reporter.failure and rank == 0:
+        raise TrainingFailed(f"Run {name!r} failed: {reporter.failure}. Its last checkpoint is kept: go on with --resume.")
+
+
+class MemorySource:
+    """The worker's shares out of images that this process has read and keeps."""
+
+    def __init__(self, data: Dataset, plan: Plan, rank: int, loads: Sequence[float], skipped: Skipped) -> None:
+        test_plan = data.test_plan(len(loads))
+        self._train = Shares(plan, rank, loads)
+        self._test = Shares(test_plan, rank, loads)
+        self._train_blocks = _blocks(data.train_store, data.train, data, plan, skipped)
+        self._test_blocks = _blocks(data.test_store, data.test, data, test_plan, skipped)
+
+    def train(self, first_step: int) -> Iterator[Share]:
+        """See :class:`raytrain.training.run.Source`."""
+        return cached(self._train, self._train_blocks, first_step)
+
+    def test(self) -> Iterator[Share]:
+        """See :class:`raytrain.training.run.Source`."""
+        return cached(self._test, self._test_blocks, 0)
+
+
+def _blocks(store: Store, manifest: Manifest, data: Dataset, plan: Plan, skipped: Skipped) -> CachedBlocks:
+    order = CacheOrder(plan, Cursor(), _BLOCK_ROWS)
+    reader = Reader(store, data.shape)
+
+    @cache
+    def block(number: int) -> Block:
+        samples = order.samples(number)
+        wanted = manifest.select(samples)
+        images, bad = reader.read(wanted)
+        labels = wanted.labels.astype(np.int64)
+        labels[list(bad)] = -1
+        skipped([{"key": wanted.keys[place].as_py(), "reason": reason} for place, reason in bad.items()])
+        return Block(images, labels, samples)
+
+    return CachedBlocks(block, _BLOCK_ROWS, plan, Cursor())
+
+
+class _Listener:
+    """Hears of a stop request and keeps what this process cannot read; other news are those of the first process."""
+
+    def __init__(self, signals: StopSignals, limit: BadImageLimit) -> None:
+        self.bad: dict[str, Row] = {}
+        self.failure: str | None = None
+        self._signals = signals
+        self._limit = limit
+
+    def started(self, num_workers: int, step: int) -> None: ...
+    def record(self, row: dict[str, Any]) -> None: ...
+    def event(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+    def skipped(self, entries: list[Row]) -> None:
+        self.bad.update({row["key"]: row for row in entries})
+        self.failure = self._limit.passed(list(self.bad.values()))
+
+    def stop_requested(self) -> bool:
+        return self.failure is not None or self._signals.reason is not None
+
+
+class _Printer(_Listener):
+    """Keeps the run's history in storage and prints a line for each row."""
+
+    def __init__(self, store: Store, name: str, plan: Plan, signals: StopSignals, limit: BadImageLimit) -> None:
+        super().__init__(signals, limit)
+        self._monitor = RunMonitor(name, plan.num_steps, plan.steps_per_epoch, History(store))
+
+    def started(self, num_workers: int, step: int) -> None:
+        self._monitor.started(num_workers, step)
+
+    def record(self, row: dict[str, Any]) -> None:
+        self._monitor.record(row)
+        print(plain_line(self._monitor.snapshot()), flush=True)
+
+    def skipped(self, entries: list[Row]) -> None:
+        super().skipped(entries)
+        self._monitor.skipped(entries)
+
+    def close(self) -> None:
+        self._monitor.finish("failed" if self.failure else "finished", {})
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(config.threads_per_worker or 1)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``argv``, the words after ``raytrain train``; gives the exit code."""
+    commands: dict[str, Callable[..., None]] = {"train": work}
+    try:
+        parse(["train", *argv], commands)()
+    except RaytrainError as error:
+        print(f"raytrain: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""Batch normalisation whose statistics are those of the global batch, however it is shared out, on CPU and GPU.
+
+``convert`` turns the ``nn.BatchNorm`` layers of a model into one of two kinds and ``revert`` turns them back:
+
+- synchronised: every share is normalised with the statistics of the whole batch, so N workers compute what one would;
+- aggregated: every share is normalised with its own, and ``finish_step`` then joins the running statistics.
+
+``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
+
+Both take shares of different sizes, and a rank that has nothing in a step (``set_used(model, 0)``) counts for nothing.
+Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``; only the class of a layer changes, in place (as
+torch's lazy modules do), so that hooks and references to it live on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
+    """Changes the batch norm layers of ``model`` in place, before it is wrapped in DDP (with ``broadcast_buffers=False``).
+
+    Subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, are left as they are. Returns ``model``.
+    """
+    for layer in list(model.modules()):
+        if type(layer) in _PLAIN:
+            _become(cast(_BatchNorm, layer), SynchronisedBatchNorm if mode == "sync" else AggregatedBatchNorm)
+    return model
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Keeps the running statistics of ``model``'s batch norm layers as they are, also in training; before ``convert``.
+
+    Layers that have none are left to ``convert``. Changes them in place, and returns ``model``.
+    """
+    for layer in list(model.modules()):
+        if type(layer) in _PLAIN and cast(_BatchNorm, layer).running_mean is not None:
+            _become(cast(_BatchNorm, layer), FrozenBatchNorm)
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undoes ``convert`` and ``freeze``, in place: plain nn.BatchNorm again, with what it has learned. Returns ``model``."""
+    for layer in list(model.modules()):
+        if isinstance(layer, _SharedBatchNorm):
+            layer.clean_up()
+            layer.__class__ = layer.__dict__.pop("plain_class")
+    return model
+
+
+def set_used(model: nn.Module, used: int) -> None:
+    """Says, before a forward, how many images of this rank's batch count: all of them, or 0 where it is a stand-in.
+
+    A stand-in (any finite images) takes part in the collectives of the step and changes no statistic and no gradient.
+    """
+    for layer in model.modules():
+        if isinstance(layer, _SharedBatchNorm):
+            layer.idle = used == 0
+
+
+@torch.no_grad()
+def finish_step(model: nn.Module) -> None:
+    """Joins the running statistics of all aggregated layers over all ranks: once after each forward and backward.
+
+    With m_j values a channel on worker j and M of them in all, mean_c = Σ m_j·mean_j / M and
+    var_c = Σ m_j·[var_j + (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training
+    Loop". It is applied there to the running values of the workers; here to the statistics of the batch, which then enter
+    the running ones with the layer's momentum and the unbiased variance, as nn.BatchNorm does with a batch it sees whole.
+
+    One all-reduce for all layers, in float64, where Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.training and layer.track_running_stats]
+    if not layers:
+        return
+    sizes = [layer.num_features for layer in layers]
+    mean = torch.cat([layer.batch_mean for layer in layers]).double()  # (C,), the channels of all layers in a row
+    unbiased = torch.cat([layer.batch_var for layer in layers]).double()
+    per_layer = torch.tensor([[layer.take_count(), layer.next_momentum()] for layer in layers], dtype=torch.float64)
+    count, momentum = per_layer.repeat_interleave(torch.tensor(sizes), dim=0).T.to(mean.device, non_blocking=True)  # (C,) each
+    variance = torch.where(count > 1, unbiased * (count - 1) / count, 0.0)
+    sums = torch.stack([count, count * mean, count * (variance + mean.square())])
+    if _world_size() > 1:
+        dist.all_reduce(sums)
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / count
+    variance = (sums[2] / count - mean.square()).clamp(min=0)
+    moves = torch.stack([mean, _unbiased(variance, count), momentum * (count > 1)]).to(layers[0].batch_mean.dtype)
+    for layer, (mean, variance, weight) in zip(layers, moves.split(sizes, dim=1), strict=True):
+        layer.move_running(mean, variance, weight)
+
+
+class _SharedBatchNorm(_BatchNorm):
+    """What all kinds have in common. Layers get their class from ``convert``, never from a constructor."""
+
+    plain_class: type[_BatchNorm]
+    idle: bool = False
+
+    def prepare(self) -> None: ...
+
+    def clean_up(self) -> None:
+        self.__dict__.pop("idle", None)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.plain_class._check_input_dim(self, input)
+
+    def next_momentum(self) -> float:
+        """The weight of the coming batch in the running statistics; counts the batch."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        return 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    def move_running(self, mean: Tensor, variance: Tensor, weight: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        self.running_mean.lerp_(mean, weight)
+        self.running_var.lerp_(variance, weight)
+
+
+class AggregatedBatchNorm(_SharedBatchNorm):
+    """Normalises with this rank's share, and leaves the share's statistics for ``finish_step``."""
+
+    batch_mean: Tensor
+    batch_var: Tensor
+    count: int = 0
+    """Values a channel in the share whose statistics wait for ``finish_step``; 0: none."""
+
+    def prepare(self) -> None:
+        for name, running in (("batch_mean", self.running_mean), ("batch_var", self.running_var)):
+            self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
+
+    def clean_up(self) -> None:
+        super().clean_up()
+        self.__dict__.pop("count", None)
+        del self.batch_mean, self.batch_var
+
+    def take_count(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, ...) -> (B, C, ...)."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if self.idle:
+            return _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
+        self.count = input.numel() // input.shape[1]
+        # With momentum 1 the native kernel leaves the batch's mean and unbiased variance in the buffers, at no cost.
+        return _batch_norm(self, input, self.batch_mean, self.batch_var, training=True)
+
+
+class FrozenBatchNorm(_SharedBatchNorm):
+    """Normalises with its running statistics, and never leaves eval mode."""
+
+    def prepare(self) -> None:
+        self.training = False
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        """Stays in eval mode, whatever ``mode`` the model goes into."""
+        return super().train(False)
+
+
+class SynchronisedBatchNorm(_SharedBatchNorm):
+    """Normalises with the statistics of the whole batch, and so do its gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, ...) -> (B, C, ...)."""
+        count = 0 if self.idle else input.numel() // input.shape[1]
+        if not self.training or (_world_size() == 1 and count > 1):
+            return super().forward(input)
+        self._check_input_dim(input)
+        return self._forward_together(input, count)
+
+    def _forward_together(self, input: Tensor, count: int) -> Tensor:
+        mean, variance, total = _whole_batch(input.detach(), count, self)
+        if self.running_mean is not None:
+            weight = self.next_momentum() * (total > 1).to(mean.dtype)
+            self.move_running(mean, _unbiased(variance, total), weight)
+        weight = torch.ones_like(mean) if self.weight is None else self.weight
+        bias = torch.zeros_like(mean) if self.bias is None else self.bias
+        return cast(Tensor, _NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
+
+
+class _NormaliseTogether(torch.autograd.Function):
+    """Batch norm with given statistics of the whole batch, whose gradient goes through them on all ranks.
+
+    dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M values of a
+    channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are this rank's own: DDP sums them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, total: Tensor, eps: float, idle: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance, total)
+        ctx.eps, ctx.idle = eps, idle
+        return _normalise(x, weight, bias, mean, variance, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, mean, variance, total = ctx.saved_tensors
+        invstd = torch.rsqrt(variance + ctx.eps)
+        # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([dweight, dbias])  # (2, C)
+            if _world_size() > 1:
+                dist.all_reduce(sums)
+            if not ctx.idle:  # a stand-in is no part of the statistics
+                sums *= -weight * invstd / total
+                dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # what is missing is again w'·x̂ + b'
+        return dx, dweight, dbias, None, None, None, None, None
+
+
+def _become(layer: _BatchNorm, kind: type[_SharedBatchNorm]) -> None:
+    plain_class = type(layer)
+    layer.__class__ = kind
+    shared = cast(_SharedBatchNorm, layer)
+    shared.plain_class = plain_class
+    shared.prepare()
+
+
+def _whole_batch(x: Tensor, count: int, layer: _SharedBatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance (C,) of the whole batch and its values a channel (), at least 1, from ``count`` of them here.
+
+    The shares are joined by the pairwise formula of Chan, Golub and LeVeque (1983). In float32, or float64 for float64 images.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    own = torch.zeros(1, 1 + 2 * layer.num_features, dtype=dtype, device=x.device)
+    if count > 0:
+        scratch = torch.zeros(2, layer.num_features, dtype=dtype, device=x.device)  # its type makes the kernel compute in it
+        own[0, 0] = count
+        own[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0))
+    rows = own
+    if _world_size() > 1:
+        rows = own.new_empty(_world_size(), own.shape[1])
+        dist.all_gather_into_tensor(rows, own)
+    counts, means, variances = rows.split([1, layer.num_features, layer.num_features], dim=1)  # (N, 1), (N, C), (N, C)
+    total = counts.sum().clamp(min=1)
+    mean = (counts * means).sum(0) / total
+    variance = (counts * (variances + (means - mean).square())).sum(0) / total
+    return mean, variance, total
+
+
+def _unbiased(variance: Tensor, count: Tensor) -> Tensor:
+    return variance * count / (count - 1).clamp(min=1)
+
+
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def _batch_norm(layer: _SharedBatchNorm, x: Tensor, mean: Tensor | None, variance: Tensor | None, *, training: bool) -> Tensor:
+    return torch.batch_norm(x, layer.weight, layer.bias, mean, variance, training, 1.0, layer.eps, torch.backends.cudnn.enabled)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

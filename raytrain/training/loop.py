@@ -1,0 +1,20 @@
+"""The built-in training loop. Copy it into a file of your own and change what you like: nothing here is special."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from raytrain.training.run import Run
+
+
+def train(run: Run) -> None:
+    """Train ``run.config.model`` on the run's images by cross entropy."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():  # ends on every worker together: data used up, or a stop asked for
+        for part in run.parts(batch):  # one, unless --accumulate says more
+            logits = model(part.images)  # (m, C)
+            loss = F.cross_entropy(logits, part.labels, reduction="sum", label_smoothing=run.config.label_smoothing)
+            run.backward(loss)  # divides by the used samples of the whole global batch
+            run.log(loss=loss, correct=(logits.argmax(dim=1) == part.labels).sum())
+        run.step(optimizer)

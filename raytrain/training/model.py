@@ -1,0 +1,91 @@
+"""The network that a configuration names, with the weights that its seed decides."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain.errors import StorageError, UsageError
+from raytrain.named import function_named, hint
+
+_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}  # one output, like the others
+
+
+def build_model(name: str, num_classes: int, channels: int, seed: int) -> nn.Module:
+    """A freshly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
+
+    ``name`` is a classifier of torchvision, or ``package.module:function``, a function that is called with the keywords
+    num_classes and channels and returns an nn.Module. The same seed gives the same weights, whatever random numbers were
+    drawn before; torch's global generator is left as it was. Raises UsageError where the name leads to no such function.
+    """
+    build = _own(name, num_classes, channels) if ":" in name else _torchvision(name, num_classes, channels)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {name} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+    return model
+
+
+def pretrained(name: str) -> nn.Module:
+    """torchvision's classifier ``name`` with the weights that it calls DEFAULT, for the classes that those know.
+
+    It keeps what it downloads below TORCH_HOME. Raises UsageError for a network that is not torchvision's, StorageError where
+    the weights cannot be had.
+    """
+    if ":" in name:
+        raise UsageError(f"--weights DEFAULT are torchvision's, and --model {name} is your own; give a file of its weights.")
+    make = _classifier(name)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return make(weights="DEFAULT", progress=False)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(
+            f"torchvision's weights for {name} cannot be downloaded ({error}); where there is a network, "
+            "save them with torch.save(model.state_dict(), FILE), and give --weights FILE."
+        ) from None
+
+
+def _own(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
+    """The function ``package.module:function`` with its arguments."""
+    function = function_named("--model", name)
+    try:
+        inspect.signature(function).bind(num_classes=num_classes, channels=channels)
+    except TypeError as error:
+        raise UsageError(f"--model {name} is called with num_classes and channels, which it does not take: {error}.") from None
+    return lambda: function(num_classes=num_classes, channels=channels)
+
+
+def _torchvision(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:
+    make = _classifier(name)
+
+    def build() -> nn.Module:
+        model = make(num_classes=num_classes, **_OPTIONS.get(name, {}))
+        return model if channels == 3 else _with_channels(model, channels)
+
+    return build
+
+
+def _classifier(name: str) -> Callable[..., nn.Module]:
+    """torchvision's function for the classifier ``name``."""
+    from torchvision import models  # its import takes seconds
+
+    names = models.list_models(module=models)
+    if name not in names:
+        meant = hint(name, names)
+        raise UsageError(f"--model {name} is no classifier of torchvision{meant}; your own is given as package.module:function.")
+    return models.get_model_builder(name)
+
+
+def _with_channels(model: nn.Module, channels: int) -> nn.Module:
+    """Replaces the first convolution, which takes RGB, by one that takes ``channels``."""
+    name, conv = next((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
+    parent, _, attribute = name.rpartition(".")
+    options: dict[str, Any] = {key: getattr(conv, key) for key in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
+    replacement = nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **options)
+    setattr(model.get_submodule(parent), attribute, replacement)
+    return model

@@ -1,0 +1,25 @@
+"""The learning rate of every step, as a pure function of the options and the step."""
+
+from __future__ import annotations
+
+import math
+
+from raytrain.config import TrainConfig
+
+
+def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
+    """The part of the peak learning rate, 0 to 1, at ``step`` (0-based) of ``num_steps``.
+
+    A linear warm-up reaches 1 with its last step, having begun at one part of it. ``piecewise`` counts its epochs from the
+    beginning of the run; ``cosine`` falls from the end of the warm-up to 0 just after the last step (Loshchilov and Hutter
+    2017, without restarts).
+    """
+    num_warmup = round(config.warmup_epochs * steps_per_epoch)
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    if config.schedule == "piecewise":
+        return config.drop_factor ** (step // steps_per_epoch // config.drop_period)
+    if config.schedule == "cosine":
+        done = (step - num_warmup) / max(num_steps - num_warmup, 1)
+        return (1 + math.cos(math.pi * done)) / 2
+    return 1.0

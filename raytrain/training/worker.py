@@ -1,0 +1,164 @@
+"""One worker of a run as Ray Train starts it: it puts a ``Run`` together and hands it to the training loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from raytrain.config import TrainConfig
+from raytrain.data.cache import RemoteBlocks
+from raytrain.data.ingest import DataCpus, ImageSet, blocks
+from raytrain.data.order import WorkerOrder
+from raytrain.data.plan import Cursor, Plan
+from raytrain.data.shares import CachedBlocks, Share, Shares, cached, streamed
+from raytrain.data.storage import Store
+from raytrain.errors import RaytrainError
+from raytrain.training.augment import Augment
+from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.run import Run
+
+_POLL_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a worker is told; it travels to each of them and holds no secret."""
+
+    config: TrainConfig
+    loop: Callable[[Run], None] | None  # None: the built-in one
+    classes: tuple[str, ...]
+    identity: Identity
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    run_store: Store
+    train: ImageSet
+    test: ImageSet
+    plan: Plan
+    test_plan: Plan
+    weights: Any  # where in the object store the initial weights are; None: what the seed or a checkpoint decides
+    train_origin: Cursor | None  # where the cached training images begin; None: they are streamed
+    test_cached: bool
+    cpus: DataCpus
+    threads: int
+    actor: Any
+
+
+def work(job: Job) -> None:
+    """Train on this worker to the end of the run, or to a stop."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    torch.set_num_threads(job.threads)
+    run = _make_run(job)
+    try:
+        _loop(job)(run)
+        run.finish()
+    except RaytrainError as error:
+        # Said once, to the driver: trying again would end the same way.
+        ray.get(job.actor.conclude.remote({"error": str(error)}))
+        raise
+    if run.rank == 0:
+        ray.get(job.actor.conclude.remote({"stopped": run.stopped, "progress": run.progress, "checkpoint": run.checkpoints.newest()}))
+
+
+def _make_run(job: Job) -> Run:
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world_size = 0, 1
+    config = job.config
+    device = ray.train.torch.get_device() if config.device == "cuda" else torch.device("cpu")
+    source = RaySource(job, rank, config.worker_load or (1.0,) * world_size)
+    return Run(
+        config=config,
+        classes=job.classes,
+        plan=job.plan,
+        source=source,
+        augment=Augment(config, job.mean, job.std),
+        checkpoints=Checkpoints(job.run_store, job.identity, config.keep_checkpoints, lambda path: _tell(job.actor, path)),
+        reporter=RayReporter(job.actor, watch=rank == 0),
+        device=device,
+        weights=None if job.weights is None else ray.get(job.weights),
+    )
+
+
+def _loop(job: Job) -> Callable[[Run], None]:
+    if job.loop is not None:
+        return job.loop
+    from raytrain.training.loop import train
+
+    return train
+
+
+def _tell(actor: Any, path: str) -> None:
+    actor.event.remote(f"checkpoint {path} written")
+
+
+class RaySource:
+    """The worker's shares, out of the object store or streamed by a pipeline of its own."""
+
+    def __init__(self, job: Job, rank: int, loads: tuple[float, ...]) -> None:
+        self._job = job
+        self._train = Shares(job.plan, rank, loads)
+        self._test = Shares(job.test_plan, rank, loads)
+        self._cached: dict[str, CachedBlocks] = {}
+
+    def train(self, first_step: int) -> Iterator[Share]:
+        """See :class:`raytrain.training.run.Source`."""
+        origin = self._job.train_origin
+        if origin is None:
+            return self._streamed(self._job.train, self._train, first_step)
+        return cached(self._train, self._blocks("train", self._job.train, self._job.plan, origin), first_step)
+
+    def test(self) -> Iterator[Share]:
+        """See :class:`raytrain.training.run.Source`."""
+        if not self._job.test_cached:
+            return self._streamed(self._job.test, self._test, 0)
+        return cached(self._test, self._blocks("test", self._job.test, self._job.test_plan, Cursor()), 0)
+
+    def _streamed(self, images: ImageSet, shares: Shares, first_step: int) -> Iterator[Share]:
+        order = WorkerOrder(shares, first_step, images.rows_per_block)
+        return streamed(shares, blocks(images, order, self._job.cpus), first_step)
+
+    def _blocks(self, name: str, images: ImageSet, plan: Plan, origin: Cursor) -> CachedBlocks:
+        if name not in self._cached:
+            remote = RemoteBlocks(self._job.actor, name, images.shape)
+            self._cached[name] = CachedBlocks(remote, images.rows_per_block, plan, origin)
+        return self._cached[name]
+
+
+class RayReporter:
+    """Sends news to the run's actor without waiting, and hears of a stop request from it."""
+
+    def __init__(self, actor: Any, *, watch: bool) -> None:
+        self._actor = actor
+        self._stop = threading.Event()
+        if watch:
+            threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
+
+    def started(self, num_workers: int, step: int) -> None:
+        """A worker group begins after ``step`` steps."""
+        self._actor.started.remote(num_workers, step)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """One row of metrics."""
+        self._actor.record.remote(row)
+
+    def event(self, text: str) -> None:
+        """Something worth a line."""
+        self._actor.event.remote(text)
+
+    def stop_requested(self) -> bool:
+        """Whether somebody asked for a stop."""
+        return self._stop.is_set()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            if ray.get(self._actor.wait_for_stop.remote(_POLL_S)) is not None:
+                self._stop.set()

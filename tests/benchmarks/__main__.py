@@ -1,0 +1,43 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from tests.benchmarks.report import Report, write
+from tests.benchmarks.runner import Bench, served
+
+Name = Literal["ingest", "step", "startup", "memory", "plan"]
+
+
+def main(
+    benchmarks: Positional[tuple[Name, ...]] = ("ingest", "step", "startup", "memory", "plan"),
+    *,
+    data: Annotated[Path, arg(help="Folder that holds CIFAR-10 as train/<class>/*.jpg.")],
+    scale: Annotated[float, arg(help="Part of the images, epochs, steps and rounds to use; below 1 to try it out.")] = 1.0,
+    output: Annotated[Path, arg(help="Where the figures are written, as JSON.")] = Path("runs/benchmarks.json"),
+) -> None:
+    """Measure raytrain beside what it is measured against."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
+    console = Console(log_path=False)
+    reports: dict[str, Report] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, served(data, scale, Path(scratch)) as (url, environment):
+        bench = Bench(url, environment, Path(scratch), scale, console)
+        for name in benchmarks:
+            reports[name] = import_module(f"tests.benchmarks.{name}").measure(bench)
+            console.print(reports[name].tables())
+            write(output, reports, scale)
+    console.print(f"Written to {output}", highlight=False)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

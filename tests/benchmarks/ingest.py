@@ -1,0 +1,229 @@
+"""Reading alone: two workers that take every batch and sum it, through raytrain, through Ray's documented way, and its limits.
+
+A worker notes the time of each batch. An epoch lasts from the last batch of the epoch before, so that pauses count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+
+from tests.benchmarks.report import Check, Figure, Report
+from tests.benchmarks.runner import Bench, Side
+
+NUM_WORKERS, BATCH, FETCHED_AT_ONCE, DECODED = 2, 256, 512, 8192
+
+Marks = list[tuple[int, float, int]]
+"""One worker's batches: epoch, time at which it came, number of images; the first is the time at which the loop was entered."""
+
+
+def measure(bench: Bench) -> Report:
+    url = bench.url
+    sides = {
+        "GETs alone": Side(fetch, {"url": url}),
+        "decoding alone": Side(decode, {"url": url}),
+        "Ray's documented way": Side(read_as_documented, {"url": url, "epochs": 2}),
+        "streaming": Side(read_through_raytrain, {"url": url, "cache": "none", "epochs": 3}),
+        "cached": Side(read_through_raytrain, {"url": url, "cache": "memory", "epochs": 4}),
+    }
+    results = bench.alternate(sides, bench.scaled(2))
+    limits = [Figure(f"{name} (2 processes)", "images/s", results.pop(name)) for name in ("GETs alone", "decoding alone")]
+    rates = {name: [median(values) for values in zip(*map(_rates, rounds), strict=True)] for name, rounds in results.items()}
+    waits = {name: [median(values) for values in zip(*map(_waits, rounds), strict=True)] for name, rounds in results.items()}
+    pauses = {name: [median(values) for values in zip(*map(_pauses, rounds), strict=True)] for name, rounds in results.items()}
+    figures = [Figure(f"{name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
+    figures += [Figure(f"{name}, wait for the first batch of an epoch", "s", each) for name, each in pauses.items()]
+    figures += [Figure(f"{name}, longest wait within an epoch", "s", each) for name, each in waits.items()]
+    return Report("ingest: 2 workers that sum what they read", [*limits, *figures], _checks(rates, pauses, waits, limits[0].median))
+
+
+def _checks(rates: dict[str, list[float]], pauses: dict[str, list[float]], waits: dict[str, list[float]], gets: float) -> list[Check]:
+    documented = rates["Ray's documented way"]
+    first, later = rates["streaming"][0] / documented[0], min(rates["streaming"][1:]) / max(documented[1:])
+    return [
+        Check("streaming, first epoch : Ray's way, first epoch", first, at_least=4),
+        Check("streaming, slowest later epoch : Ray's way, fastest later epoch", later, at_least=4),
+        Check("streaming : GETs alone", median(rates["streaming"]) / gets, at_least=0.7),
+        Check("cached, slowest epoch from the second : Ray's way, fastest", min(rates["cached"][1:]) / max(documented), at_least=40),
+        Check(
+            "streaming, pause before a later epoch : longest wait within one",
+            max(pauses["streaming"][1:]) / max(waits["streaming"]),
+            at_most=1,
+        ),
+        Check("cached, pause before a later epoch : longest wait within one", max(pauses["cached"][1:]) / max(waits["cached"]), at_most=1),
+    ]
+
+
+def _rates(workers: list[Marks]) -> list[float]:
+    """Images a second of each epoch, over all workers."""
+    ends = [min(marks[0][1] for marks in workers)]
+    rates = []
+    for epoch in range(workers[0][-1][0] + 1):
+        ends.append(max(at for marks in workers for of, at, _ in marks if of == epoch))
+        rates.append(sum(size for marks in workers for of, _, size in marks if of == epoch) / (ends[-1] - ends[-2]))
+    return rates
+
+
+def _pauses(workers: list[Marks]) -> list[float]:
+    """Seconds from the last batch before an epoch (from the loop's beginning) to its first, on the worker that waited longest."""
+    pauses: dict[int, float] = {}
+    for marks in workers:
+        epochs = [-1, *(epoch for epoch, _, _ in marks[1:])]
+        for before, after, earlier, later in zip(marks, marks[1:], epochs, epochs[1:], strict=False):
+            if later != earlier:
+                pauses[later] = max(pauses.get(later, 0.0), after[1] - before[1])
+    return [pauses[epoch] for epoch in sorted(pauses)]
+
+
+def _waits(workers: list[Marks]) -> list[float]:
+    """The longest time between two batches of one later epoch, epoch by epoch, over all workers."""
+    waits: dict[int, float] = {}
+    for marks in workers:
+        for before, after in pairwise(marks[1:]):
+            if before[0] == after[0] > 0:
+                waits[after[0]] = max(waits.get(after[0], 0.0), after[1] - before[1])
+    return [waits[epoch] for epoch in sorted(waits)]
+
+
+def read(batches: Iterable[tuple[int, Any]], rank: int, folder: str) -> None:
+    """The trivial model: sum the images of every batch, and note when it came."""
+    marks: Marks = [(0, time.time(), 0)]
+    for epoch, images in batches:  # a tensor
+        marks.append((epoch, time.time(), len(images)))
+        images.sum()
+    Path(folder, f"marks-{rank}.json").write_text(json.dumps(marks))
+
+
+def _marks(folder: str) -> list[Marks]:
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("marks-*.json"))]
+
+
+# raytrain: the loop of a training run that trains nothing.
+
+
+def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: int, folder: str) -> list[Marks]:
+    from raytrain.driver import train
+    from raytrain.recipes import cifar10
+
+    options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
+    train(
+        cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size_per_worker=BATCH),
+        loop=partial(read_shares, folder=folder),
+    )
+    return _marks(folder)
+
+
+def read_shares(run: Any, folder: str) -> None:
+    import torch
+
+    from raytrain.data.shares import Prefetch
+
+    run.reporter.started(run.world_size, 0)  # the driver waits for it to fill the cache
+    shares = Prefetch(run.source.train(0), run.config.prefetch)
+    arrays = ((share.batch.epoch, np.require(share.images, requirements=["C", "W"])) for share in shares)
+    read(((epoch, torch.from_numpy(images)) for epoch, images in arrays), run.rank, folder)
+
+
+# Ray's documented way: a reader, a map over its rows, files in another order each epoch, a shard for each worker.
+
+
+def read_as_documented(url: str, epochs: int, folder: str) -> list[Marks]:
+    import ray
+    from pyarrow.fs import FileSelector, S3FileSystem
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    # The workers keep a CPU each, and Ray Data has all of the machine's, too.
+    ray.init(num_cpus=(os.cpu_count() or 1) + NUM_WORKERS, include_dashboard=False)
+    bucket = url.removeprefix("s3://")
+    filesystem = S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], region=os.environ["AWS_REGION"])
+    classes = sorted(each.base_name for each in filesystem.get_file_info(FileSelector(bucket)))
+
+    def label(row: dict[str, Any]) -> dict[str, Any]:
+        return {"image": row["image"], "label": classes.index(row["path"].split("/")[-2])}
+
+    images = ray.data.read_images(bucket, filesystem=filesystem, include_paths=True, mode="RGB", shuffle="files").map(label)
+    TorchTrainer(
+        read_shard,
+        train_loop_config={"epochs": epochs, "folder": folder},
+        datasets={"train": images},
+        scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+        run_config=RunConfig(storage_path=folder),
+    ).fit()
+    return _marks(folder)
+
+
+def read_shard(config: dict[str, Any]) -> None:
+    import ray.train
+
+    shard: Any = ray.train.get_dataset_shard("train")
+    epochs = range(config["epochs"])
+    batches = ((epoch, batch["image"]) for epoch in epochs for batch in shard.iter_torch_batches(batch_size=BATCH))
+    read(batches, ray.train.get_context().get_world_rank(), config["folder"])
+
+
+# The limits: two processes that only fetch, or only decode.
+
+
+def fetch(url: str) -> float:
+    keys = _shuffled_keys(url)
+    return _together(fetch_here, [keys[rank::NUM_WORKERS] for rank in range(NUM_WORKERS)], url)
+
+
+def fetch_here(keys: list[list[str]], url: str) -> tuple[float, float, int]:
+    import torch.distributed as dist
+
+    from raytrain.data.storage import open_store
+
+    store, mine = open_store(url), keys[dist.get_rank()]
+    dist.barrier()
+    begun = time.time()
+    for start in range(0, len(mine), FETCHED_AT_ONCE):
+        store.get_many(mine[start : start + FETCHED_AT_ONCE])
+    return begun, time.time(), len(mine)
+
+
+def decode(url: str) -> float:
+    from raytrain.data.storage import open_store
+
+    files = open_store(url).get_many(_shuffled_keys(url)[:DECODED])
+    return _together(decode_here, files)
+
+
+def decode_here(files: list[bytes]) -> tuple[float, float, int]:
+    import torch.distributed as dist
+
+    from raytrain.data import decode as decoding
+
+    shape = decoding.ImageShape(32, 32, 3)
+    decoding.decode(files[0], shape)  # imports
+    dist.barrier()
+    begun = time.time()
+    for file in files:
+        decoding.decode(file, shape)
+    return begun, time.time(), len(files)
+
+
+def _shuffled_keys(url: str) -> list[str]:
+    from raytrain.data.manifest import build_manifest
+    from raytrain.data.storage import open_store
+
+    keys = build_manifest(open_store(url)).keys.to_pylist()
+    return [keys[place] for place in np.random.default_rng(0).permutation(len(keys))]
+
+
+def _together(function: Any, *arguments: Any) -> float:
+    """Images a second that ``function`` gets through in two processes at once."""
+    from tests.processes import run_in_processes
+
+    begun, ended, counts = zip(*run_in_processes(NUM_WORKERS, function, *arguments), strict=True)
+    return sum(counts) / (max(ended) - min(begun))

@@ -1,0 +1,73 @@
+"""The plan at 10⁹ samples and 1,024 workers: what any step costs in time and memory."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from raytrain.data.order import WorkerOrder
+from raytrain.data.plan import Plan
+from raytrain.data.shares import Shares
+from tests.benchmarks.report import Check, Figure, Report
+from tests.benchmarks.runner import Bench, Side
+
+NUM_SAMPLES, NUM_WORKERS, SAMPLES_A_STEP = 10**9, 1024, 1000
+_CALLS = 200
+
+
+def measure(bench: Bench) -> Report:
+    rounds = bench.alternate({"plan": Side(look_up, {})}, bench.scaled(3))["plan"]
+    share_ms, block_ms = ([each[name] for each in rounds] for name in ("share_ms", "block_ms"))
+    peak_mb = [each["peak_bytes"] / 1e6 for each in rounds]
+    return Report(
+        "plan: 10⁹ samples, 1,024 workers, any step of any worker",
+        [
+            Figure("a worker's share of 1,000 samples", "ms", share_ms),
+            Figure("1,000 samples of a worker's stream", "ms", block_ms),
+            Figure("most memory at a time", "MB", peak_mb),
+        ],
+        [
+            Check("1,000 samples of a share", median(share_ms), at_most=1, unit="ms"),
+            Check("1,000 samples of a stream", median(block_ms), at_most=1, unit="ms"),
+            Check("most memory at a time (an array of all samples: 8,000 MB)", max(peak_mb), at_most=1, unit="MB"),
+        ],
+    )
+
+
+def look_up() -> dict[str, Any]:
+    """Time and memory of samples at random places; memory in a pass of its own, for tracing it takes time."""
+    plan = Plan(NUM_SAMPLES, NUM_WORKERS * SAMPLES_A_STEP, epochs=100, seed=0)
+    loads = (1.0,) * NUM_WORKERS
+    random = np.random.default_rng(0)
+    steps, ranks = random.integers(0, plan.num_steps, _CALLS).tolist(), random.integers(0, NUM_WORKERS, _CALLS).tolist()
+
+    def share(call: int) -> int:
+        return len(plan.share(plan.batch(steps[call]), ranks[call], loads))
+
+    def block(call: int) -> int:
+        return len(WorkerOrder(Shares(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).samples(1))
+
+    return {"share_ms": _time_ms(share), "block_ms": _time_ms(block), "peak_bytes": _peak_bytes(share, block)}
+
+
+def _time_ms(look_up: Callable[[int], int]) -> float:
+    """Median milliseconds for 1,000 samples."""
+    times = []
+    for call in range(_CALLS):
+        begun = time.perf_counter()
+        num_samples = look_up(call)
+        times.append((time.perf_counter() - begun) * 1e3 * 1000 / max(num_samples, 1))
+    return median(times)
+
+
+def _peak_bytes(*look_ups: Callable[[int], int]) -> int:
+    tracemalloc.start()
+    for call in range(_CALLS):
+        for look_up in look_ups:
+            look_up(call)
+    return tracemalloc.get_traced_memory()[1]

@@ -1,0 +1,128 @@
+"""Runs the sides of a comparison in turn, each in processes of its own, against one S3 server."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+
+from raytrain.embedded_s3 import serve
+from raytrain.errors import UsageError
+
+_TIMEOUT_S = 900.0
+_TIME_TO_END_S = 30.0
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a function at the top of a module, and its arguments, as JSON knows them.
+
+    Where it takes a ``folder``, it gets a fresh one.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every benchmark is given."""
+
+    url: str  # of the training images
+    environment: dict[str, str]
+    scratch: Path
+    scale: float
+    console: Console
+
+    def scaled(self, number: int, least: int = 1) -> int:
+        """``number``, less where everything is to be small."""
+        return max(least, math.ceil(number * self.scale))
+
+    def alternate(self, sides: dict[str, Side], rounds: int) -> dict[str, list[Any]]:
+        """What each side returned in each round; within a round all sides run, one after the other."""
+        results: dict[str, list[Any]] = {name: [] for name in sides}
+        for number in range(rounds):
+            for name, side in sides.items():
+                self.console.log(f"round {number + 1} of {rounds}: {name}", style="dim", highlight=False)
+                results[name].append(self.alone(side))
+        return results
+
+    def alone(self, side: Side) -> Any:
+        """What a side returns in a fresh process; raises RuntimeError with the end of what it printed where it fails."""
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        arguments = side.arguments | ({"folder": str(folder)} if "folder" in side.function.__annotations__ else {})
+        function = f"{side.function.__module__}:{side.function.__qualname__}"
+        command = [sys.executable, "-m", "tests.benchmarks.alone", function, json.dumps(arguments), str(folder / "result")]
+        with open(folder / "output", "w+b") as output:
+            if code := self._run(command, output):
+                output.seek(0)
+                raise RuntimeError(f"{function} ended with {code}:\n{output.read().decode(errors='replace')[-3000:]}")
+        return json.loads((folder / "result").read_text())
+
+    def _run(self, command: list[str], output: IO[bytes]) -> int:
+        """The exit code of a command; whatever ends the wait for it ends all of its processes."""
+        process = subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return process.wait(_TIMEOUT_S)
+        except BaseException:
+            _end(process)
+            raise
+
+
+@contextmanager
+def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """URL of the training images (of a part of them where ``scale`` is below 1), and the environment that reaches them."""
+    if not (data / "train").is_dir():
+        raise UsageError(f"--data is {data}, which has no folder train in it; give the folder that holds train/<class>/*.jpg.")
+    directory = data if scale >= 1 else _part(data, scale, scratch / "images")
+    with serve(directory) as server:
+        yield "s3://train", _environment(scratch) | server.environment()
+
+
+def _part(data: Path, scale: float, target: Path) -> Path:
+    """A copy of the first images of each class."""
+    for folder in (data / "train").iterdir():
+        (target / "train" / folder.name).mkdir(parents=True)
+        images = sorted(folder.iterdir())
+        for image in images[: math.ceil(len(images) * scale)]:
+            shutil.copy(image, target / "train" / folder.name)
+    return target
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """This process's variables without any of AWS, with a place of its own for Ray, so that no other cluster is found."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_") and name != "RAY_ADDRESS"}
+    return inherited | {
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(_ROOT),
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # or Ray would install an environment for each cluster
+        "RAY_TMPDIR": str(scratch),
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started, with time to clear up."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_TIME_TO_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

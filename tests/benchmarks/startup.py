@@ -1,0 +1,47 @@
+"""From the start of the process to the first optimizer step, beside a bare TorchTrainer that has entered a loop that does nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.benchmarks.report import Check, Figure, Report
+from tests.benchmarks.runner import Bench, Side
+from tests.benchmarks.started import NOTES
+
+_OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "2"]
+_EVERY_S = 0.02
+_TIME_TO_END_S = 30
+
+
+def measure(bench: Bench) -> Report:
+    command = ["raytrain", "train", "cifar10", "--data", bench.url, "--model", "tests.benchmarks.started:network", *_OPTIONS]
+    sides = {
+        "bare TorchTrainer, loop entered": Side(seconds, {"module": ["tests.benchmarks.bare"]}),
+        "raytrain train cifar10, first step done": Side(seconds, {"module": command}),
+    }
+    results = bench.alternate(sides, bench.scaled(3))
+    bare, raytrain = (Figure(name, "s", values) for name, values in results.items())
+    check = Check("raytrain : bare", raytrain.median / bare.median, at_most=1.1)
+    return Report("startup: seconds after the process began, on both workers", [bare, raytrain], [check])
+
+
+def seconds(module: list[str], folder: str) -> float:
+    """Seconds until the last of two workers noted that it is there; the command is ended then."""
+    notes = Path(folder, "notes")
+    notes.touch()
+    begun = time.time()
+    command = subprocess.Popen([sys.executable, "-m", *module], env=os.environ | {NOTES: str(notes)}, cwd=folder)
+    while len(there := notes.read_text().split()) < 2:
+        if command.poll() is not None:
+            raise RuntimeError(f"{module} ended with {command.returncode} before both workers were there")
+        time.sleep(_EVERY_S)
+    command.terminate()
+    try:
+        command.wait(_TIME_TO_END_S)
+    except subprocess.TimeoutExpired:
+        command.kill()
+    return max(map(float, there)) - begun

@@ -1,0 +1,206 @@
+"""A whole training step: raytrain's loop on cached images beside a plain DDP loop on tensors in memory.
+
+Both train the recipe's network on the same images with the same augmentation, in two processes of one thread each that gloo
+joins; raytrain a second time as users run it, under Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from raytrain import models
+from raytrain.config import TrainConfig
+from raytrain.data.decode import ImageShape, Reader
+from raytrain.data.manifest import build_manifest
+from raytrain.data.plan import Cursor, Plan
+from raytrain.data.shares import Block, CachedBlocks, Share, Shares, cached
+from raytrain.data.storage import open_store
+from raytrain.recipes import cifar10
+from raytrain.training.augment import Augment
+from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.loop import train
+from raytrain.training.run import Run
+from raytrain.training.wrap import AUTOCAST
+from tests.benchmarks.report import Check, Figure, Report
+from tests.benchmarks.runner import Bench, Side
+from tests.benchmarks.subset import train_on
+from tests.processes import run_in_processes
+
+NUM_WORKERS, SHARE, BLOCK_ROWS, NUM_CLASSES = 2, 128, 512, 10
+BATCH = NUM_WORKERS * SHARE
+MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
+_WARM_UP = 5
+
+
+def measure(bench: Bench) -> Report:
+    steps = _WARM_UP + bench.scaled(35, least=4)
+    images = str(bench.scratch / "images.npz")
+    bench.alone(Side(keep_images, {"url": bench.url, "num_images": steps * BATCH, "file": images}))
+    float32, bfloat16 = ({"images": images, "precision": precision} for precision in ("float32", "bfloat16"))
+    sides = {
+        "float32, plain": Side(plainly, float32),
+        "float32, raytrain": Side(through_raytrain, float32),
+        "float32, raytrain under Ray": Side(through_ray, {"url": bench.url, "num_images": steps * BATCH, "precision": "float32"}),
+        "bfloat16, plain": Side(plainly, bfloat16),
+        "bfloat16, raytrain": Side(through_raytrain, bfloat16),
+    }
+    results = bench.alternate(sides, bench.scaled(3))
+    figures = {name: Figure(name, "images/s", [_rate(times) for times in rounds]) for name, rounds in results.items()}
+    checks = [
+        Check(f"{name} : plain", figures[name].median / figures[f"{name.split(',')[0]}, plain"].median, at_least=0.95)
+        for name in figures
+        if "raytrain" in name
+    ]
+    title = f"step: cifar10's network, 2 processes of 1 thread, {SHARE} images each, {steps - _WARM_UP} steps"
+    return Report(title, list(figures.values()), checks)
+
+
+def _rate(times: list[float]) -> float:
+    """Images a second of both workers, from the times at which one's steps were done."""
+    return BATCH * (len(times) - _WARM_UP) / (times[-1] - times[_WARM_UP - 1])
+
+
+def _options(precision: Any, **others: Any) -> TrainConfig:
+    quiet: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every_epochs": 0, "checkpoint_every_s": 0.0}
+    return cifar10(precision=precision, epochs=1, workers=NUM_WORKERS, batch_size_per_worker=SHARE, mean=MEAN, std=STD, **quiet, **others)
+
+
+def keep_images(url: str, num_images: int, file: str) -> None:
+    """Leave some images and their labels in a file, for the sides without Ray."""
+    store = open_store(url)
+    manifest = build_manifest(store)
+    chosen = _some(num_images, len(manifest))
+    images, _ = Reader(store, ImageShape(32, 32, 3)).read(manifest.select(chosen))
+    np.savez(file, images=images, labels=manifest.labels[chosen].astype(np.int64))
+
+
+def _some(num_images: int, there_are: int) -> Any:
+    """So many images from all over a manifest, one more than once where there are too few."""
+    return np.resize(np.random.default_rng(0).permutation(there_are), num_images)
+
+
+def _step_times() -> list[float]:
+    """A list to which each step of an optimizer in this process adds the time at which it is done."""
+    times: list[float] = []
+    register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter()))
+    return times
+
+
+# The plain loop.
+
+
+def plainly(images: str, precision: str) -> list[float]:
+    return run_in_processes(NUM_WORKERS, train_plainly, images, precision)[0]
+
+
+def train_plainly(file: str, precision: str) -> list[float]:
+    times, rank, config = _step_times(), dist.get_rank(), _options(precision)
+    with np.load(file) as arrays:
+        all_images, all_labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
+    augment = Augment(config, MEAN, STD)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(models.cifar10(NUM_CLASSES, 3).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=config.momentum, weight_decay=config.weight_decay)
+    mixed = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+    order = torch.randperm(len(all_images))
+    for step in range(len(order) // BATCH):
+        samples = order[step * BATCH + rank * SHARE :][:SHARE]
+        images, labels = augment.train(all_images[samples], samples, epoch=0), all_labels[samples]
+        with mixed:
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return times
+
+
+# raytrain's loop without Ray.
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """Shares out of blocks in memory, as they lie in the object store."""
+
+    images: np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C), in the order of the first epoch
+    labels: np.ndarray[Any, np.dtype[np.int64]]
+    shares: Shares
+
+    def train(self, first_step: int) -> Iterator[Share]:
+        return cached(self.shares, CachedBlocks(self._block, BLOCK_ROWS, self.shares.plan, Cursor()), first_step)
+
+    def test(self) -> Iterator[Share]:
+        one_batch = Plan(len(self.images), BATCH, 1, 0, max_steps=1)
+        return cached(Shares(one_batch, self.shares.rank, self.shares.loads), CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()), 0)
+
+    def _block(self, number: int) -> Block:
+        rows = slice(number * BLOCK_ROWS, (number + 1) * BLOCK_ROWS)
+        return Block(self.images[rows], self.labels[rows], np.empty(0, np.int64))
+
+
+class Silent:
+    def started(self, num_workers: int, step: int) -> None: ...
+    def record(self, row: dict[str, Any]) -> None: ...
+    def event(self, text: str) -> None: ...
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+def through_raytrain(images: str, precision: str, folder: str) -> list[float]:
+    return run_in_processes(NUM_WORKERS, train_in_memory, images, precision, folder)[0]
+
+
+def train_in_memory(file: str, precision: str, folder: str) -> list[float]:
+    config = _options(precision).resolved(NUM_WORKERS)
+    with np.load(file) as arrays:
+        images, labels = arrays["images"], arrays["labels"]
+    classes = tuple(map(str, range(NUM_CLASSES)))
+    plan = Plan(len(images), BATCH, config.epochs, config.seed)
+    run = Run(
+        config=config,
+        classes=classes,
+        plan=plan,
+        source=MemorySource(images, labels, Shares(plan, dist.get_rank(), (1.0,) * NUM_WORKERS)),
+        augment=Augment(config, MEAN, STD),
+        checkpoints=Checkpoints(open_store(folder), Identity(config.model, classes, "", BATCH, config.seed), 1),
+        reporter=Silent(),
+    )
+    times = _step_times()
+    train(run)
+    run.finish()
+    return times
+
+
+# raytrain's loop under Ray.
+
+
+def through_ray(url: str, num_images: int, precision: str, folder: str) -> list[float]:
+    options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "step", "cache": "memory"}
+    config = _options(precision, device="cpu", threads_per_worker=1, **options)
+    train_on(config, partial(_some, num_images), partial(train_when_cached, folder=folder))
+    return json.loads(Path(folder, "times").read_text())
+
+
+def train_when_cached(run: Run, folder: str) -> None:
+    run.reporter.started(run.world_size, 0)  # the driver waits for it to fill the cache
+    for _ in run.source.train(0):  # waits until all is there
+        pass
+    times = _step_times()
+    train(run)
+    if run.rank == 0:
+        Path(folder, "times").write_text(json.dumps(times))

@@ -1,0 +1,29 @@
+"""A training run on other images than all of those at its URL."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.cluster import connection
+from raytrain.config import TrainConfig
+from raytrain.driver import prepare
+from raytrain.signals import StopSignals
+from raytrain.training.run import Run
+
+
+def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]], loop: Callable[[Run], None]) -> None:
+    """As ``raytrain.train``, on the images that ``choose`` takes out of so many; it may take one more than once."""
+    with connection(config.address) as cluster:
+        prepared = prepare(config)
+        manifest = prepared.data.train
+        data = dataclasses.replace(prepared.data, train=manifest.select(choose(len(manifest))))
+        cluster.connect()
+        from raytrain.session import Session
+
+        with StopSignals() as signals, Session(dataclasses.replace(prepared, data=data), loop, time.monotonic()) as session:
+            session.watch(signals, None)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import logging
+import os
+import tarfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import raytrain
+from raytrain import TrainResult
+from raytrain.embedded_s3 import EmbeddedS3, serve
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # as raytrain/local_head.py has it; here, for Ray looks for it once, when it is imported
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as raytrain/cluster.py has it
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts a timing
+hypothesis.settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def _no_aws_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the AWS configuration of whoever runs it, or asks a metadata service."""
+    _forget_aws(monkeypatch)
+
+
+def _forget_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """This process is in a Ray cluster of its own, of 2 CPUs on this machine, whose processes see no AWS configuration."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _forget_aws(monkeypatch)
+        import ray
+
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """90 PNGs of 12x12 in three class folders."""
+    from tests.through_ray import make_images
+
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """A run on two workers from the cache that nothing happened to."""
+    from tests.through_ray import config
+
+    return raytrain.train(config(images, tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
+    """An S3 server for all tests, with a bucket ``tests``. Not in the environment: ``s3`` puts it there."""
+    directory = tmp_path_factory.mktemp("s3")
+    (directory / "tests").mkdir()
+    with serve(directory) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: EmbeddedS3, monkeypatch: pytest.MonkeyPatch) -> EmbeddedS3:
+    """The server, with this process's AWS configuration pointing to it."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
+@pytest.fixture
+def s3_url(s3: EmbeddedS3) -> str:
+    """A prefix on the server under which there is nothing yet. Write there through S3: a file put into the
+    server's folder is seen a second later."""
+    return f"s3://tests/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="session")
+def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real images: ``train`` with 30 and ``test`` with 10 of each CIFAR-10 class, 32×32 JPEG."""
+    archive = Path(os.environ.get("RAYTRAIN_TEST_DATA", "")) / "cifar10.tgz"
+    if not archive.is_file():
+        pytest.skip("RAYTRAIN_TEST_DATA names no folder with cifar10.tgz")
+    folder = tmp_path_factory.mktemp("cifar10")
+    wanted = {f"{part}/{i:04d}.jpg" for part, num_images in (("train", 30), ("test", 10)) for i in range(num_images)}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            part, _, rest = member.name.removeprefix("./").partition("/")
+            if f"{part}/{rest.rpartition('/')[2]}" in wanted:
+                tar.extract(member, folder, filter="data")
+    return folder

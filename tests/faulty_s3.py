@@ -1,0 +1,131 @@
+"""A proxy in front of an S3 server that fails some of the requests: busy, broken off, cut short, or silent."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+FAULTS = ("busy", "reset", "cut", "stall")
+_BUSY = b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 seconds: closing sends RST
+
+
+@dataclass
+class FaultyS3:
+    """What happened: requests by what became of them (one of FAULTS, or ``passed``), and the most at one time."""
+
+    url: str = ""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    max_at_once: int = 0
+    _at_once: int = 0
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.outcomes.values())
+
+    def _begin(self, request: str, fraction: float, seed: int) -> str:
+        """What becomes of a request: decided by its words and how often they came, so that threads do not change it."""
+        with self._lock:
+            draw = random.Random(f"{seed} {request} {self._attempts[request]}")
+            outcome = draw.choice(FAULTS) if draw.random() < fraction else "passed"
+            self._attempts[request] += 1
+            self.outcomes[outcome] += 1
+            self._at_once += 1
+            self.max_at_once = max(self.max_at_once, self._at_once)
+            return outcome
+
+    def _end(self) -> None:
+        with self._lock:
+            self._at_once -= 1
+
+
+@contextmanager
+def faulty_s3(endpoint_url: str, fraction: float, *, seed: int = 0) -> Iterator[FaultyS3]:
+    """Serve the S3 server at ``endpoint_url``, failing ``fraction`` of the requests; signatures pass, for Host is left as it is."""
+    seen, over, behind = FaultyS3(), threading.Event(), urlsplit(endpoint_url).netloc
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            outcome = seen._begin(f"{self.command} {self.path}", fraction, seed)
+            try:
+                self.serve(outcome, body)
+            finally:
+                seen._end()
+            if outcome == "stall":
+                over.wait()
+
+        do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
+
+        def serve(self, outcome: str, body: bytes) -> None:
+            if outcome == "busy":
+                self.answer(503, {"Content-Type": "application/xml"}, _BUSY)
+            elif outcome == "reset":
+                self.break_off()
+            elif outcome in ("passed", "cut"):
+                self.pass_on(body, cut=outcome == "cut")
+
+        def pass_on(self, body: bytes, *, cut: bool) -> None:
+            """Ask the server; ``cut`` loses the second half of its answer, or all of one that has no body."""
+            there = http.client.HTTPConnection(behind)
+            there.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                there.putheader(name, value)
+            there.endheaders(body or None)
+            answer = there.getresponse()
+            content, headers = answer.read(), {name: value for name, value in answer.getheaders() if name != "Transfer-Encoding"}
+            there.close()
+            headers.setdefault("Content-Length", str(len(content)))
+            if cut and not content:
+                self.break_off()
+            else:
+                self.answer(answer.status, headers, content[: len(content) // 2] if cut else content)
+                self.close_connection = self.close_connection or cut
+
+        def answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response_only(status)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def break_off(self) -> None:
+            with suppress(OSError):
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                self.connection.close()
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that gave up is no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    seen.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

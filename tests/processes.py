@@ -1,0 +1,37 @@
+"""Runs a function in a few processes joined by gloo, for the tests of what only shows between ranks."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on every rank of a default process group; its results by rank.
+
+    ``function`` is defined at the top of a module, so that it can be pickled; what it raises on any rank is raised here.
+    """
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world_size, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(_run, rank, world_size, folder, function, args) for rank in range(world_size)]
+        return [torch.load(io.BytesIO(future.result()), weights_only=False) for future in futures]
+
+
+def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    torch.set_num_threads(1)
+    where = f"file://{Path(folder) / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    try:
+        result = io.BytesIO()
+        torch.save(function(*args), result)
+        return result.getvalue()
+    finally:
+        dist.destroy_process_group()

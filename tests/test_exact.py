@@ -1,0 +1,293 @@
+"""N workers compute what one would: the built-in loop in gloo processes against a plain loop on whole batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raytrain.config import TrainConfig
+from raytrain.data.plan import Plan
+from raytrain.data.shares import Block, CachedBlocks, Share, Shares, cached
+from raytrain.data.storage import open_store
+from raytrain.training.augment import Augment
+from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.loop import train
+from raytrain.training.run import Run
+from raytrain.training.schedule import factor
+from tests.processes import run_in_processes
+from tests.reference import NormOfShares, small_net, train_alone
+
+NUM_CLASSES, SIDE = 4, 8
+CLASSES = tuple("abcd")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def config(**options: Any) -> TrainConfig:
+    base = {
+        "model": "tests.test_exact:network",
+        "image_size": (SIDE, SIDE),
+        "epochs": 2,
+        "batch_size": 16,
+        "learning_rate": 0.1,
+        "log_every": 1,
+        "precision": "float64",
+        "mean": MEAN,
+        "std": STD,
+        "horizontal_flip": True,
+        "translate": 2,
+        "evaluate_every": 1,
+        "workers": 1,
+    }
+    return TrainConfig(**{**base, **options})
+
+
+def network(num_classes: int, channels: int) -> nn.Module:
+    return small_net(nn.BatchNorm2d, channels, num_classes)
+
+
+def network_without_norm(num_classes: int, channels: int) -> nn.Module:
+    return small_net(lambda width: nn.Identity(), channels, num_classes)
+
+
+def images(num_samples: int, bad: tuple[int, ...] = ()) -> Block:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, NUM_CLASSES, num_samples)
+    pixels = random.integers(0, 256, (num_samples, SIDE, SIDE, 3), dtype=np.uint8) // 2 + (labels * 30)[:, None, None, None].astype(
+        np.uint8
+    )
+    labels[list(bad)] = -1
+    return Block(pixels, labels, np.arange(num_samples))
+
+
+class MemorySource:
+    def __init__(self, block: Block, plan: Plan, rank: int, loads: tuple[float, ...]) -> None:
+        self.shares = Shares(plan, rank, loads)
+        in_order = plan.samples(0, np.arange(plan.num_samples))
+        ordered = Block(block.images[in_order], block.labels[in_order], in_order)
+        rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
+        blocks = [Block(ordered.images[r], ordered.labels[r], ordered.samples[r]) for r in rows]
+        self.blocks = CachedBlocks(blocks.__getitem__, 5, plan, plan.cursor(0))
+
+    def train(self, first_step: int) -> Iterator[Share]:
+        return cached(self.shares, self.blocks, first_step)
+
+    def test(self) -> Iterator[Share]:
+        plan = dataclasses.replace(self.shares.plan, batch_size=6, epochs=1, max_steps=None)
+        return cached(Shares(plan, self.shares.rank, self.shares.loads), self.blocks, 0)
+
+
+class Recorder:
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.asked = 0
+        self.stop_after = stop_after
+
+    def started(self, num_workers: int, step: int) -> None: ...
+    def event(self, text: str) -> None: ...
+
+    def record(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def stop_requested(self) -> bool:
+        self.asked += 1
+        return self.stop_after is not None and self.asked > self.stop_after
+
+
+def make_run(options: TrainConfig, block: Block, folder: str, recorder: Recorder) -> Run:
+    distributed = torch.distributed.is_initialized()
+    rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    size, steps = options.batch_size or 0, options.max_steps
+    plan = Plan(len(block), size, options.epochs, options.seed, max_steps=steps, accumulate=options.accumulate)
+    identity = Identity(options.model, CLASSES, "digest", options.batch_size or 0, options.seed)
+    return Run(
+        config=options,
+        classes=CLASSES,
+        plan=plan,
+        source=MemorySource(block, plan, rank, options.worker_load or (1.0,) * world_size),
+        augment=Augment(options, MEAN, STD),
+        checkpoints=Checkpoints(open_store(folder), identity, options.keep_checkpoints),
+        reporter=recorder,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its options, its images (some of them unreadable), and after how many steps somebody asks for a stop."""
+
+    options: TrainConfig
+    num_samples: int = 70
+    bad: tuple[int, ...] = ()
+    stop_after: int | None = None
+    folder: str | None = None
+
+
+def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any]]:
+    """Run every case; processes cost seconds to start, runs milliseconds."""
+    results = {}
+    for name, case in cases.items():
+        recorder = Recorder(case.stop_after)
+        run = make_run(case.options, images(case.num_samples, case.bad), case.folder or f"{fresh}/{name}", recorder)
+        train(run)
+        run.finish()
+        state = {key.removeprefix("module."): value.clone() for key, value in run._models[0].state_dict().items()}
+        results[name] = {"state": state, "rows": recorder.rows, "progress": run.progress, "stopped": run.stopped}
+    return results
+
+
+def together(cases: dict[str, Case], world_size: int) -> list[dict[str, dict[str, Any]]]:
+    """Results of every case by rank."""
+    with tempfile.TemporaryDirectory() as fresh:
+        return run_in_processes(world_size, on_one_worker, cases, fresh)
+
+
+def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """What one process makes of a case that ``world_size`` workers share (which only matters to norms of shares)."""
+    options = case.options
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(options, images(case.num_samples), folder, Recorder())
+        model = run.build_model()
+    if options.batch_norm == "aggregate":
+        model = with_norms_of_shares(model)
+    model.to(torch.float64 if options.precision == "float64" else torch.float32)
+    optimizers = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), 1.0, momentum=options.momentum, weight_decay=options.weight_decay),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), 1.0, weight_decay=options.weight_decay),
+    }
+    plan, peak = run.plan, options.learning_rate or 0.0
+    rates = [peak * factor(options, step, plan.steps_per_epoch, plan.num_steps) for step in range(plan.num_steps)]
+    loads = options.worker_load or (1.0,) * world_size
+    batches = _batches(run, images(case.num_samples, case.bad), loads if options.batch_norm == "aggregate" else (1.0,))
+    rows = train_alone(model, optimizers[options.optimizer](), batches, rates, options.label_smoothing)
+    return model, rows
+
+
+def with_norms_of_shares(model: nn.Module) -> nn.Module:
+    """The same network, whose norms see a share at a time."""
+    for name, layer in model.named_children():
+        if isinstance(layer, nn.BatchNorm2d):
+            norm = NormOfShares(layer.num_features)
+            norm.load_state_dict(layer.state_dict())
+            setattr(model, name, norm)
+    return model
+
+
+def _batches(run: Run, block: Block, loads: tuple[float, ...]) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """The global batches in parts (the remainder to the first), and these in the shares of workers, none of them empty."""
+    for step in range(run.plan.num_steps):
+        batch = run.plan.batch(step)
+        chosen = run.plan.samples(batch.epoch, np.arange(batch.start, batch.stop))
+        parts = [_apart(part, loads) for part in _apart(chosen, (1.0,) * run.config.accumulate)]
+        readable = [[share[block.labels[share] >= 0] for share in shares] for shares in parts]
+        yield [[_ready(run, block, share, batch.epoch) for share in shares if len(share)] for shares in readable if any(map(len, shares))]
+
+
+def _apart(samples: Any, loads: tuple[float, ...]) -> list[Any]:
+    """Cut in proportion to ``loads``, by a rule of the test's own: whole shares, then one more for the first that work."""
+    sizes = [int(len(samples) * load / sum(loads) + 1e-9) for load in loads]
+    for rank in [rank for rank, load in enumerate(loads) if load][: len(samples) - sum(sizes)]:
+        sizes[rank] += 1
+    return np.split(samples, np.cumsum(sizes)[:-1])
+
+
+def _ready(run: Run, block: Block, samples: Any, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pixels = run.augment.train(torch.from_numpy(block.images[samples]), torch.from_numpy(samples), epoch)
+    return pixels, torch.from_numpy(block.labels[samples])
+
+
+NORMS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "aggregate": {"batch_norm": "aggregate"},
+    "no norm": {"model": "tests.test_exact:network_without_norm"},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.0, "weight_decay": 0.01},
+    "momentum": {"label_smoothing": 0.1},
+    "AdamW": {"optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.1},
+}
+MATRIX = {
+    f"{norm}, {optimizer}, batches of {batch_size} in {accumulate}": Case(
+        config(batch_size=batch_size, epochs=1, max_steps=9, accumulate=accumulate, **NORMS[norm], **OPTIMIZERS[optimizer]), num_samples=39
+    )
+    for norm in NORMS
+    for optimizer in OPTIMIZERS
+    for batch_size, accumulate in [(1, 1), (7, 1), (7, 2), (32, 1), (37, 3)]
+}
+SAME = {
+    "AdamW, cosine": Case(config(optimizer="adamw", learning_rate=0.01, schedule="cosine", warmup_epochs=0.5)),
+    "piecewise": Case(config(schedule="piecewise", drop_period=1)),
+    "float32": Case(config(precision="float32")),
+    "channels last": Case(config(channels_last=True)),
+    "images that cannot be read": Case(config(batch_size=7), bad=(0, 3, 5, 11, 12, 13, 40)),
+    "in parts, images that cannot be read": Case(config(batch_size=7, accumulate=3), bad=(0, 3, 5, 11, 12, 13, 40)),
+    "aggregate, images that cannot be read": Case(config(batch_size=7, batch_norm="aggregate"), bad=(0, 3, 5, 11, 12, 13, 40)),
+}
+LOADS = {
+    f"loads {loads}, {norm}, in {accumulate}": Case(config(batch_size=7, worker_load=loads, accumulate=accumulate, **NORMS[norm]))
+    for loads in [(1.0, 0.0, 1.0), (0.0, 3.0, 1.0), (1.0, 0.0, 2.0)]
+    for norm in NORMS
+    for accumulate in (1, 2)
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_workers_compute_what_one_would(world_size: int) -> None:
+    cases = {**MATRIX, **SAME, **(LOADS if world_size == 3 else {})}
+    by_rank = together(cases, world_size)
+    for name, case in cases.items():
+        expected = alone(case, world_size)
+        for rank, results in enumerate(by_rank):
+            assert_same(f"{name}, worker {rank} of {world_size}", results[name], case, expected, check_rows=rank == 0)
+
+
+def assert_same(
+    name: str, result: dict[str, Any], case: Case, expected: tuple[nn.Module, list[dict[str, Any]]], *, check_rows: bool
+) -> None:
+    model, rows = expected
+    tolerance = 1e-5 if case.options.precision == "float32" else 1e-10
+    for key, value in model.state_dict().items():
+        difference = (result["state"][key].double() - value.double()).abs().max().item()
+        assert difference <= tolerance, f"{name}: {key} differs by {difference}"
+    steps = [row for row in result["rows"] if row["kind"] == "step"]
+    if check_rows:
+        assert [row["loss"] for row in steps] == pytest.approx([row["loss"] for row in rows], abs=10 * tolerance), name
+        assert [row["accuracy"] for row in steps] == pytest.approx([row["accuracy"] for row in rows]), name
+        assert steps[-1]["samples_seen"] == result["progress"].samples_seen == sum(row["count"] for row in rows), name
+
+
+def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
+    options = config(batch_size=16, optimizer="adamw", learning_rate=0.01)  # 5 steps an epoch, 10 in all
+    expected = alone(Case(options))
+    rows = expected[1]
+    stops = range(10)
+    halves = {f"stop {after}": Case(options, stop_after=after, folder=str(tmp_path / str(after))) for after in stops}
+    first = together(halves, 2)
+    rest = together({name: dataclasses.replace(case, stop_after=None) for name, case in halves.items()}, 3)
+    for after, name in zip(stops, halves, strict=True):
+        steps = {results[name]["progress"].step for results in first}
+        assert len(steps) == 1 and steps <= {after + 1, after + 2}, f"asked after {after} steps, stopped after {steps}"
+        assert first[0][name]["stopped"] == (after < 9)
+        for results in rest:
+            assert_same(name, {**results[name], "rows": []}, Case(options), expected, check_rows=False)
+        assert rest[0][name]["progress"].samples_seen == 140
+        both = first[0][name]["rows"] + rest[0][name]["rows"]
+        assert [row["loss"] for row in both if row["kind"] == "step"] == pytest.approx([row["loss"] for row in rows], abs=1e-9)
+
+
+def test_evaluation_counts_each_image_once_on_any_workers() -> None:
+    case = Case(config(epochs=1, batch_size=16))
+    accuracies = [together({"run": case}, world_size)[0]["run"]["progress"].test_accuracy for world_size in (1, 2)]
+    model, _ = alone(case)
+    model.eval()
+    block = images(case.num_samples)
+    logits = model(Augment(case.options, MEAN, STD).evaluate(torch.from_numpy(block.images)))
+    correct = (logits.argmax(1) == torch.from_numpy(block.labels)).double().mean().item()
+    assert accuracies == pytest.approx([correct, correct])

@@ -1,0 +1,118 @@
+"""The recipes' networks, and finding, building and seeding a network by its name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain import models
+from raytrain.errors import UsageError
+from raytrain.training.model import build_model
+
+
+def kinds(model: nn.Module) -> Counter[type]:
+    return Counter(type(layer) for layer in model.modules() if not list(layer.children()))
+
+
+def test_digits_has_the_learnables_of_its_document() -> None:
+    model = models.digits(num_classes=10, channels=1)
+    assert len(list(model.parameters())) == 14
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert [layer.kernel_size for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [(5, 5), (3, 3), (3, 3)]
+
+
+def test_digits_pools_nothing_at_its_own_size() -> None:
+    first_two = models.digits(num_classes=10, channels=1)[:2]  # type: ignore[index]
+    images = torch.randn(2, 1, 28, 28)
+    assert torch.equal(first_two(images), first_two[0](images))
+
+
+def test_cifar10_has_the_layers_of_its_document() -> None:
+    model = models.cifar10(num_classes=10, channels=3)
+    found = kinds(model)
+    assert (found[nn.Conv2d], found[nn.BatchNorm2d], found[nn.ReLU]) == (12, 12, 12)
+    assert (found[nn.MaxPool2d], found[nn.AdaptiveAvgPool2d], found[nn.Linear]) == (2, 1, 1)
+    assert [layer.out_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [32] * 4 + [64] * 4 + [128] * 4
+    assert model[:-3](torch.zeros(2, 3, 32, 32)).shape == (2, 128, 8, 8)  # type: ignore[index]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_digits_lstm_reads_rows_and_keeps_no_state() -> None:
+    model = models.digits_lstm(num_classes=10, channels=1).double()
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    logits = model(images)
+    assert logits.shape == (3, 10)
+    assert torch.equal(model(images), logits)  # nothing is left of the batch before
+    torch.testing.assert_close(torch.cat([model(image[None]) for image in images]), logits)  # nor of the image before
+    assert not torch.allclose(model(images.flip(2)), logits) and not torch.allclose(model(images.roll(1, 3)), logits)
+    assert kinds(model)[nn.LSTM] == 1
+
+
+@pytest.mark.parametrize("build", [models.digits, models.digits_lstm, models.cifar10])
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 40, 24), (3, 9, 9)])
+def test_networks_take_other_sizes_and_channels(build: Any, channels: int, height: int, width: int) -> None:
+    assert build(num_classes=4, channels=channels)(torch.zeros(2, channels, height, width)).shape == (2, 4)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_the_seed_alone_decides_the_weights() -> None:
+    torch.manual_seed(7)
+    first = weights(build_model("raytrain.models:cifar10", 10, 3, seed=1))
+    after = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), after)  # no number of the global generator was used
+    assert torch.equal(weights(build_model("raytrain.models:cifar10", 10, 3, seed=1)), first)
+    assert not torch.equal(weights(build_model("raytrain.models:cifar10", 10, 3, seed=2)), first)
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "size"), [("resnet18", 3, 64), ("squeezenet1_1", 1, 64), ("googlenet", 3, 64), ("vit_b_16", 1, 224)]
+)
+def test_torchvision_networks_by_name(name: str, channels: int, size: int) -> None:
+    model = build_model(name, 7, channels, seed=0).train()
+    assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
+
+
+def test_a_network_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_networks.py").write_text(
+        "from torch import nn\n"
+        "def tiny(num_classes, channels):\n    return nn.Linear(channels, num_classes)\n"
+        "def narrow(num_classes):\n    return nn.Linear(3, num_classes)\n"
+        "def nothing(**_):\n    return None\n"
+    )
+    (tmp_path / "broken_networks.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build_model("my_networks:tiny", 5, 3, seed=0)(torch.zeros(1, 3)).shape == (1, 5)
+    with pytest.raises(UsageError, match=r"my_networks:narrow is called with num_classes and channels.*'channels'"):
+        build_model("my_networks:narrow", 5, 3, seed=0)
+    with pytest.raises(UsageError, match=r"returned a NoneType; it must return a torch\.nn\.Module"):
+        build_model("my_networks:nothing", 5, 3, seed=0)
+    with pytest.raises(UsageError, match=r"no function 'tinny' \(did you mean tiny\?\)"):
+        build_model("my_networks:tinny", 5, 3, seed=0)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        build_model("broken_networks:tiny", 5, 3, seed=0)
+
+
+def test_names_that_lead_nowhere() -> None:
+    with pytest.raises(UsageError, match=r"resnet19 is no classifier of torchvision \(did you mean .*resnet1(8|01|52)"):
+        build_model("resnet19", 10, 3, seed=0)
+    with pytest.raises(UsageError, match="there is no module nowhere_at_all"):
+        build_model("nowhere_at_all.networks:f", 10, 3, seed=0)
+
+
+def test_torchvision_is_imported_only_where_it_is_used() -> None:
+    program = (
+        "import sys; from raytrain.training.model import build_model; build_model('raytrain.models:digits', 10, 1, 0);"
+        "sys.exit('torchvision' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
