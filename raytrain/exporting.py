@@ -86,7 +86,7 @@ def _images(classifier: Classifier, data: str | None) -> Pixels:
     store = open_store(data)
     manifest = list_images(store)
     chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECKED, len(manifest)), dtype=np.int64)
-    pixels, bad = Reader(store, shape).read(manifest.select(chosen).keys.to_pylist())
+    pixels, bad = Reader(store, shape).read(manifest.select(chosen))
     if len(bad) == len(pixels):
         raise UsageError(f"None of {len(bad)} images looked at in {store.url} can be read ({bad[0]}); check what lies there.")
     return np.delete(pixels, list(bad), axis=0)
