@@ -19,6 +19,8 @@ from typing import Any
 
 # What Ray starts besides, and a cluster of one machine without a dashboard has no use for: seconds of start-up.
 _LIGHT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# A process that reads data takes seconds to start; by default it is ended after one without work, where actors fill the machine.
+_PATIENT = {"RAY_idle_worker_killing_time_threshold_ms": "60000"}
 
 
 class LocalHead:
@@ -26,7 +28,7 @@ class LocalHead:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         _agree_on_token()
-        os.environ.update(_LIGHT)
+        os.environ.update(_LIGHT | _PATIENT)
         command = [sys.executable, "-m", "raytrain.local_head"]
         # A session of its own: the terminal's Ctrl-C is for the driver alone.
         self._process = subprocess.Popen(

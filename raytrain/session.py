@@ -23,9 +23,11 @@ from ray.train.torch import TorchTrainer
 from raytrain import runs
 from raytrain.cluster import hardware, place
 from raytrain.data.cache import CacheFiller
-from raytrain.data.ingest import DataCpus, ImageSet, warm_up
+from raytrain.data.ingest import DataCpus, ImageSet
 from raytrain.data.order import CacheOrder
 from raytrain.data.plan import Cursor
+from raytrain.data.streaming import Streamer
+from raytrain.data.streams import Stream
 from raytrain.driver import Prepared, TrainResult, View
 from raytrain.errors import StorageError, TrainingFailed, UsageError
 from raytrain.failures import TellFailures, plain_reason
@@ -88,14 +90,14 @@ class Session:
         train, test = self._image_sets()
         threading.Thread(target=self._fit, args=(self._job(train, test),), daemon=True, name="trainer").start()
         cpus = DataCpus(self._placement.data_cpus * self._placement.num_workers, self._placement.task_cpus)
-        if not self._train_cached:
-            threading.Thread(target=warm_up, args=(cpus,), daemon=True, name="warm-up").start()
+        self._streamer = self._start_streams(train, test, cpus)
         self._filler = CacheFiller(self._actor, cpus, self._filling(train, test))
         self._write_down()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._filler.close()
+        self._streamer.close()
         if not self._ended.done():
             with suppress(StorageError):  # the reason why the session ends is worth more
                 self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", None)
@@ -137,7 +139,6 @@ class Session:
             weights=self._weights,
             train_origin=self._origin if self._train_cached else None,
             test_cached=self._test_cached,
-            cpus=DataCpus(self._placement.data_cpus, self._placement.task_cpus),
             threads=self._placement.threads,
             actor=self._actor,
         )
@@ -176,6 +177,13 @@ class Session:
         if self._test_cached:
             filling["test"] = (test, CacheOrder(self._test_plan, Cursor(), test.rows_per_block))
         return filling
+
+    def _start_streams(self, train: ImageSet, test: ImageSet, cpus: DataCpus) -> Streamer:
+        """What is not cached is streamed: the training images from now on, while the workers start."""
+        num_workers = self._placement.num_workers
+        foreseen = None if self._train_cached else Stream(0, 0, "train", self._prepared.first_step, num_workers)
+        sets = {"train": (train, self._plan), "test": (test, self._test_plan)}
+        return Streamer(self._actor, cpus, sets, self._config.worker_load or (), foreseen)
 
     def _what_is_cached(self) -> tuple[bool, bool]:
         """Whether the training images are kept in memory, and the test images."""

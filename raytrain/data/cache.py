@@ -52,7 +52,7 @@ class CacheFiller:
             heads = {name: self._add_head(name) for name in self._sets}
             self._workers_started.wait()
             for name, (images, order) in self._sets.items():
-                for ref in block_refs(images, order, self._cpus, first=heads[name]):
+                for _, ref in block_refs(images, [order], self._cpus, first=heads[name]):
                     if self._closed:
                         return
                     self._add(name, ref)

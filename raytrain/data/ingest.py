@@ -7,11 +7,12 @@ concurrently and decodes them. So there is no listing, no shuffle and no barrier
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,21 +20,21 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.data import DataContext, ExecutionResources
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from raytrain.data.decode import ImageShape, Reader
 from raytrain.data.manifest import Manifest
-from raytrain.data.order import CacheOrder, WorkerOrder
+from raytrain.data.order import Order, Turn, in_turn
 from raytrain.data.plan import Int64s
 from raytrain.data.shares import Block, Prefetch
 from raytrain.data.storage import Store
 
 BLOCK_ROWS = 512
 PACKED_BLOCK_ROWS = 2048  # what reads a shard had better use much of it
-_ALONE_BLOCKS = 3  # read before a pipeline starts
-_HEAD_BLOCKS = 16  # read by plain tasks, which start at once, while a pipeline starts, which takes seconds
-_HEAD_TASKS = 2  # of them asked for at a time
+_HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # of each order, read by plain tasks while a pipeline starts, which takes seconds
 _BLOCK_BYTES = 32 << 20
-_BLOCKS_PER_EXECUTION = 4096  # Ray Data plans every task of an execution before the first one starts
+_TURN_S = 0.01
+_BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
 
 
 @dataclass(frozen=True)
@@ -52,71 +53,64 @@ class ImageSet:
         """Images that travel together."""
         return max(1, min(PACKED_BLOCK_ROWS if self.packed else BLOCK_ROWS, _BLOCK_BYTES // self.shape.num_bytes))
 
+    def within(self, num_blocks: int, num_bytes: int) -> int:
+        """At most ``num_blocks``, so many that they take at most ``num_bytes``, at least 1."""
+        return max(1, min(num_blocks, num_bytes // (self.rows_per_block * self.shape.num_bytes)))
+
 
 @dataclass(frozen=True)
 class DataCpus:
-    """CPUs that one pipeline may use, and how many of them one of its tasks takes."""
+    """CPUs for reading, and how many of them one task takes."""
 
-    pipeline: float
+    all: float
     task: float
 
+    @property
+    def num_tasks(self) -> int:
+        """Tasks at a time."""
+        return max(1, round(self.all / self.task))
 
-def block_refs(images: ImageSet, order: WorkerOrder | CacheOrder, cpus: DataCpus, first: int = 0) -> Iterator[Any]:
-    """Object references of the blocks of ``order`` from number ``first`` on, in order, as they are read."""
-    alone, head = (min(first + count, len(order)) for count in (_ALONE_BLOCKS, _HEAD_BLOCKS))
-    yield from _by_tasks(images, order, cpus, range(first, alone))
-    piped = Prefetch(_by_pipelines(images, order, cpus, head), depth=2)  # starts now
+
+def block_refs(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, first: int = 0) -> Iterator[tuple[int, Any]]:
+    """References of the blocks of all ``orders``, in turn, as they are read: the number of the order, and the reference.
+
+    Those before the turn ``first`` are left out.
+    """
+    turns = islice(in_turn(orders), first, None)
+    head = list(islice(turns, images.within(_HEAD_BLOCKS, _HEAD_BYTES) * len(orders)))
+    piped = Prefetch(_by_pipelines(images, orders, cpus, turns), depth=2)  # starts now
     try:
-        yield from _by_tasks(images, order, cpus, range(alone, head))
+        yield from _by_tasks(images, orders, cpus, head)
         yield from piped
     finally:
         piped.close()
 
 
-def blocks(images: ImageSet, order: WorkerOrder, cpus: DataCpus) -> Iterator[Block]:
-    """The blocks of ``order``, in order."""
-    refs = Prefetch(block_refs(images, order, cpus), depth=2)
-    try:
-        for ref in refs:
-            yield to_block(ray.get(ref), images.shape)
-    finally:
-        refs.close()
+def _by_tasks(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, turns: Sequence[Turn]) -> Iterator[tuple[int, Any]]:
+    read = ray.remote(_read_block).options(num_cpus=cpus.task)
+    asked: deque[tuple[int, Any]] = deque()
+    running: list[Any] = []
+    for which, number in turns:
+        if len(running) >= cpus.num_tasks:  # more would wait for CPUs that starting workers want
+            _, running = ray.wait(running, num_returns=1, fetch_local=False)
+        asked.append((which, read.remote(images, orders[which], number)))
+        running.append(asked[-1][1])
+        while asked[0][1] not in running:
+            yield asked.popleft()
+    for which, ref in asked:
+        ray.wait([ref], fetch_local=False)
+        yield which, ref
 
 
-def _by_tasks(images: ImageSet, order: WorkerOrder | CacheOrder, cpus: DataCpus, numbers: range) -> Iterator[Any]:
-    read = ray.remote(_read_numbered).options(num_cpus=cpus.task)
-    refs: deque[Any] = deque()
-    for number in numbers:
-        refs.append(read.remote(images, order, number))
-        if len(refs) > _HEAD_TASKS:
-            ray.wait([refs[0]], fetch_local=False)
-            yield refs.popleft()
-    yield from refs
-
-
-def _read_numbered(images: ImageSet, order: WorkerOrder | CacheOrder, number: int) -> pa.Table:
+def _read_block(images: ImageSet, order: Order, number: int) -> pa.Table:
     return read_table(images, order.samples(number))
 
 
-def _by_pipelines(images: ImageSet, order: WorkerOrder | CacheOrder, cpus: DataCpus, first: int) -> Iterator[Any]:
-    for start in range(first, len(order), _BLOCKS_PER_EXECUTION):
-        count = min(_BLOCKS_PER_EXECUTION, len(order) - start)
-        for bundle in _pipeline(images, order.samples, start, count, cpus).iter_internal_ref_bundles():
-            yield from bundle.block_refs
-
-
-def warm_up(cpus: DataCpus) -> None:
-    """Start the processes that pipelines need, which takes many seconds, while nobody waits for them yet."""
-    configure(DataContext.get_current(), cpus.pipeline)
-    count = max(1, round(cpus.pipeline / cpus.task))
-    with suppress(Exception):  # a run that ends before it takes Ray away from it
-        ray.data.range(count, override_num_blocks=count).map_batches(_import_all, batch_size=1, num_cpus=cpus.task).materialize()
-
-
-def _import_all(row: Any) -> Any:
-    import raytrain.data.bucket  # noqa: F401
-
-    return row
+def _by_pipelines(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, turns: Iterator[Turn]) -> Iterator[tuple[int, Any]]:
+    while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
+        refs = (ref for bundle in _pipeline(images, orders, chunk, cpus).iter_internal_ref_bundles() for ref in bundle.block_refs)
+        for (which, _), ref in zip(chunk, refs, strict=True):
+            yield which, ref
 
 
 def to_block(table: pa.Table, shape: ImageShape) -> Block:
@@ -152,21 +146,37 @@ def to_table(pixels: np.ndarray[Any, np.dtype[np.uint8]], labels: Int64s, sample
     return pa.table({"image": column, "label": labels, "sample": samples})
 
 
-def _pipeline(images: ImageSet, samples_of: Callable[[int], Int64s], first: int, count: int, cpus: DataCpus) -> ray.data.Dataset:
+def _pipeline(images: ImageSet, orders: Sequence[Order], turns: Sequence[Turn], cpus: DataCpus) -> ray.data.Dataset:
     def read_block(row: Any) -> Any:
-        return read_table(images, samples_of(first + int(row["id"][0])))
+        return _read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
 
-    configure(DataContext.get_current(), cpus.pipeline)
-    numbers = ray.data.range(count, override_num_blocks=count)
-    return numbers.map_batches(read_block, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
+    # Read and not yet taken: twice what is being read, and two for each order.
+    room = (2 * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
+    configure(DataContext.get_current(), cpus.all, room)
+    items = [{"which": which, "number": number} for which, number in turns]
+    rows = ray.data.from_items(items, override_num_blocks=len(items))  # its rows are there, where a range's are read by tasks
+    return rows.map_batches(read_block, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
 
 
-def configure(context: DataContext, cpus: float) -> None:
-    """Keep the order of rows, stay within ``cpus``, and keep quiet."""
+class _Rest(ExecutionCallback):
+    """Keeps Ray Data's scheduling loop from turning without a pause while nothing is to be done, which takes a whole core."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def on_execution_step(self, executor: Any) -> None:
+        """Called after each turn."""
+        time.sleep(max(0.0, self._last + _TURN_S - time.monotonic()))
+        self._last = time.monotonic()
+
+
+def configure(context: DataContext, cpus: float, object_store_bytes: float | None = None) -> None:
+    """Keep the order of rows, stay within ``cpus`` and ``object_store_bytes``, and keep quiet."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context.enable_progress_bars = False
+    context.custom_execution_callback_classes = [_Rest]
     context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = ExecutionResources(cpu=cpus)
+    context.execution_options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=object_store_bytes)
 
 
 @lru_cache(maxsize=4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +33,10 @@ class WorkerOrder:
             start = self._first_row
         stop = (index + 1) * self.rows_per_block
         return self._stream.samples(self._first_epoch + epoch, start, stop)
+
+    def when(self, number: int) -> float:
+        """When block ``number`` is needed, in epochs: what workers of different shares have in common."""
+        return (number + self._skipped_blocks) / self._blocks_per_epoch
 
     @property
     def _stream(self) -> Stream:
@@ -69,3 +75,22 @@ class CacheOrder:
         start = number * self.rows_per_block
         rows = np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64)
         return self.plan.samples(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
+
+    def when(self, number: int) -> float:
+        """When block ``number`` is needed: one after the other."""
+        return number
+
+
+Order = WorkerOrder | CacheOrder
+Turn = tuple[int, int]
+"""The number of an order, and the number of a block in it."""
+
+
+def in_turn(orders: Sequence[Order]) -> Iterator[Turn]:
+    """The blocks of all ``orders`` in the order in which they are needed, made as they are asked for."""
+    turns = heapq.merge(*(_turns(which, order) for which, order in enumerate(orders)))
+    return ((which, number) for _, which, number in turns)
+
+
+def _turns(which: int, order: Order) -> Iterator[tuple[float, int, int]]:
+    return ((order.when(number), which, number) for number in range(len(order)))

@@ -14,23 +14,26 @@ import ray
 from raytrain.data import credentials
 from raytrain.data.credentials import Credentials, CredentialSource, NodeOrServed
 from raytrain.data.storage import S3Settings, Store, open_store
+from raytrain.data.streams import FEED, WAIT, Streams
 from raytrain.errors import RaytrainError
 from raytrain.monitor.bad_images import BadImageLimit
 from raytrain.monitor.history import History
 from raytrain.monitor.run_monitor import RunMonitor
 
 NAMESPACE = "raytrain"
-_WAITERS = 64
+_WAITERS = 256  # workers
+_FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
 _LEND_EVERY_S = 60.0
 
 
-class RunActor(RunMonitor):
+class RunActor(RunMonitor, Streams):
     """A :class:`RunMonitor` for other processes to call, in the order in which each of them calls.
 
-    Calls that wait run beside the others, in the concurrency group ``wait``.
+    Calls that wait run beside the others: the workers' in the concurrency group ``wait``, the driver's in ``feed``.
     """
 
     def __init__(self) -> None:
+        Streams.__init__(self)
         # What a run is comes with begin: arguments of a constructor are kept by the cluster, and credentials must not be.
         self._credentials: Credentials | None = None
         self._changed = threading.Condition()
@@ -50,18 +53,18 @@ class RunActor(RunMonitor):
         """Take up the run: open its history in storage."""
         store = open_store(run_url, settings=settings)
         history = History(_entered(store, lambda: self._credentials))
-        super().__init__(run_name, num_steps, steps_per_epoch, history, bad_images=bad_images)
+        RunMonitor.__init__(self, run_name, num_steps, steps_per_epoch, history, bad_images=bad_images)
 
     def lend(self, fields: tuple[Any, ...] | None) -> None:
         """Keep the driver's credentials (their fields) for processes that have none of their own."""
         self._credentials = Credentials(*fields) if fields else None
 
-    @ray.method(concurrency_group="wait")
+    @ray.method(concurrency_group=WAIT)
     def credentials(self) -> tuple[Any, ...] | None:
         """The fields of the driver's credentials, from memory to memory."""
         return self._credentials and dataclasses.astuple(self._credentials)
 
-    @ray.method(concurrency_group="wait")
+    @ray.method(concurrency_group=WAIT)
     def wait_for_stop(self, timeout_s: float) -> str | None:
         """See :meth:`RunMonitor.wait_for_stop`."""
         return super().wait_for_stop(timeout_s)
@@ -78,7 +81,7 @@ class RunActor(RunMonitor):
             self._failure = reason
             self._changed.notify_all()
 
-    @ray.method(concurrency_group="wait")
+    @ray.method(concurrency_group=WAIT)
     def blocks(self, name: str, first: int, timeout_s: float) -> list[Any]:
         """References of the blocks of ``name`` from ``first`` on; waits for one, at most ``timeout_s`` seconds."""
         with self._changed:
@@ -102,7 +105,7 @@ def start_actor(name: str) -> Any:
     """The actor of the run called ``name``, on the driver's node; its handle is found by name from anywhere in the cluster."""
     here = ray.get_runtime_context().get_node_id()
     return (
-        ray.remote(concurrency_groups={"wait": _WAITERS})(RunActor)  # pyright: ignore
+        ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(RunActor)  # pyright: ignore
         .options(
             name=f"run:{name}",
             namespace=NAMESPACE,

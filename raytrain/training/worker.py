@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from raytrain.config import TrainConfig
 from raytrain.data.cache import RemoteBlocks
-from raytrain.data.ingest import DataCpus, ImageSet, blocks
-from raytrain.data.order import WorkerOrder
+from raytrain.data.ingest import ImageSet
 from raytrain.data.plan import Cursor, Plan
 from raytrain.data.shares import CachedBlocks, Share, Shares, cached, streamed
 from raytrain.data.storage import Store
+from raytrain.data.streaming import streamed_blocks
+from raytrain.data.streams import Stream
 from raytrain.errors import RaytrainError
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints, Identity
@@ -46,7 +48,6 @@ class Job:
     weights: Any  # where in the object store the initial weights are; None: what the seed or a checkpoint decides
     train_origin: Cursor | None  # where the cached training images begin; None: they are streamed
     test_cached: bool
-    cpus: DataCpus
     threads: int
     actor: Any
 
@@ -88,6 +89,14 @@ def _make_run(job: Job) -> Run:
     )
 
 
+def _group_number(actor: Any, rank: int) -> int:
+    """Which of the run's worker groups this is, counted from 0."""
+    number: list[Any] = [ray.get(actor.join_group.remote()) if rank == 0 else 0]
+    if dist.is_initialized():
+        dist.broadcast_object_list(number, src=0)
+    return number[0]
+
+
 def _loop(job: Job) -> Callable[[Run], None]:
     if job.loop is not None:
         return job.loop
@@ -101,10 +110,12 @@ def _tell(actor: Any, path: str) -> None:
 
 
 class RaySource:
-    """The worker's shares, out of the object store or streamed by a pipeline of its own."""
+    """The worker's shares: out of the data sets in the object store, or out of streams that the driver reads."""
 
     def __init__(self, job: Job, rank: int, loads: tuple[float, ...]) -> None:
         self._job = job
+        self._group = _group_number(job.actor, rank)
+        self._opened: Counter[str] = Counter()
         self._train = Shares(job.plan, rank, loads)
         self._test = Shares(job.test_plan, rank, loads)
         self._cached: dict[str, CachedBlocks] = {}
@@ -113,18 +124,19 @@ class RaySource:
         """See :class:`raytrain.training.run.Source`."""
         origin = self._job.train_origin
         if origin is None:
-            return self._streamed(self._job.train, self._train, first_step)
+            return self._streamed("train", self._train, first_step)
         return cached(self._train, self._blocks("train", self._job.train, self._job.plan, origin), first_step)
 
     def test(self) -> Iterator[Share]:
         """See :class:`raytrain.training.run.Source`."""
         if not self._job.test_cached:
-            return self._streamed(self._job.test, self._test, 0)
+            return self._streamed("test", self._test, 0)
         return cached(self._test, self._blocks("test", self._job.test, self._job.test_plan, Cursor()), 0)
 
-    def _streamed(self, images: ImageSet, shares: Shares, first_step: int) -> Iterator[Share]:
-        order = WorkerOrder(shares, first_step, images.rows_per_block)
-        return streamed(shares, blocks(images, order, self._job.cpus), first_step)
+    def _streamed(self, name: str, shares: Shares, first_step: int) -> Iterator[Share]:
+        stream = Stream(self._group, self._opened[name], name, first_step, len(shares.loads))
+        self._opened[name] += 1
+        return streamed(shares, streamed_blocks(self._job.actor, stream, shares.rank, self._job.train.shape), first_step)
 
     def _blocks(self, name: str, images: ImageSet, plan: Plan, origin: Cursor) -> CachedBlocks:
         if name not in self._cached:
