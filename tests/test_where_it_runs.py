@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from raytrain.digits import render
+from tests.heads import DEADLINE_S, RAY, Head, started_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DEADLINE_S = 400.0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """``ray start --head`` on this machine; the environment in which commands find it, with the dashboard's address."""
-    dashboard, gcs, agent = free_port(), free_port(), free_port()  # another cluster on this machine may have the usual ones
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONPATH": os.getcwd()}
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--num-cpus=2", "--block", "--disable-usage-stats"]
-    log = (tmp_path_factory.mktemp("head") / "log").open("w")
-    process = subprocess.Popen(
-        [*ray, f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"],
-        env=environment,
-        stdout=log,
-        stderr=log,
-    )
-    try:
-        wait_for_port(dashboard)
-        yield {**environment, "DASHBOARD": f"http://127.0.0.1:{dashboard}"}
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < deadline, f"nothing listens on port {port}"
-            time.sleep(0.2)
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    with started_head(tmp_path_factory.mktemp("head")) as head:
+        yield head
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +32,17 @@ def words(digits: Path, storage: Path, name: str) -> list[str]:
     return [sys.executable, "-m", "raytrain", "train", "digits", *options]
 
 
-def test_a_head_on_this_machine_is_found(head: dict[str, str], digits: Path, tmp_path: Path) -> None:
-    done = subprocess.run(words(digits, tmp_path, "found"), env=head, capture_output=True, text=True, timeout=DEADLINE_S)
+def test_a_head_on_this_machine_is_found(head: Head, digits: Path, tmp_path: Path) -> None:
+    done = subprocess.run(words(digits, tmp_path, "found"), env=head.environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "finished"
 
 
-def test_a_job_is_submitted(head: dict[str, str], digits: Path, tmp_path: Path) -> None:
-    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head["DASHBOARD"], "--"]
-    done = subprocess.run([*submit, *words(digits, tmp_path, "job")], env=head, capture_output=True, text=True, timeout=DEADLINE_S)
+def test_a_job_is_submitted(head: Head, digits: Path, tmp_path: Path) -> None:
+    submit = [*RAY, "job", "submit", "--address", head.dashboard, "--"]
+    done = subprocess.run(
+        [*submit, *words(digits, tmp_path, "job")], env=head.environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())
     assert (summary["status"], summary["num_workers"]) == ("finished", 2)

@@ -1,0 +1,62 @@
+"""A cluster that somebody started on this machine: ``ray start --head``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+DEADLINE_S = 400.0
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A cluster with its dashboard's address, and the environment in which commands find it."""
+
+    process: subprocess.Popen[bytes]
+    dashboard: str
+    environment: Mapping[str, str]
+
+
+@contextmanager
+def started_head(folder: Path) -> Iterator[Head]:
+    """A head of 2 CPUs on free ports, whose output goes into ``folder``."""
+    dashboard, gcs, agent = free_port(), free_port(), free_port()  # another cluster on this machine may have the usual ones
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONPATH": os.getcwd()}
+    ports = [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+    with (folder / "head.log").open("w") as log:
+        process = subprocess.Popen(
+            [*RAY, "start", "--head", "--num-cpus=2", "--block", "--disable-usage-stats", *ports],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_for_port(dashboard)
+        yield Head(process, f"http://127.0.0.1:{dashboard}", environment)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < deadline, f"nothing listens on port {port}"
+            time.sleep(0.2)

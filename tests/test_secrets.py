@@ -1,0 +1,213 @@
+"""A secret never shows: keys go every way that keys can go, and are then looked for everywhere."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raytrain.digits import render
+from raytrain.embedded_s3 import EmbeddedS3
+from tests.heads import DEADLINE_S, RAY, Head, started_head
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+RAYTRAIN = [sys.executable, "-m", "raytrain"]
+LISTINGS = ("actors", "tasks", "jobs", "nodes", "workers", "objects", "runtime_envs", "placement_groups")
+PAGES = [*(f"/api/v0/{each}?detail=1&limit=10000" for each in LISTINGS), "/api/jobs/", "/logical/actors", "/nodes?view=details"]
+LOOP = """
+def fail(run):
+    keys = dict(run.config.__dict__)
+    for batch in run.batches():
+        raise RuntimeError("the loop is broken")
+"""
+
+
+class Commands:
+    """Runs commands, and keeps what they print and the command lines of all processes meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.printed: list[str] = []
+        self.command_lines: set[str] = set()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._keep_command_lines)
+
+    def __enter__(self) -> Commands:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watch.join()
+
+    def run(self, environment: Mapping[str, str], *words: str, fails: bool = False) -> str:
+        done = subprocess.run([*words], env=environment, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert bool(done.returncode) == fails, done.stdout + done.stderr
+        self.printed += [done.stdout, done.stderr]
+        return done.stdout + done.stderr
+
+    def _keep_command_lines(self) -> None:
+        while not self._over.wait(0.2):
+            for process in psutil.process_iter(["cmdline"]):
+                self.command_lines.add(" ".join(process.info["cmdline"] or []))
+
+
+class Searched:
+    """Where keys went past, and the keys."""
+
+    def __init__(self, head: Head, storages: list[Path], commands: Commands, keys: list[str]) -> None:
+        self.head = head
+        self.storages = storages
+        self.commands = commands
+        self.needles = [text for key in keys for text in _as_written(key)]
+
+    def found_in(self, content: bytes) -> list[str]:
+        return [needle.decode() for needle in self.needles if needle in content]
+
+
+def _as_written(key: str) -> set[bytes]:
+    return {key.encode(), key.encode("utf-16-le"), base64.b64encode(key.encode())[:-4]}
+
+
+@pytest.fixture(scope="module")
+def searched(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Searched]:
+    """All commands have run: with keys in the environment and with a session's token, in a profile, and with wrong ones."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "loop.py").write_text(LOOP)
+    render(folder / "digits", num_images=200)
+    for part in ("train", "test"):
+        (folder / "digits" / part).rename(s3_server.directory / f"secret-{part}")
+    with pytest.MonkeyPatch.context() as without_keys:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            without_keys.delenv(name)
+        with started_head(folder) as head, Commands(folder) as commands:
+            keys = _use_everything(head, commands, s3_server, folder)
+            yield Searched(head, [folder / "runs", s3_server.directory], commands, keys)
+
+
+def _use_everything(head: Head, commands: Commands, server: EmbeddedS3, folder: Path) -> list[str]:
+    known, token, wrong = server.environment(), secrets.token_hex(24), secrets.token_hex(20)
+    keys = {**head.environment, **known, "AWS_SESSION_TOKEN": token}
+    profile = {**head.environment, **_profile(folder, known)}
+    train = [
+        *RAYTRAIN,
+        "train",
+        "digits",
+        "--data",
+        "s3://secret-train",
+        "--test-data",
+        "s3://secret-test",
+        "--workers",
+        "2",
+        "--epochs",
+        "1",
+    ]
+    commands.run(keys, *RAYTRAIN, "doctor", "--data", "s3://secret-train")
+    commands.run(keys, *train, "--name", "one", "--max-steps", "1")
+    commands.run(keys, *train, "--name", "one", "--resume", "--cache", "none")
+    commands.run(keys, *RAYTRAIN, "evaluate", "one", "--data", "s3://secret-test")
+    commands.run(keys, *RAYTRAIN, "predict", "one", "--data", "s3://secret-test", "--output", "predictions.csv")
+    commands.run(keys, *train, "--name", "in-s3", "--storage", "s3://secret-runs", "--cache", "none")
+    commands.run(profile, *train, "--name", "profile")
+    assert "the loop is broken" in commands.run(keys, *train, "--name", "broken", "--loop", "loop.py:fail", fails=True)
+    commands.run({**keys, "AWS_SECRET_ACCESS_KEY": wrong}, *train, "--name", "wrong", fails=True)
+    with_profile = ["env", *(f"{name}={value}" for name, value in _profile(folder, known).items())]
+    job = [*RAY, "job", "submit", "--address", head.dashboard, "--", *with_profile, *train]
+    commands.run(head.environment, *job, "--name", "job", "--storage", str(folder / "runs"))
+    return [known["AWS_SECRET_ACCESS_KEY"], token, wrong]
+
+
+def _profile(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name a profile with the keys; none of them is a secret."""
+    names = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL"]
+    lines = [f"{name.removeprefix('AWS_').lower()} = {known[name]}" for name in names]
+    (folder / "credentials").write_text("\n".join(["[secret]", *lines]))
+    return {
+        "AWS_PROFILE": "secret",
+        "AWS_SHARED_CREDENTIALS_FILE": str(folder / "credentials"),
+        "AWS_CONFIG_FILE": str(folder / "credentials"),
+    }
+
+
+def session_folder(searched: Searched) -> Iterator[tuple[str, bytes]]:
+    return _files((Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "session_latest").resolve())
+
+
+def storage(searched: Searched) -> Iterator[tuple[str, bytes]]:
+    for folder in searched.storages:
+        yield from _files(folder)
+
+
+def dashboard(searched: Searched) -> Iterator[tuple[str, bytes]]:
+    token = os.environ.get("RAY_AUTH_TOKEN") or (Path.home() / ".ray" / "auth_token").read_text().strip()
+    for page in PAGES:
+        request = urllib.request.Request(searched.head.dashboard + page, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            yield page, answer.read()
+
+
+def printed(searched: Searched) -> Iterator[tuple[str, bytes]]:
+    return ((text[:60], text.encode()) for text in searched.commands.printed)
+
+
+def command_lines(searched: Searched) -> Iterator[tuple[str, bytes]]:
+    return ((line[:60], line.encode()) for line in searched.commands.command_lines)
+
+
+def memory_of_rays_servers(searched: Searched) -> Iterator[tuple[str, bytes]]:
+    """Of the GCS, the raylet and the dashboard: what they hold goes to whoever asks, and into their logs when they fall."""
+    for process in psutil.Process(searched.head.process.pid).children(recursive=True):
+        if any(name in " ".join(process.cmdline()) for name in ("gcs_server", "raylet/raylet ", "dashboard/dashboard.py", "agent.py")):
+            yield from ((f"{process.name()} {place}", content) for place, content in _memory(process.pid))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    return ((str(path), path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _memory(pid: int) -> Iterator[tuple[str, bytes]]:
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for line in maps:
+            place, rights, *_ = line.split()
+            start, stop = (int(each, 16) for each in place.split("-"))
+            if rights.startswith("rw"):
+                try:
+                    memory.seek(start)
+                    yield place, memory.read(stop - start)
+                except OSError:
+                    continue  # a place that cannot be read, such as a device
+
+
+@pytest.mark.parametrize(
+    ("places", "known"),
+    [
+        (session_folder, b"raytrain"),
+        (storage, b"classes"),
+        (dashboard, b"run:broken"),
+        (printed, b"the loop is broken"),
+        (command_lines, b"raytrain"),
+        (memory_of_rays_servers, b"run:broken"),
+    ],
+)
+def test_it_does_not_show(places: Callable[[Searched], Iterator[tuple[str, bytes]]], known: bytes, searched: Searched) -> None:
+    hits, is_known = [], False
+    for name, content in places(searched):
+        hits += [(name, each) for each in searched.found_in(content)]
+        is_known = is_known or known in content
+    assert not hits
+    assert is_known  # what goes past there would be found
+
+
+def test_a_job_ran_to_its_end(searched: Searched) -> None:
+    assert json.loads((searched.storages[0] / "job" / "summary.json").read_text())["status"] == "finished"
