@@ -94,7 +94,7 @@ def test_a_new_worker_group_ends_the_streams_of_the_one_before() -> None:
     streams.open_stream(again)
     assert not streams.push(STREAM, 0, [1], depth=1)
     assert streams.push(again, 2, [1], depth=1)
-    with pytest.raises(RaytrainError, match="Another worker group"):
+    with pytest.raises(RuntimeError, match="another worker group"):
         streams.take(STREAM, 0, timeout_s=0)
 
 

@@ -67,14 +67,14 @@ class Streams:
     def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
         """The blocks that wait for a worker, in order; none where none came within ``timeout_s``.
 
-        Raises RaytrainError where the data cannot be read, or another worker group has begun.
+        Raises RaytrainError where the data cannot be read, RuntimeError where another worker group has begun.
         """
         with self._stream_changed:
             if stream not in self._queues:
                 self._ask_for(stream)
             self._stream_changed.wait_for(lambda: self._has_news(stream, rank), timeout_s)
             if stream not in self._queues:
-                raise RaytrainError("Another worker group reads the data now.")
+                raise RuntimeError("another worker group reads the data now")
             blocks = list(self._queues[stream][rank])
             if not blocks and stream in self._stream_failures:
                 raise RaytrainError(self._stream_failures[stream])
@@ -96,7 +96,7 @@ class Streams:
 
     def _ask_for(self, stream: Stream) -> None:
         if stream.group < self._num_groups - 1:
-            raise RaytrainError("Another worker group reads the data now.")
+            raise RuntimeError("another worker group reads the data now")
         self.open_stream(stream)
         self._wanted.append(stream)
 
