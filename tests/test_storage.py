@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -397,6 +398,26 @@ def test_a_content_that_breaks_off_is_got_whole() -> None:
 
     with scripted_s3(answer) as (url, _):
         assert scripted(url).get("a") == b"0123456789"
+
+
+def test_an_object_in_parts_that_arrived_without_an_answer_is_sent_again() -> None:
+    begun, done = Counter[str](), Counter[str]()
+
+    def answer(request: Request) -> Answer:
+        query = urlsplit(request.path).query
+        if request.method == "POST" and "uploadId" not in query:
+            begun["uploads"] += 1
+            return Answer(body=b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
+        if request.method == "POST":
+            done["asked"] += 1
+            lost = {1: Answer(cut_after_bytes=0), 2: refusal(404, "NoSuchUpload")}
+            whole = b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>"
+            return lost.get(done["asked"], Answer(body=whole))
+        return Answer()
+
+    with scripted_s3(answer) as (url, _):
+        scripted(url).put("a", bytes(12_000_000))
+    assert (begun["uploads"], done["asked"]) == (2, 3)
 
 
 def listing(keys: list[str], request: Request) -> bytes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BROKEN_OFF = re.compile("response body|Content-Range")
+_BROKEN_OFF = re.compile("response body|Content-Range|NoSuchUpload")  # the last: all parts had arrived, and the answer had not
 _BROKEN_OFF_TIMEOUT_S = 120.0
 _EARLY = timedelta(minutes=5)
 _CLIENT: ClientConfig = {
@@ -268,12 +268,12 @@ def _checked(endpoint_url: str | None) -> str | None:
 
 
 def _whole(operation: Callable[[S3Store], T], client: S3Store) -> T:
-    """Repeat ``operation`` while answers break off half way, which obstore mends only where the server can resume them."""
+    """Repeat ``operation`` while answers break off half way, which obstore mends only where the server can go on with them."""
     deadline = time.monotonic() + _BROKEN_OFF_TIMEOUT_S
     for attempt in count():
         try:
             return operation(client)
-        except GenericError as error:
+        except (GenericError, FileNotFoundError) as error:
             if not _BROKEN_OFF.search(str(error)) or time.monotonic() > deadline:
                 raise
         time.sleep(random.uniform(0, min(2.0, 0.05 * 2**attempt)))
