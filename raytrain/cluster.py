@@ -59,7 +59,7 @@ class Connection:
         # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. Before Ray is loaded.
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         self._address = address or os.environ.get("RAY_ADDRESS") or None
-        here = self._address == "local" or not (self._address or _initialized() or _local_cluster_runs())
+        here = self._address == "local" or not (self._address or is_connected() or _local_cluster_runs())
         if gpus and not here:
             raise UsageError(
                 f"--gpus is {gpus}, and the run goes to a Ray cluster that runs already, whose GPUs were chosen when it was started; "
@@ -75,7 +75,7 @@ class Connection:
 
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` where there is none at the address."""
-        if _initialized():
+        if is_connected():
             if self._head is None:
                 return
             raise UsageError(
@@ -173,10 +173,11 @@ def _floor(cpus: float) -> float:
     return max(math.floor(cpus * 1000) / 1000, 0.001)
 
 
-def _initialized() -> bool:
+def is_connected() -> bool:
+    """Whether this process is in a Ray cluster."""
     import sys
 
-    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    return "ray" in sys.modules and sys.modules["ray"].isis_connected()
 
 
 def _local_cluster_runs() -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain import runs
-from raytrain.cluster import Connection, connection
+from raytrain.cluster import Connection, connection, is_connected
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import MonitorLost, UsageError
 from raytrain.layout import CONFIG
 from raytrain.named import function_named
 from raytrain.signals import StopSignals
@@ -85,6 +85,20 @@ def train(
     _check(config)
     if loop is None and config.loop is None:
         config.check_learning_rate()
+    signals = signals or StopSignals()
+    # What is left of a run in a cluster ends with the connection; where that is not ours, its workers are still there.
+    lives = 1 if is_connected() else 1 + config.max_failures
+    while True:
+        try:
+            return _train(config, loop, view, signals, begun)
+        except MonitorLost as lost:
+            lives -= 1
+            if not lives:
+                raise
+            config = dataclasses.replace(config, name=lost.summary["name"], resume=True)
+
+
+def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None, signals: StopSignals, begun: float) -> TrainResult:
     with connection(config.address, config.gpus) as cluster:
         importing = _import_session()
         prepared = prepare(config)
@@ -94,8 +108,8 @@ def train(
         cluster.connect()
         from raytrain.session import Session
 
-        with signals or StopSignals() as heard, Session(prepared, loop, begun) as session:
-            return session.watch(heard, view)
+        with signals, Session(prepared, loop, begun) as session:
+            return session.watch(signals, view)
 
 
 def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:

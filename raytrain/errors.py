@@ -35,3 +35,7 @@ class TrainingFailed(RaytrainError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class MonitorLost(TrainingFailed):
+    """The process that keeps a run's metrics ended, and with it the run's session; the run can go on from its checkpoint."""

@@ -17,25 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raytrain import runs
 from raytrain.cluster import hardware, place
-from raytrain.data.cache import CacheFiller
-from raytrain.data.ingest import DataCpus, ImageSet
-from raytrain.data.order import CacheOrder
-from raytrain.data.plan import Cursor
-from raytrain.data.streaming import Streamer
-from raytrain.data.streams import Stream
+from raytrain.data.ingest import ImageSet
 from raytrain.driver import Prepared, TrainResult, View
-from raytrain.errors import StorageError, TrainingFailed, UsageError
+from raytrain.errors import MonitorLost, StorageError, TrainingFailed, UsageError
 from raytrain.failures import TellFailures, plain_reason
 from raytrain.layout import SUMMARY
 from raytrain.monitor.actor import Lender, entered_with, start_actor
 from raytrain.monitor.bad_images import BadImageLimit
 from raytrain.monitor.run_monitor import Cursor as ViewCursor
 from raytrain.monitor.run_monitor import Snapshot
+from raytrain.reading import Reading
 from raytrain.signals import StopSignals
 from raytrain.training import transfer
 from raytrain.training.checkpoint import Identity, Progress
@@ -48,15 +45,14 @@ _PLACED_WITHIN_S = 40.0
 _LOOK_FOR_ROOM_EVERY_S = 5.0
 _RESIZE_EVERY_S = 30.0  # how often an elastic run sees whether there is room for more workers
 _LOOK_IN_STORAGE_EVERY_S = 1.0
-_CACHE_FRACTION = 0.4  # of the smallest node's object store; the rest is for what streams through
 
 
 class Session:
     """A run that trains while the session is open; at its end nothing of it is left in the cluster."""
 
     def __init__(self, prepared: Prepared, loop: Callable[..., None] | None, begun: float) -> None:
-        self._found = hardware()
-        self._placement = place(prepared.config, self._found)
+        found = hardware()
+        self._placement = place(prepared.config, found)
         config = prepared.config.resolved(self._placement.num_workers)
         self._config = dataclasses.replace(config, device=self._placement.device)
         self._prepared = prepared
@@ -67,7 +63,7 @@ class Session:
         self._begun = begun
         self._plan = self._data.plan(config)
         self._test_plan = self._data.test_plan(self._placement.num_workers)
-        self._train_cached, self._test_cached = self._what_is_cached()
+        self._reading = Reading(config, self._data, self._plan, self._test_plan, prepared.first_step, found.object_store_bytes)
         self._weights = self._initial_weights()
         self._ended: Future[None] = Future()
         self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Train's own notes; the run's are in its storage
@@ -87,17 +83,14 @@ class Session:
             self._store.settings,
             BadImageLimit.of(self._config, len(self._data.train) + len(self._data.test)),
         )
-        train, test = self._image_sets()
+        train, test = self._reading.image_sets(self._actor)
         threading.Thread(target=self._fit, args=(self._job(train, test),), daemon=True, name="trainer").start()
-        cpus = DataCpus(self._placement.data_cpus * self._placement.num_workers, self._placement.task_cpus)
-        self._streamer = self._start_streams(train, test, cpus)
-        self._filler = CacheFiller(self._actor, cpus, self._filling(train, test))
+        self._reading.begin(self._placement)
         self._write_down()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._filler.close()
-        self._streamer.close()
+        self._reading.close()
         if not self._ended.done():
             with suppress(StorageError):  # the reason why the session ends is worth more
                 self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", None)
@@ -105,7 +98,17 @@ class Session:
         self._scratch.cleanup()
 
     def watch(self, signals: StopSignals, view: View | None) -> TrainResult:
-        """See the run to its end: show it, carry stop requests to it, keep its status in storage."""
+        """See the run to its end: show it, carry stop requests to it, keep its status in storage.
+
+        Raises TrainingFailed where it ends before its time, as :class:`MonitorLost` where its actor has died.
+        """
+        try:
+            return self._watch(signals, view)
+        except RayActorError:
+            sentence = self._sentence("the process that keeps its metrics and its credentials has died")
+            raise MonitorLost(sentence, {"name": self._prepared.name, "status": "failed", "run_dir": self._store.url}) from None
+
+    def _watch(self, signals: StopSignals, view: View | None) -> TrainResult:
         outcome: Any = None
         while not self._ended.done() and not (outcome or {}).get("error"):
             concurrent.futures.wait([self._ended], timeout=_LOOK_EVERY_S)
@@ -137,8 +140,8 @@ class Session:
             plan=self._plan,
             test_plan=self._test_plan,
             weights=self._weights,
-            train_origin=self._origin if self._train_cached else None,
-            test_cached=self._test_cached,
+            train_origin=self._reading.origin,
+            test_cached=self._reading.test_cached,
             threads=self._placement.threads,
             actor=self._actor,
         )
@@ -155,50 +158,6 @@ class Session:
             transfer.freeze(model, config.freeze)
             transfer.parameter_groups(model, num_classes, 0.0, config.head_learning_rate_factor)
         return None if weights is None else ray.put(weights)
-
-    @property
-    def _origin(self) -> Cursor:
-        return self._plan.cursor(self._prepared.first_step)
-
-    def _image_sets(self) -> tuple[ImageSet, ImageSet]:
-        data = self._data
-        train, test = (
-            ImageSet(
-                entered_with(store, self._actor), data.shape, ray.put(manifest), len(manifest), self._actor, manifest.packing is not None
-            )
-            for store, manifest in ((data.train_store, data.train), (data.test_store, data.test))
-        )
-        return train, test
-
-    def _filling(self, train: ImageSet, test: ImageSet) -> dict[str, tuple[ImageSet, CacheOrder]]:
-        filling: dict[str, tuple[ImageSet, CacheOrder]] = {}
-        if self._train_cached:
-            filling["train"] = (train, CacheOrder(self._plan, self._origin, train.rows_per_block))
-        if self._test_cached:
-            filling["test"] = (test, CacheOrder(self._test_plan, Cursor(), test.rows_per_block))
-        return filling
-
-    def _start_streams(self, train: ImageSet, test: ImageSet, cpus: DataCpus) -> Streamer:
-        """What is not cached is streamed: the training images from now on, while the workers start."""
-        num_workers = self._placement.num_workers
-        foreseen = None if self._train_cached else Stream(0, 0, "train", self._prepared.first_step, num_workers)
-        sets = {"train": (train, self._plan), "test": (test, self._test_plan)}
-        return Streamer(self._actor, cpus, sets, self._config.worker_load or (), foreseen)
-
-    def _what_is_cached(self) -> tuple[bool, bool]:
-        """Whether the training images are kept in memory, and the test images."""
-        train_bytes, test_bytes = (len(each) * self._data.shape.num_bytes for each in (self._data.train, self._data.test))
-        there = self._found.object_store_bytes
-        if self._config.cache == "memory" and train_bytes + test_bytes > there:
-            raise UsageError(
-                f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB where a node's object store "
-                f"has {there / 1e9:.1f} GB; use --cache auto."
-            )
-        if self._config.cache == "auto":
-            room = _CACHE_FRACTION * there
-            used_again = self._plan.num_steps - self._prepared.first_step > self._plan.steps_per_epoch
-            return used_again and train_bytes + test_bytes <= room, test_bytes <= room
-        return self._config.cache == "memory", self._config.cache == "memory"
 
     def _fit(self, job: Job) -> None:
         """Run the trainer to its end, in a thread: where it can take no signals, which it would answer with an abort."""
@@ -243,7 +202,7 @@ class Session:
         snapshot: Snapshot = ray.get(self._actor.snapshot.remote(self._seen))
         self._seen = snapshot.cursor
         if snapshot.status == "running":
-            self._filler.go_on()
+            self._reading.go_on()
         if view is not None:
             view(snapshot)
         return snapshot
@@ -305,7 +264,10 @@ class Session:
             return None
         raised = self._ended.exception() if self._ended.done() else None
         reason = outcome.get("error") or (plain_reason(raised) if raised else "the workers ended without a word")
-        name, storage, reason = self._prepared.name, self._config.storage, str(reason).rstrip(".")
+        return self._sentence(str(reason).rstrip("."))
+
+    def _sentence(self, reason: str) -> str:
+        name, storage = self._prepared.name, self._config.storage
         return f"Run {name!r} failed: {reason}. Its last checkpoint is kept: go on with --name {name} --storage {storage} --resume."
 
     def _result(self, outcome: dict[str, Any], error: str | None) -> TrainResult:

@@ -61,7 +61,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
     """The environments that a Ray of our own was to be started with; nothing is started, and no other Ray is there."""
     environments: list[Mapping[str, str]] = []
     monkeypatch.setattr(cluster, "LocalHead", environments.append)
-    monkeypatch.setattr(cluster, "_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "is_connected", lambda: False)
     monkeypatch.setattr(cluster, "_local_cluster_runs", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return environments

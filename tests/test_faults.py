@@ -147,6 +147,38 @@ def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytr
     assert read_steps(tmp_path) == list(range(1, ended.steps + 1))
 
 
+KILL_THE_MONITOR = """
+import psutil
+from pathlib import Path
+from tests.through_ray import loop_with
+
+def kill(run, batch):
+    killed = Path({marker!r})
+    if (run.rank, batch.step) == (0, 12) and not killed.exists():
+        killed.touch()
+        [monitor] = [each for each in psutil.Process().parent().children() if "ray::RunActor" in each.cmdline()[0]]
+        monitor.kill()
+
+def loop(run):
+    loop_with(run, before_step=kill)
+"""
+
+
+def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    (tmp_path / "loop.py").write_text(KILL_THE_MONITOR.format(marker=str(tmp_path / "killed")))
+    options = ["--epochs", "4", "--trace", "--checkpoint-every-steps", "5", "--loop", str(tmp_path / "loop.py") + ":loop"]
+    words = command(images, tmp_path, *options, "--address", "local", "--json")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (tmp_path / "killed").exists()
+    assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
+    assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
+    assert read_steps(tmp_path) == list(range(1, 21))
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+
+
 def read_steps(storage: Path) -> list[int]:
     return [row["step"] for row in runs.read_run(str(storage), "run").metrics if row["kind"] == "step"]
 

@@ -88,6 +88,7 @@ def searched(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) ->
     render(folder / "digits", num_images=200)
     for part in ("train", "test"):
         (folder / "digits" / part).rename(s3_server.directory / f"secret-{part}")
+    (s3_server.directory / "secret-runs").mkdir()
     with pytest.MonkeyPatch.context() as without_keys:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             without_keys.delenv(name)
