@@ -177,7 +177,7 @@ def is_connected() -> bool:
     """Whether this process is in a Ray cluster."""
     import sys
 
-    return "ray" in sys.modules and sys.modules["ray"].isis_connected()
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def _local_cluster_runs() -> bool:
