@@ -23,6 +23,7 @@ from raytrain.training.batch import Batch, to_batch
 from raytrain.training.checkpoint import Checkpoints, Progress
 from raytrain.training.evaluation import evaluate as evaluate_model
 from raytrain.training.kept import Kept
+from raytrain.training.memory import keep_freed_memory
 from raytrain.training.metrics import StepMetrics
 from raytrain.training.optimizer import build_optimizer
 from raytrain.training.rules import Rules
@@ -74,6 +75,8 @@ class Run:
     def __post_init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._models: list[nn.Module] = []
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
         self._sums = SumReduce(self.device, self.world_size)
