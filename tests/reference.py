@@ -25,7 +25,8 @@ def train_alone(
     rows = []
     for parts, rate in zip(batches, rates, strict=False):
         optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also that of a batch with nothing in it
         count = sum(len(labels) for shares in parts for _, labels in shares)
         total = correct = 0.0
         for shares in parts:
@@ -38,7 +39,7 @@ def train_alone(
                 if isinstance(layer, NormOfShares):
                     layer.join()
         optimizer.step()
-        rows.append({"loss": total / count, "accuracy": correct / count, "count": count})
+        rows.append({"loss": total / max(count, 1), "accuracy": correct / max(count, 1), "count": count})
     return rows
 
 

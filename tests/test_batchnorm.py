@@ -235,6 +235,7 @@ def test_a_batch_without_variance_leaves_the_running_statistics_alone(corners: l
         output, gradient, state = found[f"{mode}, {name}"]
         assert output.isfinite().all() and gradient.isfinite().all()
         assert state["running_mean"].tolist() == [0, 0] and state["running_var"].tolist() == [1, 1]
+        assert state["num_batches_tracked"] == 0  # which gives the next batch its weight where momentum is None
 
 
 @pytest.mark.parametrize("mode", MODES)

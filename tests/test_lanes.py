@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.lanes import NUM_LANES, WINDOW_SHARDS, Lanes
+from raytrain.data.lanes import NUM_LANES, WINDOW_SHARDS, Lanes, lay_out
 from raytrain.data.order import CacheOrder, WorkerOrder
 from raytrain.data.permutation import permute
 from raytrain.data.plan import Plan
@@ -79,6 +79,31 @@ def test_a_cache_holds_each_packed_sample_once(
     plan = packed_plan(sizes, batch_size, seed)
     order = CacheOrder(plan, plan.cursor(data.draw(st.integers(0, plan.num_steps - 1))), rows_per_block)
     assert sorted(np.concatenate([order.samples(number) for number in range(len(order))]).tolist()) == list(range(plan.num_samples))
+
+
+@given(layouts, batch_sizes)
+def test_a_lane_goes_on_where_its_batch_before_ended_and_has_the_same_columns_of_each(sizes: list[int], batch_size: int) -> None:
+    """But for the shorter batch that ends an epoch, which the lanes share out anew."""
+    num_samples = sum(sizes)
+    num_full = num_samples // batch_size
+    places = lay_out(np.arange(num_full * batch_size), num_samples, batch_size).reshape(num_full, batch_size)
+    num_lanes = min(NUM_LANES, batch_size)
+    ends = np.arange(1, num_lanes + 1) * batch_size // num_lanes
+    for lane in np.split(places, ends[:-1], axis=1):  # (steps, columns of the lane)
+        assert (np.diff(lane.reshape(-1)) == 1).all()
+
+
+@given(layouts, batch_sizes, seeds)
+def test_a_window_holds_all_samples_of_its_shards_and_no_others(sizes: list[int], batch_size: int, seed: int) -> None:
+    plan = packed_plan(sizes, batch_size, seed)
+    laid_out = np.empty(plan.num_samples, np.int64)
+    laid_out[lay_out(np.arange(plan.num_samples), plan.num_samples, batch_size)] = epoch_of(plan)
+    shards = shard_of_sample(sizes)[laid_out]
+    _, firsts = np.unique(shards, return_index=True)
+    order = np.argsort(firsts)  # the shards as they come up
+    for start in range(0, len(sizes), WINDOW_SHARDS):
+        window, shards = np.split(shards, [sum(sizes[shard] for shard in order[start : start + WINDOW_SHARDS])])
+        assert set(window.tolist()) == set(order[start : start + WINDOW_SHARDS].tolist())
 
 
 @given(layouts, batch_sizes, st.integers(1, 40), st.integers(1, 3000), seeds, st.booleans(), st.data())

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -93,6 +95,19 @@ def test_the_batches_of_an_epoch_use_each_sample_once(num_samples: int, batch_si
     assert sorted(used.tolist()) == list(range(num_samples))
 
 
+@given(st.integers(1, 60), st.integers(1, 30), seeds, loads, loads, st.data())
+def test_an_epoch_that_goes_on_with_other_workers_uses_each_sample_once(
+    num_samples: int, batch_size: int, seed: int, before: list[float], after: list[float], data: st.DataObject
+) -> None:
+    plan = Plan(num_samples, batch_size, 1, seed)
+    stopped = data.draw(st.integers(0, plan.num_steps))
+    workers = [(step, before if step < stopped else after) for step in range(plan.num_steps)]
+    used = [plan.share(plan.batch(step), rank, loads) for step, loads in workers for rank in range(len(loads))]
+    assert sorted(np.concatenate(used).tolist()) == list(range(num_samples))
+    first = np.concatenate([np.empty(0, np.int64), *used[: stopped * len(before)]])
+    assert len(first) == (plan.cursor(stopped).position if stopped < plan.num_steps else num_samples)
+
+
 @given(sizes, batch_sizes, st.integers(0, 10**6))
 def test_the_cursor_after_a_step_is_where_the_next_batch_begins(num_samples: int, batch_size: int, step: int) -> None:
     plan = Plan(num_samples, batch_size, 10**9, 0)
@@ -101,12 +116,13 @@ def test_the_cursor_after_a_step_is_where_the_next_batch_begins(num_samples: int
 
 
 @given(st.integers(0, 10**6), loads)
-def test_a_batch_is_split_by_load_and_nothing_is_lost(num_samples: int, loads: list[float]) -> None:
+def test_each_worker_gets_what_its_load_says_and_the_remainder_goes_to_the_first(num_samples: int, loads: list[float]) -> None:
     counts = split(num_samples, loads)
     assert sum(counts) == num_samples
-    for count, load in zip(counts, loads, strict=True):
-        assert abs(count - num_samples * load / sum(loads)) <= len(loads)
-        assert load > 0 or count == 0
+    whole = [math.floor(num_samples * Fraction(load) / Fraction(sum(loads))) for load in loads]
+    more = [count - due for count, due, load in zip(counts, whole, loads, strict=True) if load]
+    assert more == [1] * sum(more) + [0] * (len(more) - sum(more))
+    assert not any(count for count, load in zip(counts, loads, strict=True) if not load)
 
 
 def test_the_remainder_goes_to_the_first_workers() -> None:

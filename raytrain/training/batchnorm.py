@@ -92,9 +92,10 @@ def finish_step(model: nn.Module) -> None:
     count = sums[0].clamp(min=1)
     mean = sums[1] / count
     variance = (sums[2] / count - mean.square()).clamp(min=0)
-    moves = torch.stack([mean, _unbiased(variance, count), momentum * (count > 1)]).to(layers[0].batch_mean.dtype)
-    for layer, (mean, variance, weight) in zip(layers, moves.split(sizes, dim=1), strict=True):
-        layer.move_running(mean, variance, weight)
+    counted = count > 1
+    moves = torch.stack([mean, _unbiased(variance, count), momentum * counted]).to(layers[0].batch_mean.dtype)
+    for layer, (mean, variance, weight), counts in zip(layers, moves.split(sizes, dim=1), counted.split(sizes), strict=True):
+        layer.move_running(mean, variance, weight, counts[0])
 
 
 class _SharedBatchNorm(_BatchNorm):
@@ -112,15 +113,16 @@ class _SharedBatchNorm(_BatchNorm):
         self.plain_class._check_input_dim(self, input)
 
     def next_momentum(self) -> float:
-        """The weight of the coming batch in the running statistics; counts the batch."""
+        """The weight of the coming batch in the running statistics, if it counts."""
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        return 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return 1 / (1 + float(self.num_batches_tracked)) if self.momentum is None else self.momentum
 
-    def move_running(self, mean: Tensor, variance: Tensor, weight: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None
+    def move_running(self, mean: Tensor, variance: Tensor, weight: Tensor, counts: Tensor) -> None:
+        """Take a batch in with ``weight``, which is 0 where it does not count: it has no variance."""
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(variance, weight)
+        self.num_batches_tracked.add_(counts)
 
 
 class AggregatedBatchNorm(_SharedBatchNorm):
@@ -181,8 +183,8 @@ class SynchronisedBatchNorm(_SharedBatchNorm):
     def _forward_together(self, input: Tensor, count: int) -> Tensor:
         mean, variance, total = _whole_batch(input.detach(), count, self)
         if self.running_mean is not None:
-            weight = self.next_momentum() * (total > 1).to(mean.dtype)
-            self.move_running(mean, _unbiased(variance, total), weight)
+            counts = total > 1
+            self.move_running(mean, _unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         return cast(Tensor, _NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
