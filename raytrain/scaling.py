@@ -66,8 +66,8 @@ def scaling(histories: Mapping[int, Sequence[Row]], target_accuracy: float | Non
 def curve(rows: Sequence[Row], kind: str) -> Curve:
     """The accuracies in the rows of one kind, ``step`` or ``evaluation``, over the seconds of training.
 
-    These are the seconds of the steps, with their waiting for data: what starting, evaluations and an interruption took is no part
-    of them, so that a run that was interrupted compares with one that was not.
+    These are the seconds of the steps with their waiting for data, for the first batch after a start too. What evaluations took, and
+    what lay between an interruption and the start after it, is no part of them.
     """
     measured = [row for row in rows if row["kind"] == kind and row.get("accuracy") is not None]
     seconds = np.interp([row["step"] for row in measured], *_training(rows))
