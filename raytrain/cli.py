@@ -17,7 +17,7 @@ from tyro.conf import Positional, arg
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
 from raytrain.monitor.history import plain
-from raytrain.parser import RecipeOptions, parse
+from raytrain.parser import RecipeOptions, StudyOptions, parse
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,6 +48,25 @@ def train(options: RecipeOptions) -> Outcome:
     with TerminalView() as view:
         result = driver.train(config, view=view.update).summary()
     return Outcome(report.train_outcome(config, result), result, exit_code=int(result["status"] == "failed"))
+
+
+def study(
+    options: StudyOptions,
+    workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to try, such as 1 2 4 8.")],
+    target_accuracy: Annotated[float | None, arg(help="Test accuracy whose time is told; by default 95 % of the best final one.")] = None,
+    output: Annotated[str | None, arg(help="PNG file for the figures; by default NAME.png.")] = None,
+) -> Outcome:
+    """Train a recipe on several numbers of workers and compare them; the same command goes on where it was interrupted."""
+    from raytrain import pictures, study_page, studying
+    from raytrain.output import check_output
+
+    config = studying.named(TrainConfig(**vars(options)))
+    picture = output or f"{config.name}.png"
+    check_output(picture, (".png",))
+    result = studying.study(config, workers, target_accuracy=target_accuracy)
+    if result.histories:
+        pictures.save(pictures.scaling(result), picture)
+    return Outcome(study_page.study_page(result), {**result.summary(), "picture": picture if result.histories else None})
 
 
 def stop(name: Run, storage: Storage = "./runs", address: Address = None) -> Outcome:
@@ -166,9 +185,8 @@ def new(folder: Annotated[Positional[str], arg(help="Folder to make.")]) -> Outc
     from raytrain.new import new as write_project
 
     names = write_project(folder)
-    return Outcome(
-        f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && python train.py", {"folder": folder, "files": names}
-    )
+    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && python train.py"
+    return Outcome(text, {"folder": folder, "files": names})
 
 
 def devices(address: Address = None) -> Outcome:
@@ -224,7 +242,7 @@ def fetch_dataset(
 COMMANDS: dict[str, Callable[..., Outcome]] = {
     command.__name__.replace("_", "-"): command
     for command in (
-        *(train, stop, evaluate, predict, export, runs, show, compare, audit, doctor, devices),
+        *(train, study, stop, evaluate, predict, export, runs, show, compare, audit, doctor, devices),
         *(fetch_dataset, upload, pack, new, demo),
     )
 }

@@ -51,14 +51,14 @@ class Connection:
     """A cluster that is used while the connection is open: one that runs already, or one started here, which ends with it.
 
     ``address`` is as Ray has it: of a cluster, ``auto`` for the one on this machine, ``local`` for a new one. By default it
-    is RAY_ADDRESS, else the cluster that this process is in, else the one on this machine, else a new one. ``gpus`` are those of
+    is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine, else a new one. ``gpus`` are those of
     this machine that a new one uses, such as ``0,2``; by default all.
     """
 
     def __init__(self, address: str | None, gpus: str | None = None) -> None:
         # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. Before Ray is loaded.
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        self._address = address or os.environ.get("RAY_ADDRESS") or None
+        self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
         here = self._address == "local" or not (self._address or is_connected() or _local_cluster_runs())
         if gpus and not here:
             raise UsageError(

@@ -38,7 +38,7 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 
 def comparison(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """See :func:`compare`."""
-    options = _differing([record.config for record in records])
+    options = differing([record.config for record in records])
     return [
         {
             "name": record.name,
@@ -51,7 +51,8 @@ def comparison(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def _differing(configs: Sequence[TrainConfig]) -> list[str]:
+def differing(configs: Sequence[TrainConfig]) -> list[str]:
+    """The options in which ``configs`` differ, but for those that say where a run is."""
     names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in _NO_DIFFERENCE]
     return [name for name in names if len({getattr(config, name) for config in configs}) > 1]
 

@@ -82,9 +82,7 @@ def train(
         TrainingFailed: the run ended before its time; the sentence says why and how to go on.
     """
     begun = time.monotonic()
-    _check(config)
-    if loop is None and config.loop is None:
-        config.check_learning_rate()
+    check(config, loop)
     signals = signals or StopSignals()
     # What is left of a run in a cluster ends with the connection; where that is not ours, its workers are still there.
     lives = 1 if is_connected() else 1 + config.max_failures
@@ -146,13 +144,16 @@ def prepare(config: TrainConfig) -> Prepared:
     return Prepared(config, name, store, data, runs.newest_step(store))
 
 
-def _check(config: TrainConfig) -> None:
+def check(config: TrainConfig, loop: Callable[[Run], None] | None = None) -> None:
+    """Raise UsageError for options that no run can be started with, as far as they alone tell it."""
     if not config.data:
         raise UsageError("--data is missing; give s3://bucket/prefix or a folder with one folder of images a class.")
     if config.resume and not config.name:
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if config.name:
         runs.check_name(config.name)
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
 
 
 def _continued(config: TrainConfig, before: TrainConfig) -> TrainConfig:

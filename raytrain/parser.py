@@ -43,11 +43,22 @@ class RecipeOptions(TrainConfig):
         """Leave the checks to TrainConfig."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(RecipeOptions):
+    """The options that the runs of a study share: how many workers each has, and whether it is resumed, is the study's own affair."""
+
+    name: str | None = None
+    """Name of the study, whose runs are NAME-1, NAME-2 …, after their workers; by default the recipe's name and -study."""
+    workers: Suppress[int | str] = "auto"
+    worker_load: Suppress[tuple[float, ...] | None] = None
+    resume: Suppress[bool] = False
+
+
 def parse(argv: Sequence[str], commands: Mapping[str, Callable[..., T]]) -> Callable[[], T]:
     """The one of ``commands`` that ``argv`` asks for, with its arguments bound: call it to run it.
 
-    Each command is a function whose annotated parameters are its arguments; a parameter of type RecipeOptions becomes the
-    choice of a recipe with all its options. Raises UsageError, or SystemExit after ``--help``.
+    Each command is a function whose annotated parameters are its arguments; a parameter of type RecipeOptions, or of a kind of
+    them, becomes the choice of a recipe with all its options. Raises UsageError, or SystemExit after ``--help``.
     """
     said = io.StringIO()
     try:
@@ -77,11 +88,12 @@ def _commands(argv: Sequence[str], commands: Mapping[str, Callable[..., Any]]) -
     return _choice(subcommand(name, constructor=_bound(command, argv)) for name, command in chosen.items())
 
 
-def _recipes(argv: Sequence[str]) -> Any:
-    """The choice of recipes, as a type."""
+def _recipes(argv: Sequence[str], options: type[RecipeOptions]) -> Any:
+    """The choice of recipes, as a type; each comes with ``options``."""
     chosen = _named("recipe", RECIPES, argv[1:2])
+    begins = {name: _begun(argv, recipe()) if options is RecipeOptions else recipe() for name, recipe in chosen.items()}
     return _choice(
-        subcommand(name, default=RecipeOptions(**vars(_begun(argv, recipe()))), constructor=RecipeOptions, description=recipe.__doc__)
+        subcommand(name, default=options(**vars(begins[name])), constructor=options, description=recipe.__doc__)
         for name, recipe in chosen.items()
     )
 
@@ -128,8 +140,12 @@ def _bound(command: Callable[..., Any], argv: Sequence[str]) -> Callable[..., An
     bind.__doc__ = command.__doc__
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
     hints = get_type_hints(command, include_extras=True)
-    bind.__annotations__ = {name: _recipes(argv) if hint is RecipeOptions else hint for name, hint in hints.items()}
+    bind.__annotations__ = {name: _recipes(argv, hint) if _is_options(hint) else hint for name, hint in hints.items()}
     return bind
+
+
+def _is_options(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, RecipeOptions)
 
 
 def _one_sentence(box: str) -> str:

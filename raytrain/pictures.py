@@ -1,4 +1,4 @@
-"""Pictures: the curves of a run, the curves of several, a confusion matrix. matplotlib is imported when one is drawn."""
+"""Pictures: the curves of a run, the curves of several, a study, a confusion matrix. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import numpy as np
 
 from raytrain.errors import UsageError
 from raytrain.monitor.history import Row, steps_per_epoch
+from raytrain.monitor.terminal import duration
 from raytrain.output import check_output, write_output
 from raytrain.report import heading
+from raytrain.scaling import curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from raytrain.runs import RunRecord
+    from raytrain.studying import StudyResult
 
 _DPI = 120
 _GREY, _LIGHT = "#666666", "#f1f3f6"
@@ -64,6 +67,24 @@ def comparison(records: Sequence[RunRecord]) -> Figure:
     return figure
 
 
+def scaling(study: StudyResult) -> Figure:
+    """Accuracy over the time of training for each size of a study that is finished, and images/s over the workers."""
+    from matplotlib.figure import Figure
+
+    compared = study.summary()
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    over_time, over_workers = figure.subplots(2)
+    for panel, gained in ((over_time, "time_gain"), (over_workers, "images_per_s_gain")):
+        _clear(panel)
+        if compared[gained] is not None:
+            panel.set_title(f"{compared[gained]:+.0%} a doubling of the workers", loc="right", fontsize=10, color=_GREY)
+    _draw_accuracies(over_time, study.histories, compared)
+    if sizes := [size for size in compared["sizes"] if size["images_per_s"]]:
+        _draw_speeds(over_workers, sizes)
+    figure.suptitle(study.name, x=0.01, ha="left", weight="bold")
+    return figure
+
+
 def confusion(evaluation: Mapping[str, Any]) -> Figure:
     """The confusion matrix of what :func:`raytrain.evaluate` returned: true classes as rows, answers as columns.
 
@@ -102,15 +123,20 @@ def _panels(titles: Sequence[str], size: tuple[float, float]) -> tuple[Figure, l
     figure = Figure(figsize=size, layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(titles), sharex=True))
     for panel, title in zip(panels, titles, strict=True):
+        _clear(panel)
         panel.set_ylabel(title)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#dddddd", linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.margins(x=0.01)
-        panel.locator_params(axis="y", nbins=6)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return figure, panels
+
+
+def _clear(panel: Axes) -> None:
+    """Leave of a plot's frame what helps to read it."""
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.margins(x=0.01)
+    panel.locator_params(axis="y", nbins=6)
 
 
 def _draw(panel: Axes, rows: Sequence[Row], kind: str, quantity: str, label: str, **style: Any) -> None:
@@ -144,6 +170,56 @@ def _round_numbers() -> Iterator[int]:
     while True:
         yield from (power, 2 * power, 5 * power)
         power *= 10
+
+
+def _draw_accuracies(panel: Axes, histories: Mapping[int, Sequence[Row]], compared: Mapping[str, Any]) -> None:
+    """For each size a line, and behind it a pale one of the training batches; the legend tells when each reached the target."""
+    times = {size["workers"]: size["seconds_to_target"] for size in compared["sizes"]}
+    unit, unit_s = _time_unit(max((size["seconds"] or 0 for size in compared["sizes"]), default=0))
+    for number, (workers, rows) in enumerate(histories.items()):
+        colour = f"C{number % 10}"
+        trained, tested = curve(rows, "step"), curve(rows, "evaluation")
+        label = _workers(workers) + ("" if times[workers] is None else f"  {duration(times[workers])}")
+        panel.plot(np.divide(trained.seconds, unit_s), trained.accuracies, color=colour, alpha=0.25, linewidth=0.8)
+        panel.plot(np.divide(tested.seconds, unit_s), tested.accuracies, color=colour, label=label, marker="o", markersize=3)
+    target = compared["target_accuracy"]
+    if target is not None:
+        panel.axhline(target, color=_GREY, linewidth=0.8, linestyle="--")
+    panel.legend(title="" if target is None else f"time to {target:.3f}", alignment="left", loc="lower right", frameon=False)
+    panel.set_xlim(left=0)
+    panel.set_xlabel(f"{unit} of training")
+    panel.set_ylabel("test accuracy (pale: training batches)")
+
+
+def _draw_speeds(panel: Axes, sizes: Sequence[Mapping[str, Any]]) -> None:
+    """Images/s over the workers, both by doublings, with the gain for each since the size before, and what would be in proportion."""
+    workers, speeds = [size["workers"] for size in sizes], [size["images_per_s"] for size in sizes]
+    in_proportion = [speeds[0] * size / workers[0] for size in workers]
+    panel.plot(workers, in_proportion, color=_GREY, linewidth=0.8, linestyle="--", label="in proportion")
+    panel.plot(workers, speeds, color=_TRAIN, marker="o", markersize=5, label="measured (gain a doubling)")
+    for size in sizes:
+        gain = "" if size["images_per_s_gain"] is None else f" ({size['images_per_s_gain']:+.0%})"
+        text = f"{size['images_per_s']:,.0f}{gain}"
+        panel.annotate(text, (size["workers"], size["images_per_s"]), (6, -16), textcoords="offset points", color=_TRAIN)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xticks(workers, [str(size) for size in workers])
+    panel.set_yticks(in_proportion, [f"{speed:,.0f}" for speed in in_proportion])
+    panel.minorticks_off()
+    panel.margins(x=0.13, y=0.15)
+    panel.legend(loc="upper left", frameon=False)
+    panel.set_xlabel("workers")
+    panel.set_ylabel("images/s")
+
+
+def _time_unit(longest_s: float) -> tuple[str, int]:
+    """A unit that ``longest_s`` is some of, and its seconds."""
+    units = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+    return next((unit for unit in units if longest_s >= 3 * unit[1]), units[-1])
+
+
+def _workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
 
 
 def _shade(axes: Axes, parts: np.ndarray[Any, Any]) -> None:

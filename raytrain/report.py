@@ -27,7 +27,7 @@ _FAULTS = ("missing", "doubled", "misplaced")
 _FAULTS_SHOWN = 10
 _CLASSES_SHOWN = 20
 _BAR_WIDTH = 16
-_RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
+RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 _COMPARED = {
     "status": ("status", "{}"),
     "steps": ("steps", "{:,}"),
@@ -156,7 +156,7 @@ def evaluation(result: Mapping[str, Any]) -> RenderableType:
 def comparison(records: Sequence[RunRecord]) -> RenderableType:
     """Runs side by side, each in a colour: the options that differ, how far and how well each went, and the curves of all."""
     rows = compared(records)
-    styles = [_RUN_STYLES[number % len(_RUN_STYLES)] for number in range(len(rows))]
+    styles = [RUN_STYLES[number % len(RUN_STYLES)] for number in range(len(rows))]
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(style="dim")
     for row, style in zip(rows, styles, strict=True):

@@ -36,12 +36,16 @@ class Series:
 
 
 class Plot:
-    """Series over one pair of axes; the heading names each series, in its style, with its last value."""
+    """Series over one pair of axes; the heading names each series, in its style, with its last value.
 
-    def __init__(self, title: str, series: Sequence[Series], height: int = 8) -> None:
+    ``last_x`` is how the greatest x is written below the plot.
+    """
+
+    def __init__(self, title: str, series: Sequence[Series], height: int = 8, last_x: str = "step {:,.0f}") -> None:
         self._title = title
         self._series = [(one, *one.points()) for one in series]
         self._height = height
+        self._last_x = last_x
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         width = max(4, options.max_width - _AXIS_WIDTH - 1)
@@ -55,12 +59,12 @@ class Plot:
         y_range = _range(np.concatenate([ys for _, ys in drawn]), margin=0.1)
         for label, line in zip(self._labels(y_range), self._lines(width, x_range, y_range), strict=True):
             yield Text.assemble((_rule(label, "┤" if label else "│"), "dim"), line)
-        yield Text(_bottom(width, *x_range), style="dim", no_wrap=True, overflow="crop")
+        yield Text(self._bottom(width, *x_range), style="dim", no_wrap=True, overflow="crop")
 
     def _heading(self) -> Text:
         heading = Text(f"{self._title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
         for one, _, ys in self._series:
-            value = f"{ys[-1]:.3f}" if len(ys) else "–"
+            value = f"{ys[-1]:{_form(ys[-1], '.3f')}}" if len(ys) else "–"
             heading.append(f"  {one.mark or '━'} {one.label} {value}", style=f"not bold {one.style}")
         return heading
 
@@ -69,6 +73,10 @@ class Plot:
         labels = [""] * self._height
         labels[0], labels[self._height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
         return labels
+
+    def _bottom(self, width: int, low: float, high: float) -> str:
+        first, last = f"{low:,.0f}", self._last_x.format(high)
+        return " " * (_AXIS_WIDTH + 1) + (first + last.rjust(width - len(first)) if len(first) + len(last) < width else last)
 
     def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> list[Text]:
         """One text for each row of cells, (height, width) characters."""
@@ -127,13 +135,13 @@ def _styled(chars: Sequence[str], styles: Sequence[str]) -> Text:
 
 
 def _number(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:{_form(value, '.3g')}}"
+
+
+def _form(value: float, small: str) -> str:
+    """How to write ``value``: as ``small`` says, or in whole numbers where those alone fill the axis."""
+    return ",.0f" if 1000 <= abs(value) < 100_000 else small
 
 
 def _rule(label: str, rule: str) -> str:
     return f"{label:>{_AXIS_WIDTH - 1}} {rule}"
-
-
-def _bottom(width: int, low: float, high: float) -> str:
-    first, last = f"{low:,.0f}", f"step {high:,.0f}"
-    return " " * (_AXIS_WIDTH + 1) + (first + last.rjust(width - len(first)) if len(first) + len(last) < width else last)

@@ -115,7 +115,7 @@ def dashboard(snapshot: Snapshot, rows: Sequence[Row], plot_height: int = 8) -> 
 
 def curves(rows: Sequence[Row], height: int = 8) -> RenderableType:
     """Loss and accuracy over the steps, side by side: the training as a line, the evaluations as dots."""
-    return _side_by_side(*(Plot(quantity, _series(rows, quantity), height) for quantity in ("loss", "accuracy")))
+    return side_by_side(*(Plot(quantity, _series(rows, quantity), height) for quantity in ("loss", "accuracy")))
 
 
 def run_curves(runs: Mapping[str, tuple[str, Sequence[Row]]], height: int = 10) -> RenderableType:
@@ -124,7 +124,16 @@ def run_curves(runs: Mapping[str, tuple[str, Sequence[Row]]], height: int = 10) 
         [_one_series(name, style, [row for row in rows if row["kind"] == kind], quantity) for name, (style, rows) in runs.items()]
         for kind, quantity in (("step", "loss"), ("evaluation", "accuracy"))
     )
-    return _side_by_side(Plot("training loss", losses, height), Plot("test accuracy", accuracies, height))
+    return side_by_side(Plot("training loss", losses, height), Plot("test accuracy", accuracies, height))
+
+
+def side_by_side(left: Plot, right: Plot) -> RenderableType:
+    """Two plots, each half as wide as the screen."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    grid.add_row(left, right)
+    return grid
 
 
 def heading(snapshot: Snapshot) -> str:
@@ -181,14 +190,6 @@ def _series(rows: Sequence[Row], quantity: str) -> list[Series]:
 
 def _one_series(label: str, style: str, rows: Sequence[Row], quantity: str, mark: str | None = None) -> Series:
     return Series(label, style, [row["step"] for row in rows], [row.get(quantity) for row in rows], mark)
-
-
-def _side_by_side(left: Plot, right: Plot) -> RenderableType:
-    grid = Table.grid(expand=True, padding=(0, 1))
-    grid.add_column(ratio=1)
-    grid.add_column(ratio=1)
-    grid.add_row(left, right)
-    return grid
 
 
 def _decimal(value: float | None) -> str:
