@@ -14,7 +14,7 @@ from raytrain import runs
 from raytrain.cluster import Connection, connection, is_connected
 from raytrain.config import TrainConfig
 from raytrain.errors import MonitorLost, UsageError
-from raytrain.layout import CONFIG
+from raytrain.layout import CONFIG, SWEEP
 from raytrain.named import function_named
 from raytrain.signals import StopSignals
 
@@ -82,7 +82,7 @@ def train(
         TrainingFailed: the run ended before its time; the sentence says why and how to go on.
     """
     begun = time.monotonic()
-    _check(config)
+    check_named(config)
     if loop is None and config.loop is None:
         config.check_learning_rate()
     signals = signals or StopSignals()
@@ -100,8 +100,10 @@ def train(
 
 def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None, signals: StopSignals, begun: float) -> TrainResult:
     with connection(config.address, config.gpus) as cluster:
-        importing = _import_session()
+        importing = import_beside("raytrain.session")
         prepared = prepare(config)
+        if prepared.store.exists(SWEEP):
+            raise UsageError(f"{config.name!r} is a sweep; go on with it with `raytrain sweep … --resume`, or choose another --name.")
         importing.join()
         if config.loop and loop is None:
             loop = function_named("--loop", config.loop)
@@ -146,7 +148,8 @@ def prepare(config: TrainConfig) -> Prepared:
     return Prepared(config, name, store, data, runs.newest_step(store))
 
 
-def _check(config: TrainConfig) -> None:
+def check_named(config: TrainConfig) -> None:
+    """Raise UsageError where an option that names something is missing, or names nothing that may be."""
     if not config.data:
         raise UsageError("--data is missing; give s3://bucket/prefix or a folder with one folder of images a class.")
     if config.resume and not config.name:
@@ -171,10 +174,10 @@ def _continued(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     )
 
 
-def _import_session() -> threading.Thread:
-    """Import Ray Train and torch, the slowest part of starting, while the cluster starts and the data is listed."""
+def import_beside(module: str) -> threading.Thread:
+    """Import ``module`` with Ray and torch, the slowest part of starting, while the cluster starts and the data is listed."""
     # No daemon: Python would stop it in the midst of an import, and then wait for ever for that import's lock.
-    thread = threading.Thread(target=importlib.import_module, args=("raytrain.session",), name="imports")
+    thread = threading.Thread(target=importlib.import_module, args=(module,), name="imports")
     thread.start()
     return thread
 
