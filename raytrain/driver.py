@@ -85,6 +85,8 @@ def train(
     check_named(config)
     if loop is None and config.loop is None:
         config.check_learning_rate()
+    if config.resume and config.name and runs.run_store(config.storage, config.name).exists(SWEEP):
+        raise UsageError(f"{config.name!r} is a sweep; go on with it with `raytrain sweep … --resume`, or choose another --name.")
     signals = signals or StopSignals()
     # What is left of a run in a cluster ends with the connection; where that is not ours, its workers are still there.
     lives = 1 if is_connected() else 1 + config.max_failures
@@ -102,8 +104,6 @@ def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View |
     with connection(config.address, config.gpus) as cluster:
         importing = import_beside("raytrain.session")
         prepared = prepare(config)
-        if prepared.store.exists(SWEEP):
-            raise UsageError(f"{config.name!r} is a sweep; go on with it with `raytrain sweep … --resume`, or choose another --name.")
         importing.join()
         if config.loop and loop is None:
             loop = function_named("--loop", config.loop)

@@ -121,8 +121,8 @@ class SweepSession:
         there = hardware().object_store_bytes
         if needed > _CACHE_FRACTION * there:
             raise UsageError(
-                f"The decoded images take {needed / 1e9:.1f} GB, and a node's object store has {there / 1e9:.1f} GB, of which the trials of "
-                f"a sweep share {_CACHE_FRACTION:.0%}: use fewer or smaller images, or a cluster whose nodes have more memory."
+                f"The decoded images take {needed / 1e9:.1f} GB, and a node's object store has {there / 1e9:.1f} GB, of which the trials "
+                f"of a sweep share {_CACHE_FRACTION:.0%}: use fewer or smaller images, or a cluster whose nodes have more memory."
             )
         config = dataclasses.replace(self._trials[0].config, cache="memory")
         return Reading(config, self._data, self._cache_plan, self._data.test_plan(1), 0, there)

@@ -98,7 +98,7 @@ def live_table(trials: Sequence[Trial], standings: Mapping[str, Standing], num_r
 
 def results_table(result: SweepResult) -> RenderableType:
     """The trials from the best to the worst, and why some of them failed or stopped."""
-    table = _table(result.trials[0].values, ("status", "epochs", "best\naccuracy", "steps", "seconds"))
+    table = _table(result.trials[0].values, ("status", "last\nepoch", "best\naccuracy", "steps", "seconds"))
     best = max((trial.accuracy or 0.0 for trial in result.trials), default=0.0)
     for trial in result.trials:
         table.add_row(
