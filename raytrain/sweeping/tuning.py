@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
-os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # a trial's history is in its run
-os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")
-
 import ray
 from ray import tune
 from ray.tune.execution import class_cache
@@ -22,6 +18,11 @@ from raytrain.failures import plain_reason
 from raytrain.sweeping.standing import Standing
 from raytrain.sweeping.trial import Task, TrialProcess
 from raytrain.sweeping.trials import EARLY
+
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
+os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # a trial's history is in its run
+os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")  # the end of a trial comes without an accuracy
+os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")
 
 # It would put the driver's keys into the description of each trial's process, which the cluster shows to whoever asks.
 class_cache.ENV_VARS_TO_PROPAGATE -= {name for name in class_cache.ENV_VARS_TO_PROPAGATE if name.startswith("AWS_")}
@@ -79,7 +80,7 @@ class _Follower(tune.Callback, tune.Stopper):
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """See :class:`ray.tune.Callback`."""
         self._running.discard(trial.trial_id)
-        reason = plain_reason(trial.get_pickled_error() or trial.get_error() or RuntimeError("its process died"))
+        reason = plain_reason(trial.get_pickled_error() or RuntimeError("its process died"))
         self._actor.tell.remote(trial.config["trial"], Standing(status="failed", reason=reason))
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
