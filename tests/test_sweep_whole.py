@@ -66,7 +66,7 @@ def test_a_bad_trial_is_stopped_early_with_a_checkpoint(images: Path, tmp_path: 
     best, worse = result.trials
     assert (best.name, best.status, best.reason) == ("tried-00", "finished", None)
     assert (worse.status, worse.accuracy) == ("stopped", 0.1)
-    assert worse.reason == f"{EARLY}: test accuracy 0.1000 after 1 epoch, where the better half of the trials had more"
+    assert worse.reason == f"{EARLY}: test accuracy 0.1000 after 1 epoch, below the better half of the trials"
     assert worse.steps == 6  # one after the evaluation
     record = documents(tmp_path, "tried-01")
     assert record.checkpoints[-1].path.endswith("step-000000006.pt")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _BEST, _OTHER, _GREY = "#e8710a", "#8fb7d9", "#666666"
 _PANELS_PER_ROW = 3
+_FEW_VALUES = 5  # each is named below the axis
 _DECADES = 1.5  # values that span more are drawn over a logarithmic axis
 
 
@@ -32,7 +33,8 @@ def picture(result: SweepResult) -> Figure:
     names = list(trials[0].values)
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
     figure = Figure(figsize=(9, 4.5 + 3 * num_rows), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
+    above, below = parts
     _curves(above.add_subplot(), trials, result.best)
     for place, name in enumerate(names, start=1):
         _against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
@@ -73,6 +75,8 @@ def _against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | N
     axes.scatter(places, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
     if numbers and min(values) > 0 and math.log10(max(values) / min(values)) > _DECADES:
         axes.set_xscale("log")
+    elif numbers and len(ordered) <= _FEW_VALUES:
+        axes.set_xticks(ordered, [shown(value) for value in ordered])
     elif not numbers:
         axes.set_xticks(range(len(ordered)), [shown(value) for value in ordered])
         axes.set_xlim(-0.5, len(ordered) - 0.5)

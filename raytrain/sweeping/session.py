@@ -260,13 +260,13 @@ class SweepSession:
     def _note_deaths(self, standings: dict[int, Standing]) -> None:
         """Leave a summary of the trials that could not leave one themselves: their processes died for good."""
         for number, store in self._open:
-            standing = standings.get(number)
-            if standing is not None and standing.status == "failed" and runs.read_json(store, SUMMARY).get("status") != "failed":
+            standing, status = standings.get(number), runs.read_status(store)
+            if standing is not None and standing.status == "failed" and status.status not in ("finished", "stopped", "failed"):
                 step = runs.newest_step(store)
                 runs.write_json(
                     store, SUMMARY, {"name": self._trials[number].name, "status": "failed", "steps": step, "error": standing.reason}
                 )
-                runs.write_status(store, dataclasses.replace(runs.read_status(store), status="failed"))
+                runs.write_status(store, dataclasses.replace(status, status="failed"))
 
     def _result(self, failed: bool) -> SweepResult:
         trials = collect(self._trials)

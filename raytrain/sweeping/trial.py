@@ -101,7 +101,7 @@ class Training:
 
     def next_result(self) -> dict[str, Any]:
         """Go on from the last evaluation to the next one, or to the end."""
-        early = ray.get(self._task.actor.early.remote(self._task.number))
+        early: Any = ray.get(self._task.actor.early.remote(self._task.number))
         if early is not None:
             self._monitor.request_stop(early)
         self._asked.set()
@@ -216,8 +216,10 @@ class Training:
             self._task.actor.tell.remote(self._task.number, self._standing("running", None))
             if self._monitor.stop_reason is not None:
                 self._over.wait(_LOOK_EVERY_S)
-            elif (reason := ray.get(self._task.actor.wait_for_stop.remote(_LOOK_EVERY_S))) is not None:
-                self._monitor.request_stop(reason)
+                continue
+            sweep_stops: Any = ray.get(self._task.actor.wait_for_stop.remote(_LOOK_EVERY_S))
+            if sweep_stops is not None:
+                self._monitor.request_stop(sweep_stops)
 
     def _write_status(self, status: str) -> None:
         snapshot = self._monitor.snapshot()

@@ -20,6 +20,7 @@ from raytrain.sweeping.trial import Task, TrialProcess
 from raytrain.sweeping.trials import EARLY
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
+os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # which prints tables of what failed also where it is told to print nothing
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # a trial's history is in its run
 os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")  # the end of a trial comes without an accuracy
 os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")
@@ -56,7 +57,7 @@ class EarlyStopping(ASHAScheduler):
         """See :class:`ray.tune.schedulers.TrialScheduler`."""
         if super().on_trial_result(tune_controller, trial, result) == self.STOP:
             epochs = "1 epoch" if result["epoch"] == 1 else f"{result['epoch']} epochs"
-            reason = f"{EARLY}: test accuracy {result['accuracy']:.4f} after {epochs}, where the better half of the trials had more"
+            reason = f"{EARLY}: test accuracy {result['accuracy']:.4f} after {epochs}, below the better half of the trials"
             ray.get(self._actor.end_early.remote(trial.config["trial"], reason))
         return self.CONTINUE
 
@@ -117,6 +118,7 @@ class Tuning:
                 storage_path=self._scratch,
                 stop=self._follower,
                 callbacks=[self._follower],
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a trial writes its own
                 failure_config=tune.FailureConfig(max_failures=self._max_failures),
                 verbose=0,
             ),

@@ -117,7 +117,7 @@ def _table(values: Mapping[str, object], figures: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("trial", vertical="bottom", no_wrap=True)
     for name in values:
-        table.add_column(flag_of(name), justify="right", vertical="bottom")
+        table.add_column(flag_of(name).replace("-", "-\n"), justify="right", vertical="bottom")
     for figure in figures:
         table.add_column(figure, justify="left" if figure == "status" else "right", vertical="bottom", no_wrap=True)
     return table
