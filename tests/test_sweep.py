@@ -15,6 +15,7 @@ from raytrain import TrainConfig, UsageError, recipes, runs
 from raytrain.data.storage import open_store
 from raytrain.driver import train
 from raytrain.layout import SUMMARY
+from raytrain.sweeping.driver import sweep
 from raytrain.sweeping.picture import picture
 from raytrain.sweeping.results import SweepResult, TrialResult, collect
 from raytrain.sweeping.standing import Standing
@@ -190,3 +191,10 @@ def test_trials_that_were_over_before_still_judge_the_others(accuracy: float, st
     judge.on_trial_add(None, trial)  # type: ignore[arg-type]
     assert judge.on_trial_result(None, trial, {"epoch": 1, "accuracy": accuracy}) == judge.CONTINUE
     assert stopped == stops
+
+
+def test_a_learning_rate_is_asked_for_before_anything_starts(tmp_path: Path) -> None:
+    options = TrainConfig(data="images", storage=str(tmp_path), batch_size=8)
+    with pytest.raises(UsageError, match="Give either --learning-rate or --learning-rate-per-worker"):
+        sweep(options, vary=["epochs=1,2"])
+    assert list(tmp_path.iterdir()) == []

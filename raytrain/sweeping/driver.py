@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrain.cluster import connection
 from raytrain.config import TrainConfig
@@ -13,7 +14,7 @@ from raytrain.named import function_named
 from raytrain.runs import new_name
 from raytrain.signals import StopSignals
 from raytrain.sweeping.results import SweepResult
-from raytrain.sweeping.trials import Trial, check_names_free, plan_sweep, trials_of
+from raytrain.sweeping.trials import Sweep, Trial, check_names_free, plan_sweep, trials_of
 
 if TYPE_CHECKING:
     from raytrain.sweeping.standing import Standing
@@ -54,6 +55,8 @@ def sweep(
     check_named(config)
     planned = plan_sweep(config, vary, trials)
     trials_of(planned, config, config.name or new_name(config.recipe))  # what is wrong is said before anything starts
+    if loop is None and config.loop is None:
+        _check_learning_rates(planned, config)
     with connection(config.address, config.gpus) as cluster:
         importing = import_beside("raytrain.sweeping.session")
         prepared = prepare(config)
@@ -67,3 +70,9 @@ def sweep(
 
         with signals or StopSignals() as heard, SweepSession(prepared, planned, loop, early_stopping, begun) as session:
             return session.watch(heard, view)
+
+
+def _check_learning_rates(planned: Sweep, config: TrainConfig) -> None:
+    for point in planned.points:
+        values: dict[str, Any] = {**point}
+        dataclasses.replace(config, **values).check_learning_rate()

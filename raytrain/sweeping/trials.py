@@ -114,6 +114,4 @@ def _check_shared(config: TrainConfig) -> None:
 def _trial(name: str, point: Point, config: TrainConfig) -> Trial:
     values: dict[str, Any] = {**point}
     options = dataclasses.replace(config, **values, name=name, workers=1, resume=False).resolved(1)
-    if options.loop is None:
-        options.check_learning_rate()
     return Trial(runs.check_name(name), point, options)
