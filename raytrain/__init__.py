@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raytrain.exporting import export
     from raytrain.handle import RunHandle, start
     from raytrain.inference import evaluate, predict
+    from raytrain.sweeping.driver import sweep
     from raytrain.training.batch import Batch
     from raytrain.training.run import Run
 
@@ -40,6 +41,7 @@ __all__ = [
     "recipes",
     "start",
     "stop",
+    "sweep",
     "train",
 ]
 
@@ -56,6 +58,7 @@ _LATER = {
     "load": "raytrain.classifier",
     "predict": "raytrain.inference",
     "start": "raytrain.handle",
+    "sweep": "raytrain.sweeping.driver",
 }
 
 

@@ -69,8 +69,33 @@ def study(
     return Outcome(study_page.study_page(result), {**result.summary(), "picture": picture if result.histories else None})
 
 
+def sweep(
+    options: RecipeOptions,
+    vary: Annotated[tuple[str, ...], arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2.")] = (),
+    trials: Annotated[int | None, arg(help="Points to draw at random; by default every combination of values.")] = None,
+    early_stopping: Annotated[
+        bool, arg(help="Stop a trial that is not among the better half after an eighth of the epochs, or later.")
+    ] = True,
+    png: Annotated[str | None, arg(help="PNG file for the plot; by default NAME.png.")] = None,
+) -> Outcome:
+    """Train several runs that differ in some options, at once, on the same images in memory, and tell which is best."""
+    config = TrainConfig(**vars(options))
+    from raytrain import pictures
+    from raytrain.output import check_output
+    from raytrain.sweeping import driver, picture, view
+
+    check_output(png or f"{config.name}.png", (".png",), "--png")
+    with view.SweepTerminalView() as live:
+        result = driver.sweep(config, vary=vary, trials=trials, early_stopping=early_stopping, view=live.update)
+    drawn = (png or f"{result.name}.png") if any(trial.evaluations for trial in result.trials) else None
+    if drawn is not None:
+        pictures.save(picture.picture(result), drawn)
+    document = {**result.summary(), "picture": drawn}
+    return Outcome(view.results_table(result), document, exit_code=int(result.status == "failed"))
+
+
 def stop(name: Run, storage: Storage = "./runs", address: Address = None) -> Outcome:
-    """Ask a run to stop; it keeps a checkpoint."""
+    """Ask a run, or all of a sweep, to stop; a checkpoint is kept."""
     from raytrain import driver
 
     reason = f"raytrain stop on {socket.gethostname()}"
@@ -242,7 +267,7 @@ def fetch_dataset(
 COMMANDS: dict[str, Callable[..., Outcome]] = {
     command.__name__.replace("_", "-"): command
     for command in (
-        *(train, study, stop, evaluate, predict, export, runs, show, compare, audit, doctor, devices),
+        *(train, study, sweep, stop, evaluate, predict, export, runs, show, compare, audit, doctor, devices),
         *(fetch_dataset, upload, pack, new, demo),
     )
 }

@@ -14,7 +14,7 @@ from raytrain import runs
 from raytrain.cluster import Connection, connection, is_connected
 from raytrain.config import TrainConfig
 from raytrain.errors import MonitorLost, UsageError
-from raytrain.layout import CONFIG
+from raytrain.layout import CONFIG, SWEEP
 from raytrain.named import function_named
 from raytrain.signals import StopSignals
 
@@ -83,6 +83,8 @@ def train(
     """
     begun = time.monotonic()
     check(config, loop)
+    if config.resume and config.name and runs.run_store(config.storage, config.name).exists(SWEEP):
+        raise UsageError(f"{config.name!r} is a sweep; go on with it with `raytrain sweep … --resume`, or choose another --name.")
     signals = signals or StopSignals()
     # What is left of a run in a cluster ends with the connection; where that is not ours, its workers are still there.
     lives = 1 if is_connected() else 1 + config.max_failures
@@ -98,7 +100,7 @@ def train(
 
 def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None, signals: StopSignals, begun: float) -> TrainResult:
     with connection(config.address, config.gpus) as cluster:
-        importing = _import_session()
+        importing = import_beside("raytrain.session")
         prepared = prepare(config)
         importing.join()
         if config.loop and loop is None:
@@ -146,14 +148,19 @@ def prepare(config: TrainConfig) -> Prepared:
 
 def check(config: TrainConfig, loop: Callable[[Run], None] | None = None) -> None:
     """Raise UsageError for options that no run can be started with, as far as they alone tell it."""
+    check_named(config)
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
+
+
+def check_named(config: TrainConfig) -> None:
+    """Raise UsageError where an option that names something is missing, or names nothing that may be."""
     if not config.data:
         raise UsageError("--data is missing; give s3://bucket/prefix or a folder with one folder of images a class.")
     if config.resume and not config.name:
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if config.name:
         runs.check_name(config.name)
-    if loop is None and config.loop is None:
-        config.check_learning_rate()
 
 
 def _continued(config: TrainConfig, before: TrainConfig) -> TrainConfig:
@@ -172,10 +179,10 @@ def _continued(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     )
 
 
-def _import_session() -> threading.Thread:
-    """Import Ray Train and torch, the slowest part of starting, while the cluster starts and the data is listed."""
+def import_beside(module: str) -> threading.Thread:
+    """Import ``module`` with Ray and torch, the slowest part of starting, while the cluster starts and the data is listed."""
     # No daemon: Python would stop it in the midst of an import, and then wait for ever for that import's lock.
-    thread = threading.Thread(target=importlib.import_module, args=("raytrain.session",), name="imports")
+    thread = threading.Thread(target=importlib.import_module, args=(module,), name="imports")
     thread.start()
     return thread
 

@@ -106,7 +106,9 @@ def _begun(argv: Sequence[str], recipe: TrainConfig) -> TrainConfig:
 
     begun = runs.read_config(runs.open_run(_value(argv, "--storage") or recipe.storage, name))
     if begun.recipe != recipe.recipe:
-        raise UsageError(f"Run {name!r} was begun as {begun.recipe}, not as {recipe.recipe}; go on with `raytrain train {begun.recipe} …`.")
+        raise UsageError(
+            f"Run {name!r} was begun as {begun.recipe}, not as {recipe.recipe}; go on with `raytrain {argv[0]} {begun.recipe} …`."
+        )
     return dataclasses.replace(begun, workers=recipe.workers, worker_load=None, device=recipe.device, gpus=None, address=None, resume=False)
 
 

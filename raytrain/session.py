@@ -22,10 +22,10 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raytrain import runs
-from raytrain.cluster import hardware, place
+from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, check_placed, hardware, place
 from raytrain.data.ingest import ImageSet
 from raytrain.driver import Prepared, TrainResult, View
-from raytrain.errors import MonitorLost, StorageError, TrainingFailed, UsageError
+from raytrain.errors import MonitorLost, StorageError, TrainingFailed
 from raytrain.failures import TellFailures, plain_reason
 from raytrain.layout import SUMMARY
 from raytrain.monitor.actor import Lender, entered_with, start_actor
@@ -41,8 +41,6 @@ from raytrain.training.worker import Job, work
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
 
 _LOOK_EVERY_S = 0.5
-_PLACED_WITHIN_S = 40.0
-_LOOK_FOR_ROOM_EVERY_S = 5.0
 _RESIZE_EVERY_S = 30.0  # how often an elastic run sees whether there is room for more workers
 _LOOK_IN_STORAGE_EVERY_S = 1.0
 
@@ -59,7 +57,7 @@ class Session:
         self._store = prepared.store
         self._data = prepared.data
         self._loop = loop
-        _carry(loop)
+        carry(loop)
         self._begun = begun
         self._plan = self._data.plan(config)
         self._test_plan = self._data.test_plan(self._placement.num_workers)
@@ -218,20 +216,11 @@ class Session:
         """Raise where other work keeps what the workers need: Ray would wait for it for ever."""
         if (
             snapshot.status != "starting"
-            or time.monotonic() - self._entered < _PLACED_WITHIN_S
-            or not self._due("room", _LOOK_FOR_ROOM_EVERY_S)
+            or time.monotonic() - self._entered < PLACED_WITHIN_S
+            or not self._due("room", LOOK_FOR_ROOM_EVERY_S)
         ):
             return
-        groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
-        if any(group["state"] == "PENDING" for group in groups.values()):
-            free = ray.available_resources()
-            needed = {"CPU": self._placement.cpus, **self._gpu}
-            each = " and ".join(f"{amount:g} {kind}s" for kind, amount in needed.items())
-            there = " and ".join(f"{free.get(kind, 0.0):g} {kind}s" for kind in needed)
-            raise UsageError(
-                f"There is no room for {self._placement.min_workers} workers of {each} each: the cluster has {there} free, the rest is "
-                "taken by other work; wait for that, or ask for fewer --workers."
-            )
+        check_placed(self._placement.min_workers, {"CPU": self._placement.cpus, **self._gpu})
 
     def _due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()
@@ -292,7 +281,7 @@ class Session:
         )
 
 
-def _carry(loop: Callable[..., None] | None) -> None:
+def carry(loop: Callable[..., None] | None) -> None:
     """Have a loop of the user's travel with the module that it stands in: the machines of a cluster do not have that file."""
     module = inspect.getmodule(getattr(loop, "func", loop))
     if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):

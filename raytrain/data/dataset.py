@@ -52,9 +52,14 @@ class Dataset:
 
     def write(self, run_store: Store) -> None:
         """Keep the manifests with the run."""
-        run_store.put(MANIFEST, self.train.to_parquet())
-        run_store.put(TEST_MANIFEST, self.test.to_parquet())
-        run_store.put(CLASSES, json.dumps(list(self.train.classes)).encode())
+        write_manifests(run_store, self.train, self.test)
+
+
+def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
+    """Keep with a run which images it reads, and their classes."""
+    run_store.put(MANIFEST, train.to_parquet())
+    run_store.put(TEST_MANIFEST, test.to_parquet())
+    run_store.put(CLASSES, json.dumps(list(train.classes)).encode())
 
 
 def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:

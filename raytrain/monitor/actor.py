@@ -101,11 +101,11 @@ class RunActor(RunMonitor, Streams):
         return self._outcome
 
 
-def start_actor(name: str) -> Any:
+def start_actor(name: str, kind: type[RunActor] = RunActor) -> Any:
     """The actor of the run called ``name``, on the driver's node; its handle is found by name from anywhere in the cluster."""
     here = ray.get_runtime_context().get_node_id()
     return (
-        ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(RunActor)  # pyright: ignore
+        ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(kind)  # pyright: ignore
         .options(
             name=f"run:{name}",
             namespace=NAMESPACE,

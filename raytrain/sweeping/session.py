@@ -1,0 +1,292 @@
+"""The driver's side of a sweep: its actor, the images that its trials share in the object store, and Ray Tune, which starts them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+
+from raytrain import runs
+from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, Hardware, Placement, check_placed, hardware, place
+from raytrain.config import TrainConfig
+from raytrain.data.ingest import ImageSet
+from raytrain.data.storage import Store
+from raytrain.driver import Prepared
+from raytrain.errors import StorageError, TrainingFailed, UsageError
+from raytrain.failures import plain_reason
+from raytrain.layout import SUMMARY
+from raytrain.monitor.actor import Lender, entered_with, start_actor
+from raytrain.monitor.bad_images import BadImageLimit
+from raytrain.reading import Reading
+from raytrain.session import carry
+from raytrain.signals import StopSignals
+from raytrain.sweeping.actor import SweepActor
+from raytrain.sweeping.driver import SweepView
+from raytrain.sweeping.results import SweepResult, collect, collect_one
+from raytrain.sweeping.standing import Standing
+from raytrain.sweeping.trial import Task
+from raytrain.sweeping.trials import Sweep, is_over, trials_of, write_sweep
+from raytrain.sweeping.tuning import EarlyStopping, Tuning
+from raytrain.training import transfer
+
+_LOOK_EVERY_S = 0.5
+_LOOK_IN_STORAGE_EVERY_S = 1.0
+_CACHE_FRACTION = 0.8  # of the smallest node's object store
+
+
+class SweepSession:
+    """A sweep that goes on while the session is open; at its end nothing of it is left in the cluster."""
+
+    def __init__(self, prepared: Prepared, sweep: Sweep, loop: Callable[..., None] | None, early_stopping: bool, begun: float) -> None:
+        carry(loop)
+        self._name, self._store, self._data = prepared.name, prepared.store, prepared.data
+        self._config = prepared.config
+        self._sweep = sweep
+        self._loop = loop
+        self._early_stopping = early_stopping
+        self._begun = begun
+        config, self._placement = _placed(prepared.config, hardware(), len(sweep.points))
+        self._trials = trials_of(sweep, config, prepared.name)
+        self._cache_plan = self._data.plan(self._trials[0].config)
+        self._reading = self._read()
+        stores = [runs.run_store(config.storage, trial.name) for trial in self._trials]
+        self._open = [(number, store) for number, store in enumerate(stores) if not is_over(store)]
+        self._first_steps = {number: runs.newest_step(store) for number, store in self._open}
+        self._weights = self._initial_weights()
+        self._ended: Future[None] = Future()
+        self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Tune's own notes; the trials are in the sweep's storage
+        self._last: dict[str, float] = {}
+
+    def __enter__(self) -> SweepSession:
+        """Write down what the sweep is; start its actor, the reading of its data, and the first trials."""
+        self._entered = time.monotonic()
+        self._actor = start_actor(self._name, SweepActor)
+        self._lender = Lender(self._actor)
+        limit = BadImageLimit.of(self._config, len(self._data.train) + len(self._data.test))
+        self._actor.begin.remote(self._name, 1, 1, self._store.url, self._store.settings, limit)
+        self._write_down()
+        train, test = self._reading.image_sets(self._actor)
+        self._reading.begin(self._placement)
+        self._reading.go_on()
+        self._tuning = Tuning(self._actor, self._placement, self._scratch.name, self._config.max_failures, self._scheduler())
+        tasks = [self._task(number, store, train, test) for number, store in self._open]
+        threading.Thread(target=self._tune, args=(tasks,), daemon=True, name="tune").start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._reading.close()
+        if not self._ended.done():
+            with suppress(StorageError):  # the reason why the session ends is worth more
+                self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", {})
+        ray.kill(self._actor)
+        self._scratch.cleanup()
+
+    def watch(self, signals: StopSignals, view: SweepView | None) -> SweepResult:
+        """See the sweep to its end: show it, carry stop requests to it, keep its status in storage.
+
+        Raises TrainingFailed where the images cannot be used, or the process has died that the trials share.
+        """
+        try:
+            return self._watch(signals, view)
+        except RayActorError:
+            raise TrainingFailed(self._sentence("the process that its trials share has died")) from None
+
+    def _watch(self, signals: StopSignals, view: SweepView | None) -> SweepResult:
+        while not self._ended.done():
+            concurrent.futures.wait([self._ended], timeout=_LOOK_EVERY_S)
+            standings = self._look(view)
+            with suppress(StorageError):  # it may be back in a moment
+                self._carry_stop(signals)
+                if self._due("status", runs.HEARTBEAT_EVERY_S):
+                    self._write_status("running", standings)
+            self._check_room(standings)
+            self._lender.lend_if_due()
+        return self._conclude(view)
+
+    # Starting.
+
+    def _read(self) -> Reading:
+        """The images that all trials share, in an order that is no trial's own; UsageError where there is no room for them."""
+        needed = (len(self._data.train) + len(self._data.test)) * self._data.shape.num_bytes
+        there = hardware().object_store_bytes
+        if needed > _CACHE_FRACTION * there:
+            raise UsageError(
+                f"The decoded images take {needed / 1e9:.1f} GB, and a node's object store has {there / 1e9:.1f} GB, of which the trials "
+                f"of a sweep share {_CACHE_FRACTION:.0%}: use fewer or smaller images, or a cluster whose nodes have more memory."
+            )
+        config = dataclasses.replace(self._trials[0].config, cache="memory")
+        return Reading(config, self._data, self._cache_plan, self._data.test_plan(1), 0, there)
+
+    def _initial_weights(self) -> dict[int, Any]:
+        """Where in the object store each trial finds what it begins with; the networks are made here only to be refused if need be."""
+        num_classes = len(self._data.train.classes)
+        there: dict[tuple[Any, ...], Any] = {}
+        found: dict[int, Any] = {}
+        for number, _ in self._open:
+            config = self._trials[number].config
+            key = (config.model, config.weights, self._first_steps[number] > 0)
+            if key not in there:
+                weights = transfer.initial_weights(config, self._first_steps[number])
+                model = transfer.initial_model(config, num_classes, weights)
+                if self._loop is None:  # a loop of the user's may train another network
+                    transfer.freeze(model, config.freeze)
+                    transfer.parameter_groups(model, num_classes, 0.0, config.head_learning_rate_factor)
+                there[key] = None if weights is None else ray.put(weights)
+            found[number] = there[key]
+        return found
+
+    def _scheduler(self) -> TrialScheduler:
+        """What judges the trials: those that were over before are remembered, and shown."""
+        numbers = {number for number, _ in self._open}
+        before = {number: collect_one(trial) for number, trial in enumerate(self._trials) if number not in numbers}
+        for number, result in before.items():
+            self._actor.tell.remote(
+                number, Standing(status=result.status, step=result.steps, accuracy=result.accuracy, reason=result.reason)
+            )
+        if not self._early_stopping:
+            return FIFOScheduler()
+        plans = [self._data.plan(trial.config) for trial in self._trials]
+        scheduler = EarlyStopping(self._actor, max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans))
+        for result in before.values():
+            scheduler.remember(result.name, result.evaluations)
+        return scheduler
+
+    def _task(self, number: int, store: Store, train: ImageSet, test: ImageSet) -> Task:
+        config = self._trials[number].config
+        return Task(
+            number=number,
+            config=config,
+            loop=self._loop,
+            classes=self._data.train.classes,
+            digest=self._data.train.digest,
+            mean=self._data.mean,
+            std=self._data.std,
+            store=entered_with(store, self._actor),
+            train=train,
+            test=test,
+            plan=self._data.plan(config),
+            test_plan=self._data.test_plan(1),
+            cache_plan=self._cache_plan,
+            weights=self._weights[number],
+            threads=self._placement.threads,
+            actor=self._actor,
+        )
+
+    def _tune(self, tasks: Sequence[Task]) -> None:
+        try:
+            if tasks:
+                self._tuning.run(tasks)
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    def _write_down(self) -> None:
+        self._data.write(self._store)
+        runs.write_config(self._store, self._config)
+        write_sweep(self._store, self._sweep)
+        runs.clear_stop_request(self._store)
+        self._write_status("starting", {})
+
+    # Watching.
+
+    def _look(self, view: SweepView | None) -> dict[int, Standing]:
+        standings: dict[int, Standing] = ray.get(self._actor.standings.remote())
+        if view is not None:
+            view(self._trials, {self._trials[number].name: standing for number, standing in standings.items()})
+        return standings
+
+    def _carry_stop(self, signals: StopSignals) -> None:
+        reason = signals.reason
+        if reason is None and self._due("stop", _LOOK_IN_STORAGE_EVERY_S):
+            reason = runs.stop_requested(self._store)
+        if reason is None:  # asked for through the cluster, or the images cannot be used
+            reason = ray.get(self._actor.wait_for_stop.remote(0.0))
+        if reason is not None:
+            self._actor.request_stop.remote(reason)
+            self._tuning.start_no_more()
+
+    def _check_room(self, standings: dict[int, Standing]) -> None:
+        """Raise where other work keeps what the first trial needs: Ray Tune would wait for it for ever."""
+        if not standings and time.monotonic() - self._entered >= PLACED_WITHIN_S and self._due("room", LOOK_FOR_ROOM_EVERY_S):
+            check_placed(self._placement.num_workers, {"CPU": self._placement.cpus, **self._gpu})
+
+    @property
+    def _gpu(self) -> dict[str, float]:
+        return {"GPU": 1.0} if self._placement.device == "cuda" else {}
+
+    def _due(self, what: str, every_s: float) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(what, -every_s) < every_s:
+            return False
+        self._last[what] = now
+        return True
+
+    def _write_status(self, status: str, standings: dict[int, Standing]) -> None:
+        steps = [standing.step for standing in standings.values()]
+        plans = [self._data.plan(trial.config).num_steps for trial in self._trials]
+        num_running = sum(standing.status == "running" for standing in standings.values())
+        runs.write_status(self._store, runs.RunStatus(status=status, step=sum(steps), num_steps=sum(plans), num_workers=num_running))
+
+    # Ending.
+
+    def _conclude(self, view: SweepView | None) -> SweepResult:
+        """Write the summary, and say how it ended."""
+        standings = self._look(view)
+        self._note_deaths(standings)
+        unusable: str | None = ray.get(self._actor.unusable.remote())
+        result = self._result(failed=unusable is not None)
+        ray.get(self._actor.finish.remote(result.status, {}))
+        runs.write_json(self._store, SUMMARY, result.summary())
+        self._write_status(result.status, standings)
+        raised = self._ended.exception()
+        if raised is not None or unusable is not None:
+            reason = unusable or plain_reason(raised or RuntimeError())
+            raise TrainingFailed(self._sentence(reason), result.summary())
+        return result
+
+    def _sentence(self, reason: str) -> str:
+        return f"Sweep {self._name!r} failed: {reason.rstrip('.')}. Go on with it with --resume."
+
+    def _note_deaths(self, standings: dict[int, Standing]) -> None:
+        """Leave a summary of the trials that could not leave one themselves: their processes died for good."""
+        for number, store in self._open:
+            standing, status = standings.get(number), runs.read_status(store)
+            if standing is not None and standing.status == "failed" and status.status not in ("finished", "stopped", "failed"):
+                step = runs.newest_step(store)
+                runs.write_json(
+                    store, SUMMARY, {"name": self._trials[number].name, "status": "failed", "steps": step, "error": standing.reason}
+                )
+                runs.write_status(store, dataclasses.replace(status, status="failed"))
+
+    def _result(self, failed: bool) -> SweepResult:
+        trials = collect(self._trials)
+        stop_reason: str | None = ray.get(self._actor.wait_for_stop.remote(0.0))
+        stopped = stop_reason is not None and not all(is_over(store) for _, store in self._open)
+        failed = failed or self._ended.exception() is not None or all(trial.status == "failed" for trial in trials)
+        return SweepResult(
+            name=self._name,
+            status="failed" if failed else "stopped" if stopped else "finished",
+            best=next((trial.name for trial in trials if trial.accuracy is not None), None),
+            trials=trials,
+            run_dir=self._store.url,
+            seconds=round(time.monotonic() - self._begun, 2),
+            stop_reason=stop_reason if stopped else None,
+        )
+
+
+def _placed(config: TrainConfig, found: Hardware, num_trials: int) -> tuple[TrainConfig, Placement]:
+    """The options with their device settled, and how the trials are laid over the cluster: as many workers as train at once."""
+    placement = place(config, found)
+    if placement.num_workers > num_trials:
+        placement = place(dataclasses.replace(config, workers=num_trials), found)
+    return dataclasses.replace(config, device=placement.device), placement
