@@ -175,7 +175,6 @@ def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResul
     assert (tmp_path / "killed").exists()
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
     assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
-    assert read_steps(tmp_path) == list(range(1, 21))
     assert raytrain.audit("run", storage=str(tmp_path))["clean"]
 
 
