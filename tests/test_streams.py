@@ -6,7 +6,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raytrain.data.order import WorkerOrder, in_turn
@@ -30,14 +30,15 @@ def opened(*streams: Stream) -> Streams:
     st.integers(1, 60),
     st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=5).filter(any),
     st.integers(1, 50),
-    st.data(),
+    st.integers(0, 600),
 )
+@example(num_samples=55, batch_size=54, loads=[0.5, 0.5], rows_per_block=2, first=3)
 def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
-    num_samples: int, batch_size: int, loads: list[float], rows_per_block: int, data: st.DataObject
+    num_samples: int, batch_size: int, loads: list[float], rows_per_block: int, first: int
 ) -> None:
     """Else a bounded queue that is full would stand before the block that all of them wait for."""
     plan = Plan(num_samples, batch_size, 2, seed=3)
-    first_step = data.draw(st.integers(0, plan.num_steps - 1))
+    first_step = first % plan.num_steps
     orders = [WorkerOrder(Shares(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
     turns = in_turn(orders)
     read: Counter[int] = Counter()
@@ -52,7 +53,7 @@ def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
                 rows_there[which] += len(orders[which].samples(number))
                 read[which] += 1
         ahead = [-(-(there - used) // rows_per_block) for there, used in zip(rows_there, rows_used, strict=True)]
-        assert max(ahead) <= 4  # those in a worker's hands come on top of the queue's
+        assert max(ahead) <= 1  # what is left of the block that it began
     assert all(read[rank] == len(order) for rank, order in enumerate(orders) if order.shares.loads[rank])
 
 

@@ -34,9 +34,10 @@ class WorkerOrder:
         stop = (index + 1) * self.rows_per_block
         return self._stream.samples(self._first_epoch + epoch, start, stop)
 
-    def when(self, number: int) -> float:
-        """When block ``number`` is needed, in epochs: what workers of different shares have in common."""
-        return (number + self._skipped_blocks) / self._blocks_per_epoch
+    def when(self, number: int) -> int:
+        """The step that first needs block ``number``: what workers of different shares have in common."""
+        epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
+        return (self._first_epoch + epoch) * self.shares.plan.steps_per_epoch + self._stream.index(index * self.rows_per_block)
 
     @property
     def _stream(self) -> Stream:
@@ -52,6 +53,8 @@ class WorkerOrder:
 
     @property
     def _skipped_blocks(self) -> int:
+        if self._first_row == len(self._stream):  # an epoch's last batch in which the worker has no share
+            return self._blocks_per_epoch
         return self._first_row // self.rows_per_block
 
     @property
@@ -76,7 +79,7 @@ class CacheOrder:
         rows = np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64)
         return self.plan.samples(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
 
-    def when(self, number: int) -> float:
+    def when(self, number: int) -> int:
         """When block ``number`` is needed: one after the other."""
         return number
 
@@ -92,5 +95,5 @@ def in_turn(orders: Sequence[Order]) -> Iterator[Turn]:
     return ((which, number) for _, which, number in turns)
 
 
-def _turns(which: int, order: Order) -> Iterator[tuple[float, int, int]]:
+def _turns(which: int, order: Order) -> Iterator[tuple[int, int, int]]:
     return ((order.when(number), which, number) for number in range(len(order)))

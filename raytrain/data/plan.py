@@ -137,6 +137,11 @@ class Stream:
         """First row of the epoch's step number ``index``."""
         return index * len(self.places)
 
+    def index(self, row: int) -> int:
+        """Which of the epoch's steps uses ``row``."""
+        last = self.plan.steps_per_epoch - 1
+        return last if row >= self.row(last) else row // len(self.places)
+
     def share(self, batch: Batch) -> Int64s:
         """Samples of the worker's share of ``batch``; the same as :meth:`Plan.share`."""
         return self.plan.samples(batch.epoch, batch.start + (self.last_places if self._is_last(batch) else self.places))
