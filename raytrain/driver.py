@@ -108,7 +108,7 @@ def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View |
         cluster.connect()
         from raytrain.session import Session
 
-        with signals, Session(prepared, loop, begun) as session:
+        with signals, Session(prepared, loop, begun, own_cluster=cluster.started_here) as session:
             return session.watch(signals, view)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 
 from raytrain import runs
 from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, check_placed, hardware, place
@@ -34,6 +33,7 @@ from raytrain.monitor.run_monitor import Cursor as ViewCursor
 from raytrain.monitor.run_monitor import Snapshot
 from raytrain.reading import Reading
 from raytrain.signals import StopSignals
+from raytrain.trainer import Trainer
 from raytrain.training import transfer
 from raytrain.training.checkpoint import Identity, Progress
 from raytrain.training.worker import Job, work
@@ -48,7 +48,7 @@ _LOOK_IN_STORAGE_EVERY_S = 1.0
 class Session:
     """A run that trains while the session is open; at its end nothing of it is left in the cluster."""
 
-    def __init__(self, prepared: Prepared, loop: Callable[..., None] | None, begun: float) -> None:
+    def __init__(self, prepared: Prepared, loop: Callable[..., None] | None, begun: float, *, own_cluster: bool) -> None:
         found = hardware()
         self._placement = place(prepared.config, found)
         config = prepared.config.resolved(self._placement.num_workers)
@@ -59,6 +59,7 @@ class Session:
         self._loop = loop
         carry(loop)
         self._begun = begun
+        self._own_cluster = own_cluster
         self._plan = self._data.plan(config)
         self._test_plan = self._data.test_plan(self._placement.num_workers)
         self._reading = Reading(config, self._data, self._plan, self._test_plan, prepared.first_step, found.object_store_bytes)
@@ -159,8 +160,9 @@ class Session:
 
     def _fit(self, job: Job) -> None:
         """Run the trainer to its end, in a thread: where it can take no signals, which it would answer with an abort."""
-        trainer = TorchTrainer(
+        trainer = Trainer(
             lambda: work(job),
+            own_cluster=self._own_cluster,
             scaling_config=ScalingConfig(
                 num_workers=self._num_workers,
                 use_gpu=bool(self._gpu),

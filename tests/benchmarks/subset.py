@@ -25,5 +25,8 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
         cluster.connect()
         from raytrain.session import Session
 
-        with StopSignals() as signals, Session(dataclasses.replace(prepared, data=data), loop, time.monotonic()) as session:
+        with (
+            StopSignals() as signals,
+            Session(dataclasses.replace(prepared, data=data), loop, time.monotonic(), own_cluster=cluster.started_here) as session,
+        ):
             session.watch(signals, None)
