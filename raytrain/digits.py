@@ -20,7 +20,7 @@ FONTS = (
     *(f"DejaVuSansMono{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
     *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
-    *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
+    *("cmb10", "cmr10", "cmss10", "cmtt10"),
 )
 
 _OVERSAMPLE = 4  # digits are turned at this multiple of SIZE, then averaged down: smooth edges

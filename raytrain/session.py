@@ -68,6 +68,7 @@ class Session:
         self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Train's own notes; the run's are in its storage
         self._seen = ViewCursor()
         self._last: dict[str, float] = {}
+        self._reached = prepared.first_step  # more than what its actor has heard of, before it begins and at its end
 
     def __enter__(self) -> Session:
         """Write down what the run is; start its actor, the reading of its data, and its workers."""
@@ -232,10 +233,11 @@ class Session:
         return True
 
     def _write_status(self, status: str, snapshot: Snapshot | None) -> None:
-        known: dict[str, Any] = {"step": self._prepared.first_step, "num_steps": self._plan.num_steps}
+        known: dict[str, Any] = {"num_steps": self._plan.num_steps}
         if snapshot is not None:
-            known = {name: getattr(snapshot, name) for name in ("step", "num_steps", "epoch", "num_epochs", "num_workers")}
-        runs.write_status(self._store, runs.RunStatus(status=status, **known))
+            self._reached = max(self._reached, snapshot.step)
+            known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
+        runs.write_status(self._store, runs.RunStatus(status=status, step=self._reached, **known))
 
     # Ending.
 
@@ -245,6 +247,7 @@ class Session:
         result = self._result(outcome, error)
         ray.get(self._actor.finish.remote(result.status, result.summary()))
         runs.write_json(self._store, SUMMARY, result.summary())
+        self._reached = result.steps
         self._write_status(result.status, self._look(view))
         if error:
             raise TrainingFailed(error, result.summary())

@@ -64,6 +64,7 @@ def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
 
     stopped = raytrain.train(options, loop=partial(loop_with, before_step=wait_for_stop_in_step_8), view=stop_in_step_8)
     assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
+    assert runs.read_run(str(tmp_path), "run").status.step == stopped.steps
     assert 8 <= stopped.steps <= 9
     resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto"))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)

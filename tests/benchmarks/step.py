@@ -1,7 +1,7 @@
 """A whole training step: raytrain's loop on cached images beside a plain DDP loop on tensors in memory.
 
 Both train the recipe's network on the same images with the same augmentation, in two processes of one thread each that gloo
-joins; raytrain a second time as users run it, under Ray.
+joins; and both a second time under Ray, raytrain as users run it and the plain loop in a bare TorchTrainer.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ def measure(bench: Bench) -> Report:
     sides = {
         "float32, plain": Side(plainly, float32),
         "float32, raytrain": Side(through_raytrain, float32),
+        "float32, plain under Ray": Side(plainly_under_ray, float32),
         "float32, raytrain under Ray": Side(through_ray, {"url": bench.url, "num_images": steps * BATCH, "precision": "float32"}),
         "bfloat16, plain": Side(plainly, bfloat16),
         "bfloat16, raytrain": Side(through_raytrain, bfloat16),
     }
     results = bench.alternate(sides, bench.scaled(3))
     figures = {name: Figure(name, "images/s", [_rate(times) for times in rounds]) for name, rounds in results.items()}
-    checks = [
-        Check(f"{name} : plain", figures[name].median / figures[f"{name.split(',')[0]}, plain"].median, at_least=0.95)
-        for name in figures
-        if "raytrain" in name
-    ]
+    checks = [_check(figures, name, name.replace("raytrain", "plain")) for name in figures if "raytrain" in name]
     title = f"step: cifar10's network, 2 processes of 1 thread, {SHARE} images each, {steps - _WARM_UP} steps"
     return Report(title, list(figures.values()), checks)
+
+
+def _check(figures: dict[str, Figure], name: str, beside: str) -> Check:
+    return Check(f"{name} : {beside}", figures[name].median / figures[beside].median, at_least=0.95)
 
 
 def _rate(times: list[float]) -> float:
@@ -105,6 +106,23 @@ def _step_times() -> list[float]:
 
 def plainly(images: str, precision: str) -> list[float]:
     return run_in_processes(NUM_WORKERS, train_plainly, images, precision)[0]
+
+
+def plainly_under_ray(images: str, precision: str, folder: str) -> list[float]:
+    """In a bare TorchTrainer: what Ray's own processes take of the cores, they take there too."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def loop() -> None:
+        torch.set_num_threads(1)
+        times = train_plainly(images, precision)
+        if dist.get_rank() == 0:
+            Path(folder, "times").write_text(json.dumps(times))
+
+    ray.init("local", include_dashboard=False, log_to_driver=False)
+    TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=NUM_WORKERS), run_config=RunConfig(storage_path=folder)).fit()
+    return json.loads(Path(folder, "times").read_text())
 
 
 def train_plainly(file: str, precision: str) -> list[float]:
