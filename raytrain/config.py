@@ -80,7 +80,7 @@ class TrainConfig:
     batch_norm: Literal["sync", "aggregate"] = "sync"
     """sync normalises with the whole global batch; aggregate with each worker's share, then joins the running statistics."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """bfloat16 and float16 are mixed precision: the weights stay float32."""
+    """bfloat16 and float16 are mixed precision: the weights stay float32. float16 is for GPUs; CPUs are slow in it."""
     channels_last: bool = False
     """Keep images and weights in channels-last memory order (faster on most hardware)."""
     compile: bool = False
