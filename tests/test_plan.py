@@ -80,11 +80,11 @@ def test_the_parts_of_a_batch_are_the_same_for_any_workers(
 
 def in_parts(plan: Plan, batch: Batch, rank: int, loads: list[float]) -> list[list[int]]:
     """A worker's samples in each part of a batch."""
-    stream = plan.stream(rank, loads)
-    assert stream.share(batch).tolist() == plan.share(batch, rank, loads).tolist()
-    ends = np.cumsum(stream.part_sizes(batch))
-    assert len(stream.share(batch)) == ends[-1]
-    return [part.tolist() for part in np.split(stream.share(batch), ends[:-1])]
+    shares = plan.epoch_shares(rank, loads)
+    assert shares.share(batch).tolist() == plan.share(batch, rank, loads).tolist()
+    ends = np.cumsum(shares.part_sizes(batch))
+    assert len(shares.share(batch)) == ends[-1]
+    return [part.tolist() for part in np.split(shares.share(batch), ends[:-1])]
 
 
 @given(sizes, batch_sizes, seeds, st.integers(1, 3))

@@ -46,7 +46,7 @@ def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
     rows_used = [0] * len(loads)
     for step in range(first_step, plan.num_steps):
         for rank, order in enumerate(orders):
-            rows_used[rank] += sum(order.shares.stream.part_sizes(plan.batch(step)))
+            rows_used[rank] += sum(order.shares.epoch_shares.part_sizes(plan.batch(step)))
             while rows_there[rank] < rows_used[rank]:
                 which, number = next(turns)
                 assert number == read[which]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytrain.data.plan import Cursor, Int64s, Plan, Stream
+from raytrain.data.plan import Cursor, EpochShares, Int64s, Plan
 from raytrain.data.shares import Shares
 
 
@@ -32,16 +32,16 @@ class WorkerOrder:
         if number == 0 and epoch == 0:  # not where the worker has nothing left to do in the epoch that it begins in
             start = self._first_row
         stop = (index + 1) * self.rows_per_block
-        return self._stream.samples(self._first_epoch + epoch, start, stop)
+        return self._epoch_shares.samples(self._first_epoch + epoch, start, stop)
 
     def when(self, number: int) -> int:
         """The step that first needs block ``number``: what workers of different shares have in common."""
         epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
-        return (self._first_epoch + epoch) * self.shares.plan.steps_per_epoch + self._stream.index(index * self.rows_per_block)
+        return (self._first_epoch + epoch) * self.shares.plan.steps_per_epoch + self._epoch_shares.index(index * self.rows_per_block)
 
     @property
-    def _stream(self) -> Stream:
-        return self.shares.stream
+    def _epoch_shares(self) -> EpochShares:
+        return self.shares.epoch_shares
 
     @property
     def _first_epoch(self) -> int:
@@ -49,17 +49,17 @@ class WorkerOrder:
 
     @property
     def _first_row(self) -> int:
-        return self._stream.row(self.first_step % self.shares.plan.steps_per_epoch)
+        return self._epoch_shares.row(self.first_step % self.shares.plan.steps_per_epoch)
 
     @property
     def _skipped_blocks(self) -> int:
-        if self._first_row == len(self._stream):  # an epoch's last batch in which the worker has no share
+        if self._first_row == len(self._epoch_shares):  # an epoch's last batch in which the worker has no share
             return self._blocks_per_epoch
         return self._first_row // self.rows_per_block
 
     @property
     def _blocks_per_epoch(self) -> int:
-        return -(-len(self._stream) // self.rows_per_block)
+        return -(-len(self._epoch_shares) // self.rows_per_block)
 
 
 @dataclass(frozen=True)

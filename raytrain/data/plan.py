@@ -106,19 +106,19 @@ class Plan:
         """Samples of one worker's share of a global batch."""
         return self.samples(batch.epoch, batch.start + self.places(batch.size, rank, loads))
 
-    def stream(self, rank: int, loads: Sequence[float]) -> Stream:
+    def epoch_shares(self, rank: int, loads: Sequence[float]) -> EpochShares:
         """Everything that one worker reads in an epoch, in its order."""
         sizes = (self.batch_size, self.num_samples - (self.steps_per_epoch - 1) * self.batch_size)
         places, last_places = (self.places(size, rank, loads) for size in sizes)
         parts, last_parts = (tuple(self.part_sizes(size, rank, loads)) for size in sizes)
-        return Stream(self, places, last_places, parts, last_parts)
+        return EpochShares(self, places, last_places, parts, last_parts)
 
     def _parts(self, size: int) -> list[int]:
         return [part for part in split(size, [1.0] * self.accumulate) if part]
 
 
 @dataclass(frozen=True)
-class Stream:
+class EpochShares:
     """One worker's shares of an epoch, one after the other, so that they can be read in blocks of any length.
 
     ``places`` says where its share stands in a global batch, ``last_places`` in the last one of an epoch.

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.data.plan import Batch, Cursor, Int64s, Plan, Stream
+from raytrain.data.plan import Batch, Cursor, EpochShares, Int64s, Plan
 
 T = TypeVar("T")
 
@@ -50,9 +50,9 @@ class Shares:
     loads: Sequence[float]
 
     @cached_property
-    def stream(self) -> Stream:
+    def epoch_shares(self) -> EpochShares:
         """The shares of an epoch in a row."""
-        return self.plan.stream(self.rank, self.loads)
+        return self.plan.epoch_shares(self.rank, self.loads)
 
 
 def streamed(shares: Shares, blocks: Iterable[Block], first_step: int) -> Iterator[Share]:
@@ -61,7 +61,7 @@ def streamed(shares: Shares, blocks: Iterable[Block], first_step: int) -> Iterat
     left: list[Block] = []
     for step in range(first_step, shares.plan.num_steps):
         batch = shares.plan.batch(step)
-        sizes = shares.stream.part_sizes(batch)
+        sizes = shares.epoch_shares.part_sizes(batch)
         taken, left = _take(sum(sizes), left, source)
         yield _share(batch, taken, sizes)
 
@@ -101,8 +101,8 @@ def cached(shares: Shares, blocks: CachedBlocks, first_step: int) -> Iterator[Sh
     """The worker's shares out of a data set in memory, from ``first_step`` to the end of the plan."""
     for step in range(first_step, shares.plan.num_steps):
         batch = shares.plan.batch(step)
-        samples = shares.stream.share(batch)
-        yield _share(batch, [blocks.gather(samples)] if len(samples) else [], shares.stream.part_sizes(batch))
+        samples = shares.epoch_shares.share(batch)
+        yield _share(batch, [blocks.gather(samples)] if len(samples) else [], shares.epoch_shares.part_sizes(batch))
 
 
 class Prefetch(Iterator[T]):
