@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from raytrain.exporting import export
     from raytrain.handle import RunHandle, start
     from raytrain.inference import evaluate, predict
+    from raytrain.studying import StudyResult, study
     from raytrain.sweeping.driver import sweep
+    from raytrain.sweeping.results import SweepResult
     from raytrain.training.batch import Batch
     from raytrain.training.run import Run
 
@@ -28,6 +30,8 @@ __all__ = [
     "Run",
     "RunHandle",
     "StorageError",
+    "StudyResult",
+    "SweepResult",
     "TrainConfig",
     "TrainResult",
     "TrainingFailed",
@@ -41,6 +45,7 @@ __all__ = [
     "recipes",
     "start",
     "stop",
+    "study",
     "sweep",
     "train",
 ]
@@ -51,6 +56,8 @@ _LATER = {
     "Classifier": "raytrain.classifier",
     "Run": "raytrain.training.run",
     "RunHandle": "raytrain.handle",
+    "StudyResult": "raytrain.studying",
+    "SweepResult": "raytrain.sweeping.results",
     "audit": "raytrain.auditing",
     "compare": "raytrain.comparison",
     "evaluate": "raytrain.inference",
@@ -58,6 +65,7 @@ _LATER = {
     "load": "raytrain.classifier",
     "predict": "raytrain.inference",
     "start": "raytrain.handle",
+    "study": "raytrain.studying",
     "sweep": "raytrain.sweeping.driver",
 }
 

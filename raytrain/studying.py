@@ -61,7 +61,7 @@ def study(
     """Train those of the sizes that are not finished, the smallest first, until all are or one was stopped; then compare those that are.
 
     Args:
-        config: the options that all sizes share; its ``name`` is the study's.
+        config: the options that all sizes share; its ``name`` is the study's, by default as the command has it.
         workers: the sizes; each is a run of its own, called after the study and its number of workers.
         target_accuracy: see :func:`raytrain.scaling.scaling`.
         train: trains these runs in turn; by default in one Ray cluster. It is not called where all are finished.
@@ -72,6 +72,7 @@ def study(
     """
     if target_accuracy is not None and not 0 < target_accuracy <= 1:
         raise UsageError(f"--target-accuracy is {target_accuracy:g}; it must lie above 0 and be at most 1.")
+    config = named(config)
     configs = _sizes(config, workers)
     remaining = [left for each in configs.values() if (left := _left_to_train(each))]
     if remaining:

@@ -234,6 +234,15 @@ def test_the_command_has_the_options_of_its_recipe_and_a_name_that_stays(two_cpu
     assert Path(png).read_bytes().startswith(b"\x89PNG")
 
 
+def test_in_python_it_goes_on_with_what_the_command_began(two_cpus: list[str | None], tmp_path: Path) -> None:
+    words = ["study", "cifar10", "--data", "s3://b/train", "--storage", str(tmp_path), "--workers", "1"]
+    assert main([*words, "--output", str(tmp_path / "figures.png")]) == 0
+    result = raytrain.study(options(tmp_path, name=None), workers=[1, 2], target_accuracy=0.5)
+    assert two_cpus == ["cifar10-study-1", "cifar10-study-2"]
+    assert isinstance(result, raytrain.StudyResult)
+    assert (result.name, result.summary()["target_accuracy"]) == ("cifar10-study", 0.5)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+import raytrain
 from raytrain import TrainConfig, UsageError, recipes, runs
+from raytrain.cli import COMMANDS
 from raytrain.data.storage import open_store
 from raytrain.driver import train
 from raytrain.layout import SUMMARY
@@ -191,6 +194,15 @@ def test_trials_that_were_over_before_still_judge_the_others(accuracy: float, st
     judge.on_trial_add(None, trial)  # type: ignore[arg-type]
     assert judge.on_trial_result(None, trial, {"epoch": 1, "accuracy": accuracy}) == judge.CONTINUE
     assert stopped == stops
+
+
+def test_in_python_it_has_the_options_of_the_command(tmp_path: Path) -> None:
+    of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"options", "png"}
+    of_function = inspect.signature(raytrain.sweep).parameters
+    assert of_command == {"vary", "trials", "early_stopping"} and of_command < set(of_function)
+    assert of_function["early_stopping"].default is True
+    with pytest.raises(raytrain.UsageError, match="--trials is 0"):
+        raytrain.sweep(config(tmp_path), vary=["learning-rate=log:0.001..0.1"], trials=0, early_stopping=False)
 
 
 def test_a_learning_rate_is_asked_for_before_anything_starts(tmp_path: Path) -> None:
