@@ -151,12 +151,12 @@ class Session:
 
         The network is made here only to be refused before anything starts, where it, or what is to be done with it, leads nowhere.
         """
-        config, num_classes = self._config, len(self._data.train.classes)
-        weights = transfer.initial_weights(config, self._prepared.first_step)
-        model = transfer.initial_model(config, num_classes, weights)
+        config, classes = self._config, self._data.train.classes
+        weights = transfer.initial_weights(config, classes, self._prepared.first_step)
+        model = transfer.initial_model(config, len(classes), weights)
         if self._loop is None:  # a loop of the user's may train another network
             transfer.freeze(model, config.freeze)
-            transfer.parameter_groups(model, num_classes, 0.0, config.head_learning_rate_factor)
+            transfer.parameter_groups(model, len(classes), 0.0, config.head_learning_rate_factor)
         return None if weights is None else ray.put(weights)
 
     def _fit(self, job: Job) -> None:

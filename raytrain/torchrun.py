@@ -59,7 +59,7 @@ def work(options: RecipeOptions) -> None:
     if config.loop is None:
         config.check_learning_rate()
     prepared = prepare(config)
-    weights = initial_weights(config, prepared.first_step)
+    weights = initial_weights(config, prepared.data.train.classes, prepared.first_step)
     device = _device(config)
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -19,7 +19,7 @@ from raytrain.data.storage import open_store
 from raytrain.driver import prepare
 from raytrain.errors import StorageError, UsageError
 from raytrain.training.batchnorm import FrozenBatchNorm
-from raytrain.training.checkpoint import read_checkpoint
+from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
 from raytrain.training.transfer import find_head, freeze, initial_model, initial_weights, parameter_groups
@@ -72,7 +72,9 @@ def save(state: Any, path: Path) -> str:
 
 
 def loaded(settings: TrainConfig, num_classes: int) -> dict[str, Tensor]:
-    return initial_model(settings, num_classes, initial_weights(settings, first_step=0)).state_dict()
+    return initial_model(
+        settings, num_classes, initial_weights(settings, [str(number) for number in range(num_classes)], first_step=0)
+    ).state_dict()
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -90,6 +92,18 @@ def test_all_is_loaded_but_a_head_of_another_shape(tmp_path: Path, num_classes: 
     fresh = build_model("squeezenet1_1", num_classes, 3, seed=0).state_dict()
     assert_equal(of_head(state, inside=False), of_head(before, inside=False))
     assert_equal(of_head(state), of_head(before if num_classes == 5 else fresh))
+
+
+@pytest.mark.parametrize("classes", [("0", "1", "2"), ("0", "1", "other")])
+def test_the_head_of_a_run_is_kept_for_the_same_classes_alone(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    before = build_model("squeezenet1_1", 3, 3, seed=1).state_dict()
+    checkpoints = Checkpoints(open_store(str(tmp_path)), Identity("squeezenet1_1", classes, "", 4, 0), 1)
+    checkpoints.save({"model": before}, Progress())
+    checkpoints.close()
+    state = loaded(options(weights=str(next(tmp_path.rglob("*.pt")))), 3)
+    fresh = build_model("squeezenet1_1", 3, 3, seed=0).state_dict()
+    assert_equal(of_head(state, inside=False), of_head(before, inside=False))
+    assert_equal(of_head(state), of_head(fresh if "other" in classes else before))
 
 
 def test_weights_without_a_head_leave_it_fresh(tmp_path: Path) -> None:
@@ -122,7 +136,7 @@ def test_default_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nobody listens
     with pytest.raises(StorageError, match=r"squeezenet1_1 cannot be downloaded .*give --weights FILE"):
-        initial_weights(options(weights="DEFAULT"), first_step=0)
+        initial_weights(options(weights="DEFAULT"), (), first_step=0)
 
 
 class Code:
@@ -141,14 +155,14 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, num_bytes: int) -> Non
     save({"weight": torch.zeros(100)}, whole)
     (tmp_path / "broken.pt").write_bytes(whole.read_bytes()[:num_bytes])
     with pytest.raises(UsageError, match=r"broken\.pt holds no state_dict"):
-        initial_weights(options(weights=str(tmp_path / "broken.pt")), first_step=0)
+        initial_weights(options(weights=str(tmp_path / "broken.pt")), (), first_step=0)
 
 
 def test_code_in_weights_is_not_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     place = save({"conv1.weight": torch.zeros(1), "code": Code(trace)}, tmp_path / "weights.pt")
     with pytest.raises(UsageError, match="was saved with code in it, which is never run"):
-        initial_weights(options(weights=place), first_step=0)
+        initial_weights(options(weights=place), (), first_step=0)
     assert not trace.exists()
     torch.load(place, weights_only=False)
     assert trace.exists()  # it would have been
@@ -171,9 +185,9 @@ def test_weights_of_another_network_are_refused(tmp_path: Path, change: Callable
 
 def test_weights_that_are_not_there() -> None:
     with pytest.raises(UsageError, match=r"--weights nowhere\.pt: there is no such file"):
-        initial_weights(options(weights="nowhere.pt"), first_step=0)
+        initial_weights(options(weights="nowhere.pt"), (), first_step=0)
     with pytest.raises(UsageError, match="--weights DEFAULT are torchvision's"):
-        initial_weights(options(weights="DEFAULT", model="raytrain.models:digits"), first_step=0)
+        initial_weights(options(weights="DEFAULT", model="raytrain.models:digits"), (), first_step=0)
 
 
 # Layers that stay, and a head that learns faster

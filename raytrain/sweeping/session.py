@@ -129,18 +129,18 @@ class SweepSession:
 
     def _initial_weights(self) -> dict[int, Any]:
         """Where in the object store each trial finds what it begins with; the networks are made here only to be refused if need be."""
-        num_classes = len(self._data.train.classes)
+        classes = self._data.train.classes
         there: dict[tuple[Any, ...], Any] = {}
         found: dict[int, Any] = {}
         for number, _ in self._open:
             config = self._trials[number].config
             key = (config.model, config.weights, self._first_steps[number] > 0)
             if key not in there:
-                weights = transfer.initial_weights(config, self._first_steps[number])
-                model = transfer.initial_model(config, num_classes, weights)
+                weights = transfer.initial_weights(config, classes, self._first_steps[number])
+                model = transfer.initial_model(config, len(classes), weights)
                 if self._loop is None:  # a loop of the user's may train another network
                     transfer.freeze(model, config.freeze)
-                    transfer.parameter_groups(model, num_classes, 0.0, config.head_learning_rate_factor)
+                    transfer.parameter_groups(model, len(classes), 0.0, config.head_learning_rate_factor)
                 there[key] = None if weights is None else ray.put(weights)
             found[number] = there[key]
         return found

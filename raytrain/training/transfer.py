@@ -14,24 +14,30 @@ from raytrain.data.storage import open_store
 from raytrain.errors import UsageError
 from raytrain.named import hint
 from raytrain.training import batchnorm
+from raytrain.training.checkpoint import identity_of
 from raytrain.training.model import build_model, pretrained
 
 DEFAULT = "DEFAULT"
 
 
-def initial_weights(config: TrainConfig, first_step: int) -> dict[str, Tensor] | None:
+def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
     """What ``--weights`` names, on the CPU, by the names of ``config.model``'s parameters and buffers.
 
     ``DEFAULT`` are torchvision's own. A file or s3:// object holds a state_dict or is a checkpoint of a run; no code that stands
-    in it is run. None where the seed decides, or a checkpoint: a run that goes on after ``first_step`` steps needs them no more.
-    Raises UsageError where there are no such weights, StorageError where they are out of reach.
+    in it is run. A checkpoint whose classes are not ``classes`` comes without its head. None where the seed decides, or a
+    checkpoint: a run that goes on after ``first_step`` steps needs them no more. Raises UsageError where there are no such
+    weights, StorageError where they are out of reach.
     """
     if config.weights is None or first_step:
         return None
     if config.weights == DEFAULT:
         # Built without the auxiliary classifier that inception_v3's weights come with.
         return {name: value for name, value in pretrained(config.model).state_dict().items() if not name.startswith("AuxLogits.")}
-    return _read(config.weights)
+    weights, learned = _read(config.weights)
+    if learned is None or learned == tuple(classes):
+        return weights
+    head = _of_head(build_model(config.model, len(learned), config.channels, config.seed), len(learned))
+    return {name: value for name, value in weights.items() if name not in head}
 
 
 def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, Tensor] | None) -> nn.Module:
@@ -99,31 +105,30 @@ def parameter_groups(model: nn.Module, num_classes: int, learning_rate: float, h
     return [group for group in ({"params": body}, {"params": fast, "lr": learning_rate * head_factor}) if group["params"]]
 
 
-def _read(place: str) -> dict[str, Tensor]:
+def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
+    """The weights, and the classes that they were trained for; None where they are not a run's."""
     folder, slash, name = place.rpartition("/")
     try:
         data = open_store(folder + slash or ".").get(name)
     except FileNotFoundError:
         raise UsageError(f"--weights {place}: there is no such file; give {DEFAULT}, a file or an s3:// object.") from None
-    found = _state_dict(data)
-    if found is None:
+    content = _loaded(data)
+    weights = content["state"].get("model") if isinstance(content.get("state"), dict) else content
+    if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UsageError(
             f"--weights {place} holds no state_dict (it is damaged, or was saved with code in it, which is never run); "
             "save one with torch.save(model.state_dict(), FILE)."
         )
-    return found
+    return weights, identity_of(content).classes if isinstance(content.get("identity"), dict) else None
 
 
-def _state_dict(data: bytes) -> dict[str, Tensor] | None:
-    """The state_dict that a file holds, as it is or within a run's checkpoint; None where it holds none."""
+def _loaded(data: bytes) -> dict[str, Any]:
+    """What a file holds, without running any code that stands in it; nothing where that is no dictionary."""
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # of many kinds, with advice to load it all the same
-        return None
-    if isinstance(content, dict) and isinstance(content.get("state"), dict):
-        content = content["state"].get("model")
-    is_one = isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values())
-    return content if is_one else None
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _difference(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
