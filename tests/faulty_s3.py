@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +16,10 @@ from urllib.parse import urlsplit
 
 FAULTS = ("busy", "reset", "cut", "stall")
 _BUSY = b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+Interfere = Callable[[BaseHTTPRequestHandler, bytes], "str | bytes | None"]
+"""Sees a request and its body first: ``reset`` breaks it off, bytes refuse it with them, and None leaves it to chance."""
+Sign = Callable[[str, str, Mapping[str, str], bytes], Mapping[str, str]]
+"""The headers that the server behind is to see: of a request's method, path, headers and body."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 seconds: closing sends RST
 
 
@@ -34,8 +38,12 @@ class FaultyS3:
     def num_requests(self) -> int:
         return sum(self.outcomes.values())
 
+    def num_requests_for(self, suffix: str) -> int:
+        """Requests whose path ends so."""
+        return sum(number for request, number in self._attempts.items() if request.endswith(suffix))
+
     def _begin(self, request: str, fraction: float, seed: int) -> str:
-        """What becomes of a request: decided by its words and how often they came, so that threads do not change it."""
+        """What chance makes of a request: decided by its words and how often they came, so that threads do not change it."""
         with self._lock:
             draw = random.Random(f"{seed} {request} {self._attempts[request]}")
             outcome = draw.choice(FAULTS) if draw.random() < fraction else "passed"
@@ -51,8 +59,13 @@ class FaultyS3:
 
 
 @contextmanager
-def faulty_s3(endpoint_url: str, fraction: float, *, seed: int = 0) -> Iterator[FaultyS3]:
-    """Serve the S3 server at ``endpoint_url``, failing ``fraction`` of the requests; signatures pass, for Host is left as it is."""
+def faulty_s3(
+    endpoint_url: str, fraction: float = 0.0, *, seed: int = 0, interfere: Interfere = lambda request, body: None, sign: Sign | None = None
+) -> Iterator[FaultyS3]:
+    """Serve the S3 server at ``endpoint_url``, failing ``fraction`` of the requests.
+
+    Signatures pass, for Host is left as it is; ``sign`` replaces them.
+    """
     seen, over, behind = FaultyS3(), threading.Event(), urlsplit(endpoint_url).netloc
 
     class Handler(BaseHTTPRequestHandler):
@@ -62,7 +75,7 @@ def faulty_s3(endpoint_url: str, fraction: float, *, seed: int = 0) -> Iterator[
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             outcome = seen._begin(f"{self.command} {self.path}", fraction, seed)
             try:
-                self.serve(outcome, body)
+                self.serve(interfere(self, body) or outcome, body)
             finally:
                 seen._end()
             if outcome == "stall":
@@ -70,8 +83,10 @@ def faulty_s3(endpoint_url: str, fraction: float, *, seed: int = 0) -> Iterator[
 
         do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
 
-        def serve(self, outcome: str, body: bytes) -> None:
-            if outcome == "busy":
+        def serve(self, outcome: str | bytes, body: bytes) -> None:
+            if isinstance(outcome, bytes):
+                self.answer(403, {"Content-Type": "application/xml"}, outcome)
+            elif outcome == "busy":
                 self.answer(503, {"Content-Type": "application/xml"}, _BUSY)
             elif outcome == "reset":
                 self.break_off()
@@ -82,7 +97,8 @@ def faulty_s3(endpoint_url: str, fraction: float, *, seed: int = 0) -> Iterator[
             """Ask the server; ``cut`` loses the second half of its answer, or all of one that has no body."""
             there = http.client.HTTPConnection(behind)
             there.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
+            headers = dict(self.headers.items())
+            for name, value in (sign(self.command, self.path, headers, body) if sign else headers).items():
                 there.putheader(name, value)
             there.endheaders(body or None)
             answer = there.getresponse()

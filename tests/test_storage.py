@@ -19,6 +19,7 @@ from raytrain.data.storage import S3Settings, Store, open_store
 from raytrain.data.storage_errors import explain
 from raytrain.embedded_s3 import EmbeddedS3
 from raytrain.errors import StorageError, UsageError
+from tests.issuing import Issuer, issuing_s3
 from tests.scripted_s3 import Answer, Request, refusal, scripted_s3
 
 KEYS = Credentials("AKIATESTKEY1", "secret-one")
@@ -521,6 +522,26 @@ def test_a_reader_of_many_objects_never_notices_that_keys_expire() -> None:
     assert len(issued) == 4 and len({request.access_key_id for request in requests}) == 4
 
 
+def test_keys_that_a_program_of_the_configuration_issues_open_s3_until_they_are_taken_back(
+    s3: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = Issuer(tmp_path)
+    with issuing_s3(s3, issuer) as url:
+        for name in s3.environment():
+            monkeypatch.delenv(name)
+        for name, value in issuer.environment(url).items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://tests/issued")
+        store.put("a", b"1")
+        assert store.get("a") == b"1" and issuer.issued()
+        issuer.revoke()
+        with pytest.raises(StorageError, match=r"could not be obtained \(.*AssumeRole") as raised:
+            store.get("a")
+        assert sentence(raised)
+        issuer.revoke(False)
+        assert store.get("a") == b"1"
+
+
 def test_keys_that_are_revoked_are_said_by_their_identity_and_not_asked_for_again_for_ever() -> None:
     revoked = threading.Event()
     asked: list[int] = []
@@ -567,6 +588,10 @@ def test_one_process_has_one_client_for_a_store_and_its_copies() -> None:
         ),
         (exceptions.SSOTokenLoadError(error_msg="x"), "sign-in has expired"),
         (exceptions.CredentialRetrievalError(provider="container-role", error_msg="no luck"), r"could not be obtained \(.*no luck"),
+        (
+            exceptions.CredentialRetrievalError(provider="custom-process", error_msg="(AccessDenied) when calling AssumeRole"),
+            r"could not be obtained \(.*AssumeRole",
+        ),
         (exceptions.EndpointConnectionError(endpoint_url="http://x"), "cannot be reached"),
         (GenericError("error sending request\n\nerror: InvalidCertificate(UnknownIssuer)"), "certificate of .* cannot be trusted"),
         (OSError(30, "Read-only file system"), "s3://bucket/data lies on a disk that can only be read"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,7 +110,8 @@ def _frozen(found: Any) -> Credentials | None:
         return None
     keys = found.get_frozen_credentials()  # refreshes them first where botocore finds it due
     expires_at = getattr(found, "_expiry_time", None)  # botocore tells it nowhere else
-    return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at)
+    # obstore takes the one UTC of the standard library, and botocore has another.
+    return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
 
 
 def _has_web_identity() -> bool:

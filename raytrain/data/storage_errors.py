@@ -8,7 +8,12 @@ import re
 from raytrain.errors import StorageError
 
 _SENTENCES: tuple[tuple[str, str], ...] = (
-    # S3's error codes. {0} is what the pattern's group found.
+    # What gives out keys; first, for it says in S3's words why it does not. {0} is what the pattern's group found.
+    (
+        r"(?:CredentialRetrievalError|MetadataRetrievalError): (.+)",
+        "The credentials of this machine's AWS configuration could not be obtained ({0}); check its role or profile.",
+    ),
+    # S3's error codes.
     (r"\bNoSuchBucket\b", "There is no bucket {bucket} at {endpoint}; check the name, or create it."),
     (
         r"\bInvalidAccessKeyId\b",
@@ -54,10 +59,6 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     (
         r"SSOToken|UnauthorizedSSOToken|TokenRetrievalError|LoginRefreshRequired|LoginTokenLoad",
         "The AWS sign-in has expired; sign in again (such as: aws sso login) and repeat the command.",
-    ),
-    (
-        r"(?:CredentialRetrievalError|MetadataRetrievalError): (.+)",
-        "The credentials of this machine's AWS configuration could not be obtained ({0}); check its role or profile.",
     ),
     (r"(?:ConfigParseError|InvalidConfigError|ConfigNotFound): (.+)", "The AWS configuration is broken ({0}); check ~/.aws/config."),
     # The way there.

@@ -24,6 +24,7 @@ NAMESPACE = "raytrain"
 _WAITERS = 256  # workers
 _FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
 _LEND_EVERY_S = 60.0
+_ASK_AGAIN_S = 5.0
 
 
 class RunActor(RunMonitor, Streams):
@@ -129,7 +130,11 @@ class Lender:
             self._lend()
 
     def _lend(self) -> None:
-        resolved = credentials.resolve()
+        try:
+            resolved = credentials.resolve()
+        except Exception:  # those that were lent may last until the source is back; who is refused with them says so
+            self._next = time.monotonic() + _ASK_AGAIN_S
+            return
         # As an argument of a call: it goes from memory to memory, and neither the cluster nor a file keeps it.
         # Waited for: who asks for them does so beside other calls, and might come first.
         ray.get(self._actor.lend.remote(resolved and dataclasses.astuple(resolved)))
