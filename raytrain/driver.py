@@ -43,6 +43,7 @@ class TrainResult:
     seconds: float
     num_workers: int
     num_skipped: int = 0
+    num_repeated_requests: int = 0
     stop_reason: str | None = None
     error: str | None = None
 

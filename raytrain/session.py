@@ -23,6 +23,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from raytrain import runs
 from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, check_placed, hardware, place
 from raytrain.data.ingest import ImageSet
+from raytrain.data.storage import Store
 from raytrain.driver import Prepared, TrainResult, View
 from raytrain.errors import MonitorLost, StorageError, TrainingFailed
 from raytrain.failures import TellFailures, plain_reason
@@ -113,10 +114,10 @@ class Session:
         while not self._ended.done() and not (outcome or {}).get("error"):
             concurrent.futures.wait([self._ended], timeout=_LOOK_EVERY_S)
             snapshot = self._look(view)
-            with suppress(StorageError):  # it may be back in a moment; the history says so if not
+            with suppress(StorageError):  # it may be back in a moment, and stops and keys must not wait; the history says so if not
                 self._carry_stop(signals, snapshot)
                 if self._due("status", runs.HEARTBEAT_EVERY_S):
-                    self._write_status(snapshot.status, snapshot)
+                    self._write_status(snapshot.status, snapshot, self._store.in_haste())
             self._check_room(snapshot)
             self._lender.lend_if_due()
             outcome = ray.get(self._actor.outcome.remote())
@@ -211,7 +212,7 @@ class Session:
     def _carry_stop(self, signals: StopSignals, snapshot: Snapshot) -> None:
         reason = signals.reason
         if reason is None and self._due("stop", _LOOK_IN_STORAGE_EVERY_S):
-            reason = runs.stop_requested(self._store)
+            reason = runs.stop_requested(self._store.in_haste())
         if reason is not None and snapshot.stop_reason is None:
             self._actor.request_stop.remote(reason)
 
@@ -232,12 +233,12 @@ class Session:
         self._last[what] = now
         return True
 
-    def _write_status(self, status: str, snapshot: Snapshot | None) -> None:
+    def _write_status(self, status: str, snapshot: Snapshot | None, store: Store | None = None) -> None:
         known: dict[str, Any] = {"num_steps": self._plan.num_steps}
         if snapshot is not None:
             self._reached = max(self._reached, snapshot.step)
             known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
-        runs.write_status(self._store, runs.RunStatus(status=status, step=self._reached, **known))
+        runs.write_status(store or self._store, runs.RunStatus(status=status, step=self._reached, **known))
 
     # Ending.
 
@@ -246,9 +247,10 @@ class Session:
         error = self._error(outcome)
         result = self._result(outcome, error)
         ray.get(self._actor.finish.remote(result.status, result.summary()))
-        runs.write_json(self._store, SUMMARY, result.summary())
-        self._reached = result.steps
-        self._write_status(result.status, self._look(view))
+        self._reached, last = result.steps, self._look(view)
+        with suppress(*([StorageError] if error else [])):  # why the run failed is worth more, and may be its storage
+            runs.write_json(self._store, SUMMARY, result.summary())
+            self._write_status(result.status, last)
         if error:
             raise TrainingFailed(error, result.summary())
         return result
@@ -281,6 +283,7 @@ class Session:
             seconds=round(time.monotonic() - self._begun, 2),
             num_workers=snapshot.num_workers or self._placement.num_workers,
             num_skipped=snapshot.num_skipped,
+            num_repeated_requests=snapshot.num_repeated_requests,
             stop_reason=snapshot.stop_reason,
             error=error,
         )

@@ -175,6 +175,15 @@ def test_a_skipped_image_counts_once_and_the_first_is_told(monitor: RunMonitor, 
     assert [row["key"] for row in read_lines(store, "skipped.jsonl")] == ["cat/a.jpg", "cat/b.jpg", "dog/c.jpg"]
 
 
+def test_repeated_requests_are_counted_and_told_of_once(monitor: RunMonitor) -> None:
+    monitor.repeated(3)
+    monitor.repeated(4)
+    snapshot = monitor.snapshot()
+    assert snapshot.num_repeated_requests == 7
+    assert [event.text for event in snapshot.events] == ["some requests for images fail in passing; they are repeated"]
+    monitor.finish("finished", {})
+
+
 def test_the_outcome_stands_even_where_the_history_cannot_be_written(monitor: RunMonitor, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl" / "in the way").mkdir(parents=True)
     monitor.record(step_row(1))

@@ -43,6 +43,7 @@ def snapshot(rows: list[dict[str, Any]], first_row: int = 0, **more: Any) -> Sna
         "latest": rows[-1] if rows else None,
         "evaluation": None,
         "num_skipped": 0,
+        "num_repeated_requests": 0,
         "stop_reason": None,
         "events": (),
         "summary": None,
@@ -58,10 +59,14 @@ def text(renderable: RenderableType, width: int = 110) -> str:
 
 def test_the_picture_shows_where_the_run_is() -> None:
     rows = [step_row(10), step_row(230)]
-    seen = text(dashboard(snapshot(rows, num_skipped=3, events=(Event(0, 62, "checkpoint of step 200 written"),)), rows))
+    seen = text(
+        dashboard(
+            snapshot(rows, num_skipped=3, num_repeated_requests=4_096, events=(Event(0, 62, "checkpoint of step 200 written"),)), rows
+        )
+    )
     for part in ("first", "running", "Epoch: 3, Elapsed: 00:12:34", "23%", "step 230/1,000", "epoch 3/10", "00:01:20 left"):
         assert part in seen
-    for part in ("2 workers", "8,512 images/s", "learning rate 0.2", "waiting for data 3%", "3 skipped"):
+    for part in ("2 workers", "8,512 images/s", "learning rate 0.2", "waiting for data 3%", "3 skipped", "4,096 retries"):
         assert part in seen
     assert "00:01:02  checkpoint of step 200 written" in seen
     assert "Ctrl-C stops with a checkpoint" in seen

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import re
 import ssl
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from obstore.exceptions import GenericError
 from obstore.store import S3Store
 
 from raytrain.data.credentials import Credentials, CredentialSource
+from raytrain.data.repeating import FIRST_PAUSE_S, HASTY, LONGEST_PAUSE_S, PATIENT, repeat
 from raytrain.data.storage import Replaced, S3Settings, Store, StoredObject, threads
 from raytrain.data.storage_errors import explain, refuses_credentials
 from raytrain.errors import StorageError, UsageError
@@ -33,20 +30,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BROKEN_OFF = re.compile("response body|Content-Range|NoSuchUpload")  # the last: all parts had arrived, and the answer had not
-_BROKEN_OFF_TIMEOUT_S = 120.0
 _EARLY = timedelta(minutes=5)
 _CLIENT: ClientConfig = {
     "connect_timeout": timedelta(seconds=5),
     "read_timeout": timedelta(seconds=30),
     "timeout": timedelta(minutes=30),  # of a whole transfer: a checkpoint may take long, as long as it moves
 }
-_PATIENT: RetryConfig = {
-    "max_retries": 100,  # where half of the requests fail, ten in a row do once in a thousand; the time below is what ends it
-    "retry_timeout": timedelta(minutes=3),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15), "base": 2},
+_PART_BYTES = 5 << 20  # more is uploaded in parts, side by side
+_PARTS: RetryConfig = {
+    "max_retries": PATIENT.max_repeats,
+    "retry_timeout": timedelta(seconds=PATIENT.within_s),
+    "backoff": {"init_backoff": timedelta(seconds=FIRST_PAUSE_S), "max_backoff": timedelta(seconds=LONGEST_PAUSE_S), "base": 2},
 }
-_HASTY: RetryConfig = {**_PATIENT, "max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+_ONCE: RetryConfig = {**_PARTS, "max_retries": 0}  # all others are repeated, and counted, here
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,8 @@ class BucketStore(Store):
     """Tells stores apart that differ in their credentials, in every process that they are sent to."""
     hasty: bool = False
     """Give up within seconds where nothing answers."""
+    in_parts: bool = False
+    """For uploads in parts, of which each is repeated by itself."""
 
     def get(self, path: str, etag: str = "") -> bytes:
         found, data = self._call(path, lambda client: _content(client.get(path)))
@@ -68,7 +66,8 @@ class BucketStore(Store):
         return data
 
     def put(self, path: str, data: bytes) -> None:
-        self._call(path, lambda client: client.put(path, data))
+        store = dataclasses.replace(self, in_parts=True) if len(data) > _PART_BYTES else self
+        store._call(path, lambda client: client.put(path, data, chunk_size=_PART_BYTES))
 
     def delete(self, path: str) -> None:
         self._call(path, lambda client: client.delete(path))
@@ -88,12 +87,14 @@ class BucketStore(Store):
     def with_credentials(self, credentials: CredentialSource) -> BucketStore:
         return dataclasses.replace(self, credentials=credentials, token=uuid.uuid4().hex)
 
+    def in_haste(self) -> BucketStore:
+        return dataclasses.replace(self, hasty=True)
+
     def check_readable(self) -> None:
-        hasty = dataclasses.replace(self, hasty=True)
-        hasty._call("", lambda client: next(iter(client.list()), None))
+        self.in_haste()._call("", lambda client: next(iter(client.list()), None))
 
     def check_writable(self) -> None:
-        hasty = dataclasses.replace(self, hasty=True)
+        hasty = self.in_haste()
         name = f".write-check-{uuid.uuid4().hex}"
         hasty.put(name, b"")
         hasty.delete(name)
@@ -122,13 +123,15 @@ class BucketStore(Store):
         """Carry out ``operation``; once more with new keys where S3 no longer takes these."""
         connection = _connection(self)
         client = connection.client
+        patience = HASTY if self.hasty else PATIENT
         with self._explained(path, connection):
             try:
-                return _whole(operation, client)
+                return repeat(lambda: operation(client), patience)
             except Exception as error:
                 if not refuses_credentials(error):
                     raise
-            return _whole(operation, connection.renewed(client))
+            renewed = connection.renewed(client)
+            return repeat(lambda: operation(renewed), patience)
 
     @contextmanager
     def _explained(self, path: str, connection: _Connection) -> Iterator[None]:
@@ -179,7 +182,7 @@ class _Connection:
             prefix=prefix or None,
             config=config,
             client_options=options,
-            retry_config=_HASTY if self._store.hasty else _PATIENT,
+            retry_config=_PARTS if self._store.in_parts else _ONCE,
             credential_provider=self._keys,
         )
 
@@ -265,19 +268,6 @@ def _checked(endpoint_url: str | None) -> str | None:
     if endpoint_url is not None and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url):
         raise UsageError(f"AWS_ENDPOINT_URL is {endpoint_url!r}; it must look like https://host or http://host:port.")
     return endpoint_url
-
-
-def _whole(operation: Callable[[S3Store], T], client: S3Store) -> T:
-    """Repeat ``operation`` while answers break off half way, which obstore mends only where the server can go on with them."""
-    deadline = time.monotonic() + _BROKEN_OFF_TIMEOUT_S
-    for attempt in count():
-        try:
-            return operation(client)
-        except (GenericError, FileNotFoundError) as error:
-            if not _BROKEN_OFF.search(str(error)) or time.monotonic() > deadline:
-                raise
-        time.sleep(random.uniform(0, min(2.0, 0.05 * 2**attempt)))
-    raise AssertionError
 
 
 def _content(result: GetResult) -> tuple[str | None, bytes]:

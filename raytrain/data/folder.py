@@ -67,6 +67,9 @@ class FolderStore(Store):
     def with_credentials(self, credentials: CredentialSource) -> FolderStore:
         return self
 
+    def in_haste(self) -> FolderStore:
+        return self
+
     def check_readable(self) -> None:
         with self._explained(""):
             os.scandir(self.url).close()

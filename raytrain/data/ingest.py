@@ -26,6 +26,7 @@ from raytrain.data.decode import ImageShape, Reader
 from raytrain.data.manifest import Manifest
 from raytrain.data.order import Order, Turn, in_turn
 from raytrain.data.plan import Int64s
+from raytrain.data.repeating import num_repeats
 from raytrain.data.shares import Block, Prefetch
 from raytrain.data.storage import Store
 
@@ -45,7 +46,7 @@ class ImageSet:
     shape: ImageShape
     manifest: Any  # ObjectRef[Manifest]: one copy a node, however many tasks
     num_images: int
-    monitor: Any  # the run's actor, told of images that cannot be read
+    monitor: Any  # the run's actor, told of images that cannot be read, and of requests that were repeated
     packed: bool = False
 
     @property
@@ -127,7 +128,10 @@ def read_table(images: ImageSet, samples: Int64s) -> pa.Table:
     """Fetch and decode ``samples``: columns image (H*W*C bytes), label (below 0 where the image cannot be read), sample."""
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
+    repeats_before = num_repeats()
     pixels, bad = Reader(images.store, images.shape).read(wanted)
+    if repeats := num_repeats() - repeats_before:
+        images.monitor.repeated.remote(repeats)
     if bad:
         labels[list(bad)] = -1
         images.monitor.skipped.remote([{"key": wanted.keys[place].as_py(), "reason": reason} for place, reason in bad.items()])

@@ -86,6 +86,10 @@ class Store(ABC):
         """The same place, entered with other credentials (a folder needs none)."""
 
     @abstractmethod
+    def in_haste(self) -> Store:
+        """The same place for whoever must not wait: gives up within seconds where nothing answers."""
+
+    @abstractmethod
     def check_readable(self) -> None:
         """Raise StorageError unless the store can be listed; knows within seconds, also where nothing answers."""
 

@@ -58,6 +58,7 @@ class Snapshot:
     latest: Row | None
     evaluation: Row | None
     num_skipped: int
+    num_repeated_requests: int
     stop_reason: str | None
     events: tuple[Event, ...]
     summary: dict[str, Any] | None
@@ -121,6 +122,7 @@ class RunMonitor:
         self._stop_requested = threading.Event()
         self._stop_reason: str | None = None
         self._too_many_bad: str | None = None
+        self._num_repeated_requests = 0
         self._status: Status = "starting"
         self._summary: dict[str, Any] | None = None
         self._events: deque[Event] = deque(maxlen=_NUM_EVENTS)
@@ -179,6 +181,13 @@ class RunMonitor:
                 self._too_many_bad = self._bad_images.passed(self._history.skipped_rows)
                 if self._too_many_bad:
                     self.request_stop(self._too_many_bad)
+
+    def repeated(self, num_requests: int) -> None:
+        """Note requests for images that had failed in passing and were repeated."""
+        with self._lock:
+            if not self._num_repeated_requests:
+                self.event("some requests for images fail in passing; they are repeated")
+            self._num_repeated_requests += num_requests
 
     def event(self, text: str) -> None:
         """Note something that a viewer should read: a checkpoint written, a worker failed."""
@@ -239,6 +248,7 @@ class RunMonitor:
                 latest=self._latest,
                 evaluation=self._evaluation,
                 num_skipped=len(self._history.skipped_rows),
+                num_repeated_requests=self._num_repeated_requests,
                 stop_reason=self._stop_reason,
                 events=tuple(self._events),
                 summary=self._summary,

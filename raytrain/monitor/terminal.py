@@ -152,7 +152,8 @@ def _figures(snapshot: Snapshot) -> list[str]:
     """Speed and the like, as far as it is known."""
     latest = snapshot.latest or {}
     figures = [text.format(latest[name]) for name, text in _FIGURES.items() if latest.get(name) is not None]
-    return figures + ([f"{snapshot.num_skipped:,} skipped"] if snapshot.num_skipped else [])
+    counts = {"skipped": snapshot.num_skipped, "retries": snapshot.num_repeated_requests}
+    return figures + [f"{number:,} {what}" for what, number in counts.items() if number]
 
 
 def _progress(snapshot: Snapshot) -> RenderableType:

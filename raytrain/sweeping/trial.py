@@ -197,6 +197,7 @@ class Training:
             seconds=round(time.monotonic() - self._begun, 2),
             num_workers=1,
             num_skipped=snapshot.num_skipped,
+            num_repeated_requests=snapshot.num_repeated_requests,
             stop_reason=snapshot.stop_reason if status == "stopped" else None,
             error=error,
         )
