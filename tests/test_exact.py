@@ -265,6 +265,7 @@ def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_
         assert rest[0][name]["progress"].samples_seen == 140
         both = first[0][name]["rows"] + rest[0][name]["rows"]
         assert [row["loss"] for row in both if row["kind"] == "step"] == pytest.approx([row["loss"] for row in rows], abs=1e-9)
+        assert [row["step"] for row in both if row["kind"] == "evaluation"] == [5, 10]
 
 
 def test_evaluation_counts_each_image_once_on_any_workers() -> None:

@@ -134,6 +134,8 @@ class Run:
         self._evaluate = evaluate or self._evaluate
         self._kept.check_complete()
         self._train_mode()
+        if self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
+            self.evaluate()  # a stop came between
         first_step = self.progress.step
         shares = Prefetch(self.source.train(first_step), self.config.prefetch)
         try:
@@ -265,11 +267,14 @@ class Run:
         ends_run = self.progress.step == self.plan.num_steps
         if sums.stop_votes > 0 and not ends_run:
             return True
-        every = self.config.evaluate_every * self.plan.steps_per_epoch
-        if ends_run or (every and self.progress.step % every == 0):
+        if ends_run or self._evaluation_is_due():
             self.evaluate()
         self._save_if_due(sums)
         return False
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluate_every * self.plan.steps_per_epoch
+        return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
     def _advance(self) -> StepSums:
         self._finish_norms()
