@@ -90,11 +90,15 @@ def s3_url(s3: EmbeddedS3) -> str:
 @pytest.fixture(scope="session")
 def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real images: ``train`` with 30 and ``test`` with 10 of each CIFAR-10 class, 32×32 JPEG."""
+    return extract_cifar10(tmp_path_factory.mktemp("cifar10"), num_train=30, num_test=10)
+
+
+def extract_cifar10(folder: Path, num_train: int, num_test: int) -> Path:
+    """The first images of each CIFAR-10 class in ``folder``, below ``train`` and ``test``; skips the test where there are none."""
     archive = Path(os.environ.get("RAYTRAIN_TEST_DATA", "")) / "cifar10.tgz"
     if not archive.is_file():
         pytest.skip("RAYTRAIN_TEST_DATA names no folder with cifar10.tgz")
-    folder = tmp_path_factory.mktemp("cifar10")
-    wanted = {f"{part}/{i:04d}.jpg" for part, num_images in (("train", 30), ("test", 10)) for i in range(num_images)}
+    wanted = {f"{part}/{i:04d}.jpg" for part, num_images in (("train", num_train), ("test", num_test)) for i in range(num_images)}
     with tarfile.open(archive) as tar:
         for member in tar:
             part, _, rest = member.name.removeprefix("./").partition("/")

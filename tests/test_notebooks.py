@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from raytrain.data.storage import open_store
+from raytrain.training.checkpoint import read_checkpoint
+from raytrain.uploading import upload
+from tests.conftest import extract_cifar10
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -43,16 +50,75 @@ def test_a_loop_of_ones_own_is_trained_beside_the_notebook(tmp_path: Path) -> No
     assert results(notebook, "raytrain.audit(") == "(True, True)"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_on_a_cluster_is_stopped_and_gone_on_with_from_a_bucket(
+    ray_cluster: None, cifar10_folder: Path, s3_url: str, tmp_path: Path
+) -> None:
+    import ray
+
+    upload(str(cifar10_folder), f"{s3_url}/cifar10")
+    notebook = run(
+        "03-cifar10-in-the-cloud",
+        tmp_path,
+        data=f"{s3_url}/cifar10",
+        storage=f"{s3_url}/runs",
+        address=ray.get_runtime_context().gcs_address,
+        workers=2,
+        workers_later=1,
+        options={"device": "cpu", "batch_size": 50, "learning_rate": 0.05, "log_every": 1},
+    )
+    assert "Nothing stands in the way." in results(notebook, "diagnose(")
+    assert "stopped" in pictures(notebook, "raytrain.start(config)")
+    stopped, finished = results(notebook, "handle.stop("), results(notebook, "resume=True")
+    assert "status='stopped'" in stopped and "num_workers=2" in stopped and "stop_reason='seen enough'" in stopped
+    assert "status='finished'" in finished and "num_workers=1" in finished and f"run_dir='{s3_url}/runs/cloud'" in finished
+    epochs = int(float(re.findall(r"epochs=([\d.]+)", stopped)[0])) + 2
+    assert f"steps={6 * epochs}, epochs={epochs}.0, samples_seen={300 * epochs}" in finished
+    assert [num_drawn(notebook, words) for words in ("pictures.curves(", "pictures.confusion(", "raytrain.predict(")] == [1, 1, 1]
+    assert len(re.findall(r"\('[a-z]+', [01]\.\d+\)", results(notebook, "model.classify("))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_was_learned_of_some_classes_helps_with_others(tmp_path: Path) -> None:
+    extract_cifar10(tmp_path / "cifar10", num_train=150, num_test=20)
+    notebook = run("04-transfer-learning", tmp_path, num_before=150, num_after=20, epochs_before=8, epochs_after=6)
+    accuracies = [float(re.findall(r"([\d.]+)%", results(notebook, f'name="{name}"'))[0]) for name in ("from-nothing", "transferred")]
+    assert accuracies[1] > accuracies[0]
+    assert num_drawn(notebook, "pictures.comparison(") == 1
+    before, after = (newest_weights(tmp_path / "runs" / name) for name in ("before", "transferred"))
+    same = {int(name.partition(".")[0]) for name in before if before[name].equal(after[name])}
+    assert same == {0, 1, 3, 4, 6, 7, 9, 10}
+    assert results(notebook, "layers that moved").startswith("layers that moved: [13, 14, 16,")
+
+
+def newest_weights(run: Path) -> dict[str, Any]:
+    store = open_store(str(run))
+    return read_checkpoint(store, max(found.path for found in store.list("checkpoints") if "step-" in found.path))["state"]["model"]
+
+
+def num_drawn(notebook: nbformat.NotebookNode, words: str) -> int:
+    """How many pictures the cell that contains ``words`` drew."""
+    (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
+    return sum("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
 def pictures(notebook: nbformat.NotebookNode, words: str) -> str:
     """The HTML below the cell that contains ``words``, as it stood in the end."""
     (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
     return "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 
-def run(name: str, folder: Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs, run in ``folder``."""
+def run(name: str, folder: Path, **parameters: Any) -> nbformat.NotebookNode:
+    """The notebook with its outputs, run in ``folder``, with other values of what its cell of parameters sets."""
     (path,) = [path for path in NOTEBOOKS if path.stem == name]
-    return NotebookClient(nbformat.read(path, as_version=4), timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+    notebook = nbformat.read(path, as_version=4)
+    if parameters:
+        (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+        assert all(re.search(rf"\b{name}\b.* = ", cell.source) for name in parameters)
+        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    return NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
 
 
 def results(notebook: nbformat.NotebookNode, words: str) -> str:
