@@ -10,8 +10,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from raytrain.data.storage import open_store
-from raytrain.training.checkpoint import read_checkpoint
 from raytrain.uploading import upload
 from tests.conftest import extract_cifar10
 
@@ -87,15 +85,7 @@ def test_what_was_learned_of_some_classes_helps_with_others(tmp_path: Path) -> N
     accuracies = [float(re.findall(r"([\d.]+)%", results(notebook, f'name="{name}"'))[0]) for name in ("from-nothing", "transferred")]
     assert accuracies[1] > accuracies[0]
     assert num_drawn(notebook, "pictures.comparison(") == 1
-    before, after = (newest_weights(tmp_path / "runs" / name) for name in ("before", "transferred"))
-    same = {int(name.partition(".")[0]) for name in before if before[name].equal(after[name])}
-    assert same == {0, 1, 3, 4, 6, 7, 9, 10}
     assert results(notebook, "layers that moved").startswith("layers that moved: [13, 14, 16,")
-
-
-def newest_weights(run: Path) -> dict[str, Any]:
-    store = open_store(str(run))
-    return read_checkpoint(store, max(found.path for found in store.list("checkpoints") if "step-" in found.path))["state"]["model"]
 
 
 def num_drawn(notebook: nbformat.NotebookNode, words: str) -> int:
