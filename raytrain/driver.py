@@ -97,6 +97,7 @@ def train(
             if not lives:
                 raise
             config = dataclasses.replace(config, name=lost.summary["name"], resume=True)
+            signals.reason = signals.reason or lost.summary["stop_reason"]
 
 
 def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None, signals: StopSignals, begun: float) -> TrainResult:

@@ -70,6 +70,7 @@ class Session:
         self._seen = ViewCursor()
         self._last: dict[str, float] = {}
         self._reached = prepared.first_step  # more than what its actor has heard of, before it begins and at its end
+        self._stop_reason: str | None = None
 
     def __enter__(self) -> Session:
         """Write down what the run is; start its actor, the reading of its data, and its workers."""
@@ -107,7 +108,13 @@ class Session:
             return self._watch(signals, view)
         except RayActorError:
             sentence = self._sentence("the process that keeps its metrics and its credentials has died")
-            raise MonitorLost(sentence, {"name": self._prepared.name, "status": "failed", "run_dir": self._store.url}) from None
+            known = {
+                "name": self._prepared.name,
+                "status": "failed",
+                "run_dir": self._store.url,
+                "stop_reason": self._asked_to_stop(signals),
+            }
+            raise MonitorLost(sentence, known) from None
 
     def _watch(self, signals: StopSignals, view: View | None) -> TrainResult:
         outcome: Any = None
@@ -215,6 +222,12 @@ class Session:
             reason = runs.stop_requested(self._store.in_haste())
         if reason is not None and snapshot.stop_reason is None:
             self._actor.request_stop.remote(reason)
+        self._stop_reason = reason or snapshot.stop_reason
+
+    def _asked_to_stop(self, signals: StopSignals) -> str | None:
+        """Why somebody asked for a stop that has not landed, also where the actor never heard of it."""
+        with suppress(StorageError):
+            return signals.reason or self._stop_reason or runs.stop_requested(self._store)
 
     def _check_room(self, snapshot: Snapshot) -> None:
         """Raise where other work keeps what the workers need: Ray would wait for it for ever."""

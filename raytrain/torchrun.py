@@ -151,6 +151,7 @@ class _Listener:
     def started(self, num_workers: int, step: int) -> None: ...
     def record(self, row: dict[str, Any]) -> None: ...
     def event(self, text: str) -> None: ...
+    def flush(self) -> None: ...
     def close(self) -> None: ...
 
     def skipped(self, entries: list[Row]) -> None:
@@ -174,6 +175,9 @@ class _Printer(_Listener):
     def record(self, row: dict[str, Any]) -> None:
         self._monitor.record(row)
         print(plain_line(self._monitor.snapshot()), flush=True)
+
+    def flush(self) -> None:
+        self._monitor.flush()
 
     def skipped(self, entries: list[Row]) -> None:
         super().skipped(entries)

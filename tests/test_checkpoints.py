@@ -17,7 +17,7 @@ import torch
 
 from raytrain.data.folder import FolderStore
 from raytrain.data.storage import Store, open_store
-from raytrain.errors import StorageError, UsageError
+from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
 
 IDENTITY = Identity(model="resnet18", classes=("cat", "dog", "owl"), manifest_digest="0a" * 32, batch_size=8, seed=0)
@@ -188,6 +188,23 @@ def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_one(tmp_path
         save_until_told(checkpoints)
     with suppress(StorageError):  # it may have been the last to be written
         checkpoints.close()
+
+
+def test_a_checkpoint_waits_for_the_rows_that_led_to_it(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    checkpoints = open_checkpoints(store)
+    seen: list[bool] = []
+    checkpoints.save({}, Progress(step=1), first=lambda: seen.append(store.exists(path_of(1))))
+    checkpoints.close()
+    assert seen == [False] and store.exists(path_of(1))
+
+    def lost() -> None:
+        raise ConnectionError("nobody took them")
+
+    checkpoints.save({}, Progress(step=2), first=lost)
+    with pytest.raises(RaytrainError, match="nobody took them"):
+        checkpoints.close()
+    assert not store.exists(path_of(2))
 
 
 def test_a_writer_that_was_killed_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

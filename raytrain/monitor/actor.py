@@ -70,6 +70,14 @@ class RunActor(RunMonitor, Streams):
         """See :meth:`RunMonitor.wait_for_stop`."""
         return super().wait_for_stop(timeout_s)
 
+    def received(self) -> None:
+        """Return when the earlier calls of the same process have."""
+
+    @ray.method(concurrency_group=WAIT)
+    def flush(self) -> None:
+        """See :meth:`RunMonitor.flush`; beside the other calls, for storage may be slow."""
+        super().flush()
+
     def add_blocks(self, name: str, refs: list[Any]) -> None:
         """Note the next blocks of the cached data set ``name``."""
         with self._changed:

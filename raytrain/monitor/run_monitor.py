@@ -195,6 +195,10 @@ class RunMonitor:
             self._events.append(Event(self._num_events, self._elapsed_s(), text))
             self._num_events += 1
 
+    def flush(self) -> None:
+        """Return when all that was recorded is in storage; raises what storage raises."""
+        self._history.flush()
+
     def request_stop(self, reason: str) -> None:
         """Ask the run to stop with a checkpoint; the first reason stands, and a run that is over stays as it is."""
         with self._lock:

@@ -125,6 +125,10 @@ class Training:
         """Something worth a line."""
         self._monitor.event(text)
 
+    def flush(self) -> None:
+        """Wait until all rows so far are in storage."""
+        self._monitor.flush()
+
     def stop_requested(self) -> bool:
         """Whether this trial or the whole sweep was asked to stop."""
         return self._monitor.stop_reason is not None

@@ -63,17 +63,17 @@ class Checkpoints:
         self._identity = identity
         self._keep = keep
         self._on_saved = on_saved
-        self._jobs: queue.Queue[tuple[dict[str, Any], Progress] | None] = queue.Queue(maxsize=1)
+        self._jobs: queue.Queue[tuple[dict[str, Any], Progress, Callable[[], None]] | None] = queue.Queue(maxsize=1)
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, state: dict[str, Any], progress: Progress) -> None:
-        """Write ``state`` (of state_dicts) in the background; raises what an earlier write met."""
+    def save(self, state: dict[str, Any], progress: Progress, first: Callable[[], None] = lambda: None) -> None:
+        """Write ``state`` (of state_dicts) in the background, once ``first`` has returned; raises what an earlier write met."""
         self._raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, daemon=True, name="checkpoints")
             self._thread.start()
-        self._jobs.put((to_cpu(state), progress))
+        self._jobs.put((to_cpu(state), progress, first))
 
     def close(self) -> None:
         """Wait until everything is written; raises what a write met."""
@@ -122,7 +122,8 @@ class Checkpoints:
             except Exception as error:  # told at the next save or close: the training must not die in mid-step
                 self._error = error
 
-    def _write(self, state: dict[str, Any], progress: Progress) -> None:
+    def _write(self, state: dict[str, Any], progress: Progress, first: Callable[[], None]) -> None:
+        first()
         path = f"{CHECKPOINTS}step-{progress.step:09d}.pt"
         content = {"state": state, "progress": asdict(progress), "identity": _plain(self._identity)}
         buffer = io.BytesIO()

@@ -47,11 +47,12 @@ class Source(Protocol):
 
 
 class Reporter(Protocol):
-    """Where a worker's news go; every call returns at once."""
+    """Where a worker's news go; every call returns at once, but for ``flush``."""
 
     def started(self, num_workers: int, step: int) -> None: ...
     def record(self, row: dict[str, Any]) -> None: ...
     def event(self, text: str) -> None: ...
+    def flush(self) -> None: ...  # returns when all rows so far are in storage
     def stop_requested(self) -> bool: ...
 
 
@@ -320,7 +321,7 @@ class Run:
             if self.world_size > 1:
                 dist.barrier()  # no checkpoint without the trace of all that led to it
         if self.rank == 0:
-            self.checkpoints.save(self._kept.state_dict(), self.progress)
+            self.checkpoints.save(self._kept.state_dict(), self.progress, first=self.reporter.flush)
 
     def _report(self, row: dict[str, Any] | None) -> None:
         if row is not None and self.rank == 0:

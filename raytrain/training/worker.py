@@ -166,6 +166,11 @@ class RayReporter:
         """Something worth a line."""
         self._actor.event.remote(text)
 
+    def flush(self) -> None:
+        """Wait until all rows so far are in storage."""
+        ray.get(self._actor.received.remote())  # comes after them
+        ray.get(self._actor.flush.remote())
+
     def stop_requested(self) -> bool:
         """Whether somebody asked for a stop."""
         return self._stop.is_set()
