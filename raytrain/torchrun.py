@@ -161,6 +161,9 @@ class _Listener:
     def stop_requested(self) -> bool:
         return self.failure is not None or self._signals.reason is not None
 
+    def save_requested(self) -> bool:
+        return False
+
 
 class _Printer(_Listener):
     """Keeps the run's history in storage and prints a line for each row."""

@@ -103,6 +103,9 @@ class Recorder:
         self.asked += 1
         return self.stop_after is not None and self.asked > self.stop_after
 
+    def save_requested(self) -> bool:
+        return False
+
 
 def make_run(options: TrainConfig, block: Block, folder: str, recorder: Recorder) -> Run:
     distributed = torch.distributed.is_initialized()

@@ -85,6 +85,24 @@ def test_a_fault_costs_time_only(
     assert steps == list(range(1, 21))
 
 
+def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    scenario = [sys.executable, "-m", "tests.draining", str(images), str(tmp_path)]
+    done = subprocess.run(scenario, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
+    told = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
+    assert told == [
+        "training on 2 workers",
+        "a node of the workers will be taken away: a checkpoint now",
+        "training on 1 worker, going on after step 8",
+    ]
+    assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, 21))
+
+
 def test_a_stop_asked_for_before_the_first_step_keeps_a_checkpoint(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
     options = config(images, tmp_path)
     handle = raytrain.start(options)

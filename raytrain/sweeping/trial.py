@@ -133,6 +133,10 @@ class Training:
         """Whether this trial or the whole sweep was asked to stop."""
         return self._monitor.stop_reason is not None
 
+    def save_requested(self) -> bool:
+        """A trial makes its checkpoints as its options say."""
+        return False
+
     # Training.
 
     def _train(self) -> None:

@@ -54,6 +54,7 @@ class Reporter(Protocol):
     def event(self, text: str) -> None: ...
     def flush(self) -> None: ...  # returns when all rows so far are in storage
     def stop_requested(self) -> bool: ...
+    def save_requested(self) -> bool: ...  # True once for each reason to make a checkpoint now
 
 
 @dataclass
@@ -250,7 +251,8 @@ class Run:
         waited = time.perf_counter()
         share = next(shares)
         wait_s = time.perf_counter() - waited
-        save = self.rank == 0 and 0 < self.config.checkpoint_every_s <= self.clock() - self._saved_at
+        due = 0 < self.config.checkpoint_every_s <= self.clock() - self._saved_at
+        save = self.rank == 0 and (self.reporter.save_requested() or due)
         self._sums.begin(Vote(len(share.labels), wait_s, stop=self.reporter.stop_requested(), save=save))
         self._share = share
         self._part = to_batch(share, self.augment, self.device, training=True)

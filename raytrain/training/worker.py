@@ -13,6 +13,7 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.train.v2._internal.execution.context import get_train_context
 
 from raytrain.config import TrainConfig
 from raytrain.data.cache import RemoteBlocks
@@ -151,6 +152,7 @@ class RayReporter:
     def __init__(self, actor: Any, *, watch: bool) -> None:
         self._actor = actor
         self._stop = threading.Event()
+        self._leaving: Any = None
         if watch:
             threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
 
@@ -174,6 +176,17 @@ class RayReporter:
     def stop_requested(self) -> bool:
         """Whether somebody asked for a stop."""
         return self._stop.is_set()
+
+    def save_requested(self) -> bool:
+        """Whether Ray has announced that a node of these workers will be taken away: True once for each announcement."""
+        # What Ray has told this worker already: its public call for it is a barrier over all workers, at each step.
+        leaving = get_train_context().preemption_context.preemption_info
+        if leaving is self._leaving:
+            return False
+        self._leaving = leaving
+        nodes = leaving.preempted_node_ids
+        self.event(f"{'a node' if len(nodes) == 1 else f'{len(nodes)} nodes'} of the workers will be taken away: a checkpoint now")
+        return True
 
     def _watch(self) -> None:
         while not self._stop.is_set():

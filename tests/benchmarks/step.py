@@ -179,6 +179,9 @@ class Silent:
     def stop_requested(self) -> bool:
         return False
 
+    def save_requested(self) -> bool:
+        return False
+
 
 def through_raytrain(images: str, precision: str, folder: str) -> list[float]:
     return run_in_processes(NUM_WORKERS, train_in_memory, images, precision, folder)[0]
