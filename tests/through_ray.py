@@ -20,12 +20,12 @@ NUM_IMAGES = 90
 CLASSES = ("blue", "green", "red")
 
 
-def make_images(folder: Path) -> Path:
-    """Noise, tinted by class: 30 PNGs of 12x12 in each of three class folders."""
+def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
+    """Noise, tinted by class: PNGs of 12x12 in three class folders."""
     random = np.random.default_rng(0)
     for channel, name in enumerate(reversed(CLASSES)):
         (folder / name).mkdir()
-        for number in range(NUM_IMAGES // 3):
+        for number in range(num_images // 3):
             pixels = random.integers(0, 180, (12, 12, 3), dtype=np.uint8)
             pixels[:, :, channel] += 75
             Image.fromarray(pixels).save(folder / name / f"{number:03d}.png")
