@@ -47,6 +47,11 @@ def two_deaths_in_a_row(run: raytrain.Run, batch: raytrain.Batch, folder: Path) 
             die()
 
 
+def a_death_in_every_step(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    if batch.step < 10 and run.rank == batch.step % run.world_size and once(folder / f"died-{batch.step}"):
+        die()
+
+
 def an_exception(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
     if run.rank == 1 and batch.step == 11 and once(folder / "raised"):
         raise RuntimeError("something broke")
@@ -69,6 +74,7 @@ def death_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: 
     ("hurt", "options"),
     [
         (two_deaths_in_a_row, {"checkpoint_every_steps": 3}),
+        (a_death_in_every_step, {"checkpoint_every_steps": 1, "max_failures": 20}),
         (an_exception, {}),
         (death_during_a_checkpoint, {}),
     ],
@@ -230,6 +236,72 @@ def test_a_run_whose_monitor_was_killed_can_be_stopped(
 
 def read_steps(storage: Path) -> list[int]:
     return [row["step"] for row in runs.read_run(str(storage), "run").metrics if row["kind"] == "step"]
+
+
+def ask_for_a_stop(run: raytrain.Run, folder: Path) -> None:
+    """Ask, and return when the request has arrived."""
+    runs.request_stop(str(folder), "run", "enough")
+    assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+
+
+def stop_in(run: raytrain.Run, batch: raytrain.Batch, folder: Path, step: int) -> None:
+    (folder / f"rank-{run.rank}").write_text(str(batch.step + 1))
+    if (run.rank, batch.step + 1) == (0, step):
+        ask_for_a_stop(run, folder)
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_stop_asked_for_in_any_step_lands_on_the_next_one_of_every_worker(
+    step: int, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    loop = partial(loop_with, before_step=partial(stop_in, folder=tmp_path, step=step))  # pyright: ignore
+    stopped = raytrain.train(config(images, tmp_path, trace=True), loop=loop)
+    assert (stopped.status, stopped.stop_reason, stopped.steps) == ("stopped", "enough", step + 1)
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(step + 1)] * 2
+    resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True, workers=1))
+    assert_same_weights(resumed, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, 21))
+
+
+def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    if (run.rank, batch.step) == (0, 2):
+        put = type(run.checkpoints.store).put
+
+        def ask_and_put(store: Any, path: str, data: bytes) -> None:
+            if path.endswith(".pt") and once(folder / "asked"):
+                ask_for_a_stop(run, folder)
+            put(store, path, data)
+
+        type(run.checkpoints.store).put = ask_and_put  # pyright: ignore[reportAttributeAccessIssue]
+    if (run.rank, batch.step) == (0, 3):
+        assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+
+
+def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    loop = partial(loop_with, before_step=partial(stop_during_a_checkpoint, folder=tmp_path))  # pyright: ignore
+    stopped = raytrain.train(config(images, tmp_path, trace=True, checkpoint_every_steps=3), loop=loop)
+    assert (stopped.status, stopped.steps) == ("stopped", 5)
+    resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True))
+    assert_same_weights(resumed, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+
+
+def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, tmp_path: Path) -> None:
+    import ray
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    words = [sys.executable, "-m", "raytrain", "stop", "run", "--address", ray.get_runtime_context().gcs_address]
+    asking = partial(subprocess.run, words, cwd=elsewhere, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True)
+    handle = raytrain.start(config(images, tmp_path, epochs=1000))
+    wait_for(lambda: handle.done or (handle.snapshot is not None and handle.snapshot.step > 2))
+    asked = asking()
+    assert asked.returncode == 0, asked.stderr
+    stopped = handle.result(DEADLINE_S)
+    assert (stopped.status, stopped.stop_reason) == ("stopped", "raytrain stop")
+    again = asking()
+    assert again.returncode == 2 and "No run called 'run' is training in the cluster" in again.stderr
 
 
 def test_workers_that_there_is_no_room_for_are_told_so_within_a_minute(images: Path, tmp_path: Path) -> None:
