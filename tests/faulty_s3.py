@@ -20,14 +20,16 @@ Interfere = Callable[[BaseHTTPRequestHandler, bytes], "str | bytes | None"]
 """Sees a request and its body first: ``reset`` breaks it off, bytes refuse it with them, and None leaves it to chance."""
 Sign = Callable[[str, str, Mapping[str, str], bytes], Mapping[str, str]]
 """The headers that the server behind is to see: of a request's method, path, headers and body."""
+_SILENT_S = 120.0  # longer than anybody waits
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 seconds: closing sends RST
 
 
 @dataclass
 class FaultyS3:
-    """What happened: requests by what became of them (one of FAULTS, or ``passed``), and the most at one time."""
+    """What ``fraction`` of the requests fails, what became of each (one of FAULTS, or ``passed``), and the most at one time."""
 
     url: str = ""
+    fraction: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     max_at_once: int = 0
     _at_once: int = 0
@@ -42,11 +44,11 @@ class FaultyS3:
         """Requests whose path ends so."""
         return sum(number for request, number in self._attempts.items() if request.endswith(suffix))
 
-    def _begin(self, request: str, fraction: float, seed: int) -> str:
+    def _begin(self, request: str, seed: int) -> str:
         """What chance makes of a request: decided by its words and how often they came, so that threads do not change it."""
         with self._lock:
             draw = random.Random(f"{seed} {request} {self._attempts[request]}")
-            outcome = draw.choice(FAULTS) if draw.random() < fraction else "passed"
+            outcome = draw.choice(FAULTS) if draw.random() < self.fraction else "passed"
             self._attempts[request] += 1
             self.outcomes[outcome] += 1
             self._at_once += 1
@@ -66,20 +68,20 @@ def faulty_s3(
 
     Signatures pass, for Host is left as it is; ``sign`` replaces them.
     """
-    seen, over, behind = FaultyS3(), threading.Event(), urlsplit(endpoint_url).netloc
+    seen, over, behind = FaultyS3(fraction=fraction), threading.Event(), urlsplit(endpoint_url).netloc
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            outcome = seen._begin(f"{self.command} {self.path}", fraction, seed)
+            outcome = seen._begin(f"{self.command} {self.path}", seed)
             try:
                 self.serve(interfere(self, body) or outcome, body)
             finally:
                 seen._end()
             if outcome == "stall":
-                over.wait()
+                over.wait(_SILENT_S)
 
         do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
 

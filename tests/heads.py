@@ -18,9 +18,10 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 @dataclass(frozen=True)
 class Head:
-    """A cluster with its dashboard's address, and the environment in which commands find it."""
+    """A cluster with its address and its dashboard's, and the environment in which commands find it."""
 
     process: subprocess.Popen[bytes]
+    address: str
     dashboard: str
     environment: Mapping[str, str]
 
@@ -40,7 +41,7 @@ def started_head(folder: Path) -> Iterator[Head]:
         )
     try:
         wait_for_port(dashboard)
-        yield Head(process, f"http://127.0.0.1:{dashboard}", environment)
+        yield Head(process, f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", environment)
     finally:
         process.terminate()
         process.wait(60)
