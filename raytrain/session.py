@@ -32,6 +32,7 @@ from raytrain.monitor.actor import Lender, entered_with, start_actor
 from raytrain.monitor.bad_images import BadImageLimit
 from raytrain.monitor.run_monitor import Cursor as ViewCursor
 from raytrain.monitor.run_monitor import Snapshot
+from raytrain.pace import Pace
 from raytrain.reading import Reading
 from raytrain.signals import StopSignals
 from raytrain.trainer import Trainer
@@ -68,7 +69,7 @@ class Session:
         self._ended: Future[None] = Future()
         self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Train's own notes; the run's are in its storage
         self._seen = ViewCursor()
-        self._last: dict[str, float] = {}
+        self._pace = Pace()
         self._reached = prepared.first_step  # more than what its actor has heard of, before it begins and at its end
         self._stop_reason: str | None = None
 
@@ -123,7 +124,7 @@ class Session:
             snapshot = self._look(view)
             with suppress(StorageError):  # it may be back in a moment, and stops and keys must not wait; the history says so if not
                 self._carry_stop(signals, snapshot)
-                if self._due("status", runs.HEARTBEAT_EVERY_S):
+                if self._pace.due("status", runs.HEARTBEAT_EVERY_S):
                     self._write_status(snapshot.status, snapshot, self._store.in_haste())
             self._check_room(snapshot)
             self._lender.lend_if_due()
@@ -218,7 +219,7 @@ class Session:
 
     def _carry_stop(self, signals: StopSignals, snapshot: Snapshot) -> None:
         reason = signals.reason
-        if reason is None and self._due("stop", _LOOK_IN_STORAGE_EVERY_S):
+        if reason is None and self._pace.due("stop", _LOOK_IN_STORAGE_EVERY_S):
             reason = runs.stop_requested(self._store.in_haste())
         if reason is not None and snapshot.stop_reason is None:
             self._actor.request_stop.remote(reason)
@@ -234,17 +235,10 @@ class Session:
         if (
             snapshot.status != "starting"
             or time.monotonic() - self._entered < PLACED_WITHIN_S
-            or not self._due("room", LOOK_FOR_ROOM_EVERY_S)
+            or not self._pace.due("room", LOOK_FOR_ROOM_EVERY_S)
         ):
             return
         check_placed(self._placement.min_workers, {"CPU": self._placement.cpus, **self._gpu})
-
-    def _due(self, what: str, every_s: float) -> bool:
-        now = time.monotonic()
-        if now - self._last.get(what, -every_s) < every_s:
-            return False
-        self._last[what] = now
-        return True
 
     def _write_status(self, status: str, snapshot: Snapshot | None, store: Store | None = None) -> None:
         known: dict[str, Any] = {"num_steps": self._plan.num_steps}

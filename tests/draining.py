@@ -39,7 +39,9 @@ def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
 
 def announce(cluster: Cluster, node: Any) -> None:
     why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "taken back", "--deadline-remaining-seconds", "600"]
-    subprocess.run([*RAY, "drain-node", "--address", cluster.address, "--node-id", node.node_id, *why], check=True, capture_output=True)
+    subprocess.run(
+        [*RAY, "drain-node", "--address", str(cluster.address), "--node-id", str(node.node_id), *why], check=True, capture_output=True
+    )
 
 
 def main(images: str, storage: str) -> None:

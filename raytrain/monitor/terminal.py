@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from raytrain.monitor.history import Row
+from raytrain.monitor.live import LiveView
 from raytrain.monitor.plot import Plot, Series
 from raytrain.monitor.run_monitor import Snapshot
 
@@ -27,7 +26,7 @@ _NUM_EVENTS_SHOWN = 4
 _LINES_BESIDE_PLOTS = 13 + _NUM_EVENTS_SHOWN
 
 
-class TerminalView:
+class TerminalView(LiveView):
     """Shows one run: ``with TerminalView() as view``, then ``view.update(snapshot)`` about twice a second.
 
     Args:
@@ -37,24 +36,12 @@ class TerminalView:
     """
 
     def __init__(self, console: Console | None = None, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
+        super().__init__(console, "looking at the data, starting the workers …")
         self._interval_s = interval_s
         self._clock = clock
         self._rows: list[Row] = []
         self._num_events = 0
         self._next_line = clock()
-        waiting = Spinner("dots", "looking at the data, starting the workers …")
-        self._live = Live(waiting, console=self._console, transient=True) if self._console.is_terminal else None
-
-    def __enter__(self) -> TerminalView:
-        if self._live is not None:
-            self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the last picture standing and give the terminal back."""
-        if self._live is not None:
-            self._live.stop()
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which was asked for with the ``cursor`` of the one before."""
@@ -62,8 +49,7 @@ class TerminalView:
         if self._live is None:
             self._print_lines(snapshot)
         else:
-            self._live.transient = False
-            self._live.update(dashboard(snapshot, self._rows, _plot_height(self._console)), refresh=True)
+            self._draw(dashboard(snapshot, self._rows, _plot_height(self._console)), stays=True)
 
     def _print_lines(self, snapshot: Snapshot) -> None:
         for event in snapshot.events:

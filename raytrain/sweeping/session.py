@@ -27,6 +27,7 @@ from raytrain.failures import plain_reason
 from raytrain.layout import SUMMARY
 from raytrain.monitor.actor import Lender, entered_with, start_actor
 from raytrain.monitor.bad_images import BadImageLimit
+from raytrain.pace import Pace
 from raytrain.reading import Reading
 from raytrain.session import carry
 from raytrain.signals import StopSignals
@@ -65,7 +66,7 @@ class SweepSession:
         self._weights = self._initial_weights()
         self._ended: Future[None] = Future()
         self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Tune's own notes; the trials are in the sweep's storage
-        self._last: dict[str, float] = {}
+        self._pace = Pace()
 
     def __enter__(self) -> SweepSession:
         """Write down what the sweep is; start its actor, the reading of its data, and the first trials."""
@@ -107,7 +108,7 @@ class SweepSession:
             standings = self._look(view)
             with suppress(StorageError):  # it may be back in a moment
                 self._carry_stop(signals)
-                if self._due("status", runs.HEARTBEAT_EVERY_S):
+                if self._pace.due("status", runs.HEARTBEAT_EVERY_S):
                     self._write_status("running", standings)
             self._check_room(standings)
             self._lender.lend_if_due()
@@ -207,7 +208,7 @@ class SweepSession:
 
     def _carry_stop(self, signals: StopSignals) -> None:
         reason = signals.reason
-        if reason is None and self._due("stop", _LOOK_IN_STORAGE_EVERY_S):
+        if reason is None and self._pace.due("stop", _LOOK_IN_STORAGE_EVERY_S):
             reason = runs.stop_requested(self._store)
         if reason is None:  # asked for through the cluster, or the images cannot be used
             reason = ray.get(self._actor.wait_for_stop.remote(0.0))
@@ -217,19 +218,12 @@ class SweepSession:
 
     def _check_room(self, standings: dict[int, Standing]) -> None:
         """Raise where other work keeps what the first trial needs: Ray Tune would wait for it for ever."""
-        if not standings and time.monotonic() - self._entered >= PLACED_WITHIN_S and self._due("room", LOOK_FOR_ROOM_EVERY_S):
+        if not standings and time.monotonic() - self._entered >= PLACED_WITHIN_S and self._pace.due("room", LOOK_FOR_ROOM_EVERY_S):
             check_placed(self._placement.num_workers, {"CPU": self._placement.cpus, **self._gpu})
 
     @property
     def _gpu(self) -> dict[str, float]:
         return {"GPU": 1.0} if self._placement.device == "cuda" else {}
-
-    def _due(self, what: str, every_s: float) -> bool:
-        now = time.monotonic()
-        if now - self._last.get(what, -every_s) < every_s:
-            return False
-        self._last[what] = now
-        return True
 
     def _write_status(self, status: str, standings: dict[int, Standing]) -> None:
         steps = [standing.step for standing in standings.values()]

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from raytrain.monitor.live import LiveView
 from raytrain.monitor.terminal import STATUS_STYLES
 from raytrain.sweeping.results import SweepResult, TrialResult
 from raytrain.sweeping.space import flag_of
@@ -22,7 +21,7 @@ _STATUSES = ("running", "finished", "stopped", "failed", WAITING)
 _HINT = "Ctrl-C stops all with checkpoints, twice aborts"
 
 
-class SweepTerminalView:
+class SweepTerminalView(LiveView):
     """Shows one sweep: ``with SweepTerminalView() as view``, then ``view.update(trials, standings)`` about twice a second.
 
     Args:
@@ -30,27 +29,15 @@ class SweepTerminalView:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        super().__init__(console, "looking at the data, starting the trials …")
         self._told: dict[str, tuple[str, int, float | None]] = {}
-        waiting = Spinner("dots", "looking at the data, starting the trials …")
-        self._live = Live(waiting, console=self._console, transient=True) if self._console.is_terminal else None
-
-    def __enter__(self) -> SweepTerminalView:
-        if self._live is not None:
-            self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Give the terminal back; the results take the place of the table."""
-        if self._live is not None:
-            self._live.stop()
 
     def update(self, trials: Sequence[Trial], standings: Mapping[str, Standing]) -> None:
         """Show how ``trials`` stand, those in ``standings`` that have begun."""
         if self._live is None:
             self._print_news(trials, standings)
         else:
-            self._live.update(live_table(trials, standings, self._console.height - _LINES_BESIDE_TRIALS), refresh=True)
+            self._draw(live_table(trials, standings, self._console.height - _LINES_BESIDE_TRIALS), stays=False)
 
     def _print_news(self, trials: Sequence[Trial], standings: Mapping[str, Standing]) -> None:
         for trial in trials:

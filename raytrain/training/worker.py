@@ -181,7 +181,7 @@ class RayReporter:
         """Whether Ray has announced that a node of these workers will be taken away: True once for each announcement."""
         # What Ray has told this worker already: its public call for it is a barrier over all workers, at each step.
         leaving = get_train_context().preemption_context.preemption_info
-        if leaving is self._leaving:
+        if leaving is None or leaving is self._leaving:
             return False
         self._leaving = leaving
         nodes = leaving.preempted_node_ids
