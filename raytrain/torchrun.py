@@ -114,11 +114,11 @@ class MemorySource:
         self._test_blocks = _blocks(data.test_store, data.test, data, test_plan, skipped)
 
     def train(self, first_step: int) -> Iterator[Share]:
-        """See :class:`raytrain.training.run.Source`."""
+        """See :class:`raytrain.training.surroundings.Source`."""
         return cached(self._train, self._train_blocks, first_step)
 
     def test(self) -> Iterator[Share]:
-        """See :class:`raytrain.training.run.Source`."""
+        """See :class:`raytrain.training.surroundings.Source`."""
         return cached(self._test, self._test_blocks, 0)
 
 

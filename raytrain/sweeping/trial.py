@@ -263,11 +263,11 @@ class SharedSource:
         self._test_blocks = _blocks(task.actor, "test", task.test, task.test_plan)
 
     def train(self, first_step: int) -> Iterator[Share]:
-        """See :class:`raytrain.training.run.Source`."""
+        """See :class:`raytrain.training.surroundings.Source`."""
         return cached(self._train, self._train_blocks, first_step)
 
     def test(self) -> Iterator[Share]:
-        """See :class:`raytrain.training.run.Source`."""
+        """See :class:`raytrain.training.surroundings.Source`."""
         return cached(self._test, self._test_blocks, 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,33 +28,11 @@ from raytrain.training.metrics import StepMetrics
 from raytrain.training.optimizer import build_optimizer
 from raytrain.training.rules import Rules
 from raytrain.training.sums import StepSums, SumReduce, Vote
+from raytrain.training.surroundings import Reporter, Source
 from raytrain.training.trace import Trace
 from raytrain.training.wrap import wrap
 
 T = TypeVar("T")
-
-
-class Source(Protocol):
-    """Where a worker's shares come from."""
-
-    def train(self, first_step: int) -> Iterator[Share]:
-        """The worker's shares from ``first_step`` (counted from 0) to the end of the plan."""
-        ...
-
-    def test(self) -> Iterator[Share]:
-        """The worker's part of the test images, each image on one worker."""
-        ...
-
-
-class Reporter(Protocol):
-    """Where a worker's news go; every call returns at once, but for ``flush``."""
-
-    def started(self, num_workers: int, step: int) -> None: ...
-    def record(self, row: dict[str, Any]) -> None: ...
-    def event(self, text: str) -> None: ...
-    def flush(self) -> None: ...  # returns when all rows so far are in storage
-    def stop_requested(self) -> bool: ...
-    def save_requested(self) -> bool: ...  # True once for each reason to make a checkpoint now
 
 
 @dataclass

@@ -122,14 +122,14 @@ class RaySource:
         self._cached: dict[str, CachedBlocks] = {}
 
     def train(self, first_step: int) -> Iterator[Share]:
-        """See :class:`raytrain.training.run.Source`."""
+        """See :class:`raytrain.training.surroundings.Source`."""
         origin = self._job.train_origin
         if origin is None:
             return self._streamed("train", self._train, first_step)
         return cached(self._train, self._blocks("train", self._job.train, self._job.plan, origin), first_step)
 
     def test(self) -> Iterator[Share]:
-        """See :class:`raytrain.training.run.Source`."""
+        """See :class:`raytrain.training.surroundings.Source`."""
         if not self._job.test_cached:
             return self._streamed("test", self._test, 0)
         return cached(self._test, self._blocks("test", self._job.test, self._job.test_plan, Cursor()), 0)
