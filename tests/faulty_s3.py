@@ -45,9 +45,10 @@ class FaultyS3:
         return sum(number for request, number in self._attempts.items() if request.endswith(suffix))
 
     def _begin(self, request: str, seed: int) -> str:
-        """What chance makes of a request: decided by its words and how often they came, so that threads do not change it."""
+        """What chance makes of a request: decided by its object and how often it came, so that neither threads nor places change it."""
+        method, _, path = request.partition("?")[0].partition(" ")
         with self._lock:
-            draw = random.Random(f"{seed} {request} {self._attempts[request]}")
+            draw = random.Random(f"{seed} {method} {path.split('/')[-2:]} {self._attempts[request]}")
             outcome = draw.choice(FAULTS) if draw.random() < self.fraction else "passed"
             self._attempts[request] += 1
             self.outcomes[outcome] += 1
