@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.data.storage import Store, open_store
+from raytrain.data.storage import open_store
 from raytrain.training.checkpoint import read_checkpoint
 
 NUM_IMAGES = 90
@@ -32,13 +30,6 @@ def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
             pixels[:, :, channel] += 75
             Image.fromarray(pixels).save(folder / name / f"{number:03d}.png")
     return folder
-
-
-def put_images(images: Path, store: Store) -> None:
-    """The same images in another place."""
-    folder = open_store(str(images))
-    for found in folder.list():
-        store.put(found.path, folder.get(found.path))
 
 
 def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConfig:
@@ -58,12 +49,6 @@ def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConf
         "translate": 1,
     }
     return TrainConfig(**{**base, **options})
-
-
-def wait_for_room(cpus: float = 2.0) -> None:
-    """A run that failed leaves its cluster when Ray Train has tried again in vain."""
-    while ray.available_resources().get("CPU", 0.0) < cpus:
-        time.sleep(0.5)
 
 
 def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
