@@ -44,6 +44,7 @@ def scripted_s3(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))  # or it would be taken for the next request
             signature = self.headers.get("Authorization", "")
             with lock:
                 request = Request(self.command, self.path, signature.partition("Credential=")[2].partition("/")[0], len(requests))
