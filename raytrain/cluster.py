@@ -84,16 +84,15 @@ class Connection:
             raise UsageError(
                 "--address is local, and this process is in a Ray cluster already; leave --address out, or ray.shutdown() first."
             )
+        if self._address:
+            _check_answers(self._address)
         import ray
 
         address = self._head.address() if self._head else self._address or "auto"
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(
-                f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or leave both out to use this machine."
-            ) from None
+            raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
         self._connected = True
 
     def close(self) -> None:
@@ -189,6 +188,41 @@ def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:
 def _floor(cpus: float) -> float:
     """Ray counts CPUs in ten-thousandths; rounding up would ask for more than there is."""
     return max(math.floor(cpus * 1000) / 1000, 0.001)
+
+
+def _check_answers(address: str) -> None:
+    """Raise UsageError where no cluster does at ``HOST:PORT``; Ray would try for minutes, and complain all the while.
+
+    Where it asks for a token, this machine's is shown from now on, as Ray does at a cluster that it finds by itself.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or "/" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (ValueError, OverflowError):
+        raise _no_cluster(address, f"{port} is no port") from None
+    except OSError as error:
+        raise _no_cluster(address, error.strerror or "no answer within 5 seconds") from None
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    from ray.exceptions import AuthenticationError
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # or it would tell of the token as of something to mend
+    try:
+        GcsClient(address=address)
+    except AuthenticationError:
+        if "RAY_AUTH_MODE" in os.environ or not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            raise UsageError(
+                f"The Ray cluster at {address} asks for a token, and this machine's is not its; "
+                "copy ~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+            ) from None
+
+
+def _no_cluster(address: str, reason: str) -> UsageError:
+    return UsageError(
+        f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or leave both out to use this machine."
+    )
 
 
 def is_connected() -> bool:

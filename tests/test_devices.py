@@ -93,6 +93,15 @@ def test_somebody_elses_cluster_has_its_gpus_chosen(started: list[Mapping[str, s
     assert started == []
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("127.0.0.1:9", "Connection refused"), ("nowhere.invalid:6379", "not known"), ("127.0.0.1:x", "x is no port"), ("nothing", "Invalid")],
+)
+def test_an_address_where_no_cluster_answers_is_told_at_once(address: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \(.*{reason}.*\); check --address"):
+        Connection(address).connect()
+
+
 @pytest.mark.parametrize("wrong", ["", "0 2", "0,0", "-1", "all", "0,"])
 def test_numbers_with_commas_are_wanted(wrong: str) -> None:
     options: dict[str, Any] = {"batch_size": 1, "learning_rate": 0.1}
