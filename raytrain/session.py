@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import inspect
 import os
-import sysconfig
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from raytrain import runs
+from raytrain.carrying import carry
 from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, check_placed, hardware, place
 from raytrain.data.ingest import ImageSet
 from raytrain.data.storage import Store
@@ -45,6 +43,7 @@ os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may re
 _LOOK_EVERY_S = 0.5
 _RESIZE_EVERY_S = 30.0  # how often an elastic run sees whether there is room for more workers
 _LOOK_IN_STORAGE_EVERY_S = 1.0
+_ABORTED_WITHIN_S = 10.0
 
 
 class Session:
@@ -72,6 +71,7 @@ class Session:
         self._pace = Pace()
         self._reached = prepared.first_step  # more than what its actor has heard of, before it begins and at its end
         self._stop_reason: str | None = None
+        self._controller: Any = None
 
     def __enter__(self) -> Session:
         """Write down what the run is; start its actor, the reading of its data, and its workers."""
@@ -97,6 +97,7 @@ class Session:
         if not self._ended.done():
             with suppress(StorageError):  # the reason why the session ends is worth more
                 self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", None)
+            self._abort()
         ray.kill(self._actor)
         self._scratch.cleanup()
 
@@ -128,6 +129,7 @@ class Session:
                     self._write_status(snapshot.status, snapshot, self._store.in_haste())
             self._check_room(snapshot)
             self._lender.lend_if_due()
+            self._controller = self._controller or ray.get(self._actor.controller.remote())
             outcome = ray.get(self._actor.outcome.remote())
         outcome = ray.get(self._actor.outcome.remote())
         return self._conclude(outcome or {}, view)
@@ -172,6 +174,7 @@ class Session:
         """Run the trainer to its end, in a thread: where it can take no signals, which it would answer with an abort."""
         trainer = Trainer(
             lambda: work(job),
+            actor=self._actor,
             own_cluster=self._own_cluster,
             scaling_config=ScalingConfig(
                 num_workers=self._num_workers,
@@ -262,6 +265,16 @@ class Session:
             raise TrainingFailed(error, result.summary())
         return result
 
+    def _abort(self) -> None:
+        """End workers that Ray Train would start again, in a cluster that outlives this run."""
+        if self._own_cluster:
+            return
+        with suppress(RayError):  # the controller ends by this; GetTimeoutError is one, too
+            controller: Any = self._controller or ray.get(self._actor.controller.remote(), timeout=_ABORTED_WITHIN_S)
+            if controller is not None:
+                ray.get(controller.abort.remote(), timeout=_ABORTED_WITHIN_S)
+        concurrent.futures.wait([self._ended], timeout=_ABORTED_WITHIN_S)
+
     def _error(self, outcome: dict[str, Any]) -> str | None:
         if "progress" in outcome and "error" not in outcome:
             return None
@@ -294,12 +307,3 @@ class Session:
             stop_reason=snapshot.stop_reason,
             error=error,
         )
-
-
-def carry(loop: Callable[..., None] | None) -> None:
-    """Have a loop of the user's travel with the module that it stands in: the machines of a cluster do not have that file."""
-    module = inspect.getmodule(getattr(loop, "func", loop))
-    if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):
-        return  # travels by value anyway
-    if not any(Path(file).is_relative_to(place) for place in (*set(sysconfig.get_paths().values()), Path(__file__).parent)):
-        ray.cloudpickle.register_pickle_by_value(module)  # pyright: ignore

@@ -91,12 +91,17 @@ def test_a_fault_costs_time_only(
     assert steps == list(range(1, 21))
 
 
-def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def summary_of(scenario: str, images: Path, storage: Path) -> dict[str, Any]:
+    """Of the run that a module of the tests makes, in a process and a cluster of its own."""
+    command = [sys.executable, "-m", scenario, str(images), str(storage)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    scenario = [sys.executable, "-m", "tests.draining", str(images), str(tmp_path)]
-    done = subprocess.run(scenario, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    summary = summary_of("tests.draining", images, tmp_path)
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
     told = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
     assert told == [
@@ -304,6 +309,19 @@ def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, 
     assert again.returncode == 2 and "No run called 'run' is training in the cluster" in again.stderr
 
 
+def refuse(run: raytrain.Run, batch: raytrain.Batch) -> None:
+    raise UsageError("This loop wants another learning rate.")
+
+
+def test_a_failed_run_keeps_nothing_of_a_cluster_that_outlives_it(images: Path, tmp_path: Path) -> None:
+    import ray
+
+    with pytest.raises(raytrain.TrainingFailed, match=r"^Run 'run' failed: This loop wants another learning rate\. "):
+        raytrain.train(config(images, tmp_path), loop=partial(loop_with, before_step=refuse))
+    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    assert {group["state"] for group in groups.values()} == {"REMOVED"}
+
+
 def test_workers_that_there_is_no_room_for_are_told_so_within_a_minute(images: Path, tmp_path: Path) -> None:
     import ray
 
@@ -323,11 +341,7 @@ def test_workers_that_there_is_no_room_for_are_told_so_within_a_minute(images: P
 
 
 def test_workers_come_and_go_with_their_nodes(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    scenario = [sys.executable, "-m", "tests.nodes", str(images), str(tmp_path)]
-    done = subprocess.run(scenario, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = summary_of("tests.nodes", images, tmp_path)
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
     assert [number for number in summary["num_workers_seen"] if number] == [1, 2, 1]
     assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)

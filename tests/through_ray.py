@@ -13,7 +13,7 @@ from PIL import Image
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.data.storage import open_store
+from raytrain.data.storage import Store, open_store
 from raytrain.training.checkpoint import read_checkpoint
 
 NUM_IMAGES = 90
@@ -30,6 +30,13 @@ def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
             pixels[:, :, channel] += 75
             Image.fromarray(pixels).save(folder / name / f"{number:03d}.png")
     return folder
+
+
+def put_images(images: Path, store: Store) -> None:
+    """The same images in another place."""
+    folder = open_store(str(images))
+    for found in folder.list():
+        store.put(found.path, folder.get(found.path))
 
 
 def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConfig:

@@ -41,6 +41,7 @@ class RunActor(RunMonitor, Streams):
         self._blocks: dict[str, list[Any]] = defaultdict(list)
         self._failure: str | None = None
         self._outcome: dict[str, Any] | None = None
+        self._controller: Any = None
 
     def begin(
         self,
@@ -98,6 +99,14 @@ class RunActor(RunMonitor, Streams):
             if self._failure:
                 raise RaytrainError(self._failure)
             return self._blocks[name][first:]
+
+    def controlled_by(self, controller: Any) -> None:
+        """Keep the handle of Ray Train's controller of this run."""
+        self._controller = controller
+
+    def controller(self) -> Any:
+        """What :meth:`controlled_by` was told last; None before it begins."""
+        return self._controller
 
     def conclude(self, outcome: dict[str, Any]) -> None:
         """Keep what the workers say of how it ended: the driver asks for it."""

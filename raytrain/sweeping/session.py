@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from raytrain import runs
+from raytrain.carrying import carry
 from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, Hardware, Placement, check_placed, hardware, place
 from raytrain.config import TrainConfig
 from raytrain.data.ingest import ImageSet
@@ -29,7 +30,6 @@ from raytrain.monitor.actor import Lender, entered_with, start_actor
 from raytrain.monitor.bad_images import BadImageLimit
 from raytrain.pace import Pace
 from raytrain.reading import Reading
-from raytrain.session import carry
 from raytrain.signals import StopSignals
 from raytrain.sweeping.actor import SweepActor
 from raytrain.sweeping.driver import SweepView
