@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,11 @@ class Recorder:
         self.rows: list[dict[str, Any]] = []
         self.asked = 0
         self.stop_after = stop_after
+        self.started_after: list[int] = []
 
-    def started(self, num_workers: int, step: int) -> None: ...
+    def started(self, num_workers: int, step: int) -> None:
+        self.started_after.append(step)
+
     def event(self, text: str) -> None: ...
     def flush(self) -> None: ...
 
@@ -276,3 +279,28 @@ def test_evaluation_counts_each_image_once_on_any_workers() -> None:
     case = Case(config(epochs=1, batch_size=16))
     accuracies = [together({"run": case}, world_size)[0]["run"]["progress"].test_accuracy for world_size in (1, 2)]
     assert accuracies == pytest.approx([measured(alone(case)[0], case)[0]] * 2)
+
+
+def evaluate_first(run: Run) -> None:
+    run.prepare(run.build_model())
+    run.evaluate()
+
+
+@pytest.mark.parametrize(("stop_after", "loop"), [(4, train), (None, evaluate_first)])
+def test_a_run_says_that_it_has_started_before_it_asks_for_test_images(
+    stop_after: int | None, loop: Callable[[Run], None], tmp_path: Path
+) -> None:
+    options, recorder = config(batch_size=16), Recorder()
+    if stop_after is not None:  # on an epoch's last step, whose evaluation is made when the run goes on
+        on_one_worker({"half": Case(options, stop_after=stop_after, folder=str(tmp_path))}, "")
+    run = make_run(options, images(70), str(tmp_path), recorder)
+    asked, test = [], run.source.test
+
+    def noted() -> Iterator[Share]:
+        asked.append(list(recorder.started_after))
+        return test()
+
+    run.source.test = noted
+    loop(run)
+    assert asked[0] == [0 if stop_after is None else 5]
+    assert recorder.started_after == asked[0]

@@ -65,6 +65,7 @@ class Run:
         self._rate = 0.0
         self._saved_at = self.clock()
         self._over = False
+        self._announced = False
         self._kept = Kept(self._restore())
         self._saved_step = self.progress.step
         self._trace = Trace(self.checkpoints.store, self.rank, self.progress.step) if self.config.trace else None
@@ -121,9 +122,7 @@ class Run:
         try:
             for step in range(first_step, self.plan.num_steps):
                 yield self._begin(step, shares)
-                if self.rank == 0 and step == first_step:
-                    # Not before: the driver now starts to read ahead, which would hold up the first step.
-                    self.reporter.started(self.world_size, first_step)
+                self._announce()  # not before: the driver now starts to read ahead, which would hold up the first step
                 if self._complete():
                     break
         finally:
@@ -197,6 +196,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Measure the run on the test images, at any moment, on every worker; the numbers join its history."""
+        self._announce()  # or nobody would read the test images
         begun = time.perf_counter()
         for model in self._models:
             model.eval()
@@ -224,6 +224,12 @@ class Run:
         self.checkpoints.close()
 
     # What happens between two batches.
+
+    def _announce(self) -> None:
+        """Tell, once, that the workers have started, and after which step."""
+        if self.rank == 0 and not self._announced:
+            self.reporter.started(self.world_size, self.progress.step)
+        self._announced = True
 
     def _begin(self, step: int, shares: Iterator[Share]) -> Batch:
         waited = time.perf_counter()
