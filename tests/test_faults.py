@@ -304,7 +304,7 @@ def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, 
     asked = asking()
     assert asked.returncode == 0, asked.stderr
     stopped = handle.result(DEADLINE_S)
-    assert (stopped.status, stopped.stop_reason) == ("stopped", "raytrain stop")
+    assert stopped.status == "stopped" and (stopped.stop_reason or "").startswith("raytrain stop on ")
     again = asking()
     assert again.returncode == 2 and "No run called 'run' is training in the cluster" in again.stderr
 
