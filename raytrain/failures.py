@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ray.train import UserCallback
 
 from raytrain.errors import RaytrainError
+
+_OWN = re.compile(r"^raytrain\.errors\.\w+: ")
 
 
 class TellFailures(UserCallback):
@@ -25,11 +28,15 @@ def plain_reason(error: BaseException) -> str:
     """The one line that says something, out of the chain of exceptions that Ray wraps round it."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, RaytrainError):
+        wrapped = getattr(cause, "cause", None)  # by Ray, in an error that is of the same class, too
+        if isinstance(cause, RaytrainError) and wrapped is None:
             return str(cause)
-        cause = getattr(cause, "cause", None) or cause.__cause__
+        cause = wrapped or cause.__cause__
     failures = getattr(error, "worker_failures", None)
     if failures:
         return plain_reason(failures[min(failures)])
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip().rstrip(".") if lines else type(error).__name__
+    text = str(error)
+    if "UserCodeException" in text:  # Ray Data hands on what a task raised as text alone, and advice of its own behind it
+        text = text.partition("The above exception was the direct cause")[0]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _OWN.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__

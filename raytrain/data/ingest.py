@@ -176,7 +176,7 @@ class _Rest(ExecutionCallback):
 
 def configure(context: DataContext, cpus: float, object_store_bytes: float | None = None) -> None:
     """Keep the order of rows, stay within ``cpus`` and ``object_store_bytes``, and keep quiet."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is said once, in our words
     context.enable_progress_bars = False
     context.custom_execution_callback_classes = [_Rest]
     context.execution_options.preserve_order = True

@@ -24,6 +24,7 @@ from raytrain.data.storage import Store
 from raytrain.data.streaming import streamed_blocks
 from raytrain.data.streams import Stream
 from raytrain.errors import RaytrainError
+from raytrain.failures import plain_reason
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.run import Run
@@ -63,7 +64,7 @@ def work(job: Job) -> None:
         run.finish()
     except RaytrainError as error:
         # Said once, to the driver: trying again would end the same way.
-        ray.get(job.actor.conclude.remote({"error": str(error)}))
+        ray.get(job.actor.conclude.remote({"error": plain_reason(error)}))
         raise
     if run.rank == 0:
         ray.get(job.actor.conclude.remote({"stopped": run.stopped, "progress": run.progress, "checkpoint": run.checkpoints.newest()}))
