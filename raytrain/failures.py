@@ -37,6 +37,6 @@ def plain_reason(error: BaseException) -> str:
         return plain_reason(failures[min(failures)])
     text = str(error)
     if "UserCodeException" in text:  # Ray Data hands on what a task raised as text alone, and advice of its own behind it
-        text = text.partition("The above exception was the direct cause")[0]
+        text = text.rpartition("The above exception was the direct cause")[0]
     lines = [line for line in text.splitlines() if line.strip()]
     return _OWN.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__

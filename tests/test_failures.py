@@ -9,6 +9,13 @@ from raytrain.errors import StorageError
 from raytrain.failures import plain_reason
 
 SENTENCE = "S3 does not know the access key …1db1; check AWS_ACCESS_KEY_ID."
+WITH_ITS_CAUSE = f"""obstore.exceptions.GenericError: Generic S3 error {{
+    source: None,
+}}
+
+The above exception was the direct cause of the following exception:
+
+raytrain.errors.StorageError: {SENTENCE}"""
 OF_A_TASK = """ray::MapBatches(read_block)() (pid=18071, ip=192.0.2.2)
   File "ingest.py", line 5, in read_block
 {}
@@ -31,6 +38,7 @@ def wrapped(text: str, cause: Exception) -> Exception:
         (StorageError(SENTENCE), SENTENCE),
         (wrapped(f"Traceback\nraytrain.errors.StorageError: {SENTENCE}", StorageError(SENTENCE)), SENTENCE),
         (wrapped(OF_A_TASK.format(f"raytrain.errors.StorageError: {SENTENCE}"), UserCodeException("UDF failed")), SENTENCE.rstrip(".")),
+        (wrapped(OF_A_TASK.format(WITH_ITS_CAUSE), UserCodeException("UDF failed")), SENTENCE.rstrip(".")),
         (wrapped(OF_A_TASK.format("ValueError: 3 channels"), UserCodeException("UDF failed")), "ValueError: 3 channels"),
         (wrapped("Traceback\n  line\nValueError: 3 channels", ValueError("3 channels")), "ValueError: 3 channels"),
         (RuntimeError(), "RuntimeError"),
