@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RAYTRAIN = [sys.executable, "-m", "raytrain"]
 LISTINGS = ("actors", "tasks", "jobs", "nodes", "workers", "objects", "runtime_envs", "placement_groups")
-PAGES = [*(f"/api/v0/{each}?detail=1&limit=10000" for each in LISTINGS), "/api/jobs/", "/logical/actors", "/nodes?view=details"]
+PAGES = [*(f"/api/v0/{each}?detail=1&limit=10000" for each in LISTINGS), "/api/jobs/", "/logical/actors", "/nodes?view=summary"]
 LOOP = """
 def fail(run):
     keys = dict(run.config.__dict__)
