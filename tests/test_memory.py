@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import raytrain
 from raytrain import TrainResult
-from raytrain.data.storage import open_store
-from raytrain.embedded_s3 import EmbeddedS3
-from tests.faulty_s3 import faulty_s3
 from tests.small_store import options
-from tests.through_ray import assert_same_weights, config, loop_with, put_images
+from tests.through_ray import assert_same_weights, config, loop_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
@@ -100,37 +93,3 @@ def test_a_worker_that_the_kernel_ends_for_its_memory_costs_time_only(
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path))["clean"]
-
-
-def test_processes_that_are_killed_while_they_read_images_cost_time_only(
-    roomy: TrainResult, images: Path, s3: EmbeddedS3, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_images(images, open_store(s3_url))
-    killed: list[int] = []
-    reads, lock = 0, threading.Lock()
-
-    def kill(request: BaseHTTPRequestHandler, body: bytes) -> str | None:
-        nonlocal reads
-        with lock:
-            reader = asker(request)
-            reads += reader is not None
-            if reader is not None and reads in (40, 200):  # of the tasks before the pipeline, and of the pipeline's
-                killed.append(reader)
-                os.kill(reader, signal.SIGKILL)
-                return "reset"
-        return None
-
-    with faulty_s3(s3.endpoint_url, interfere=kill) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        result = raytrain.train(options(s3_url, tmp_path, cache="none"))
-    assert len(killed) == 2
-    assert (result.status, result.samples_seen, result.num_skipped) == ("finished", 324, 0)
-    assert_same_weights(result, roomy)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
-
-
-def asker(request: BaseHTTPRequestHandler) -> int | None:
-    """The process that asks for an image; None where it is this one, which also reads some."""
-    port = request.client_address[1]
-    pids = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port and each.pid != os.getpid()}
-    return pids.pop() if pids and request.path.endswith(".png") else None
