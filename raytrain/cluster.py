@@ -206,7 +206,7 @@ def _check_answers(address: str) -> None:
         raise _no_cluster(address, error.strerror or "no answer within 5 seconds") from None
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-    from ray.exceptions import AuthenticationError
+    from ray.exceptions import AuthenticationError, RayError
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # or it would tell of the token as of something to mend
     try:
@@ -217,6 +217,8 @@ def _check_answers(address: str) -> None:
                 f"The Ray cluster at {address} asks for a token, and this machine's is not its; "
                 "copy ~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
             ) from None
+    except RayError:
+        raise _no_cluster(address, "what listens there is no Ray cluster of this version") from None
 
 
 def _no_cluster(address: str, reason: str) -> UsageError:
