@@ -10,36 +10,28 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 import raytrain
 from raytrain import TrainingFailed, runs
 from raytrain.data.storage import S3Settings, open_store
 from raytrain.embedded_s3 import EmbeddedS3
 from tests.issuing import LIFE_S, Issuer, issuing_s3
-from tests.through_ray import assert_same_weights, config, loop_with, put_images
+from tests.small_store import options as large_images
+from tests.through_ray import assert_same_weights, loop_with, put_images
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
 
-SIDE = 640  # 1.2 MB an image once it is decoded: few of them are read ahead, so that reading lasts as long as the run
 STEPS = 90
 STEPS_PER_KEY = 3
 WAIT_S = 120.0
 
 
-def network(num_classes: int, channels: int) -> nn.Module:
-    return nn.Sequential(nn.AvgPool2d(SIDE // 10), nn.Flatten(), nn.Linear(channels * 100, num_classes))
-
-
 def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
-    return config(
+    return large_images(  # few of them are read ahead, so that reading lasts as long as the run
         data,
         storage,
-        model="tests.test_expiring_keys:network",
-        image_size=(SIDE, SIDE),
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
-        precision="float32",
         horizontal_flip=False,
         translate=0,
         epochs=STEPS,
@@ -47,7 +39,6 @@ def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
         cache="none",
         evaluate_every=0,
         checkpoint_every_steps=15,
-        trace=True,
     )
 
 
