@@ -54,13 +54,17 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start: its place in storage is its own, and its data can be read."""
+    """A run that may start: its place in storage is its own, and its data can be read.
+
+    ``again`` says that this process began it before, and what has been asked of the run since still holds.
+    """
 
     config: TrainConfig
     name: str
     store: Store
     data: Dataset
     first_step: int
+    again: bool = False
 
 
 def train(
@@ -89,21 +93,26 @@ def train(
     signals = signals or StopSignals()
     # What is left of a run in a cluster ends with the connection; where that is not ours, its workers are still there.
     lives = 1 if is_connected() else 1 + config.max_failures
+    again = False
     while True:
         try:
-            return _train(config, loop, view, signals, begun)
+            return _train(config, loop, view, signals, begun, again)
         except MonitorLost as lost:
             lives -= 1
+            again = True
             if not lives:
+                runs.give_up(config.storage, lost.summary["name"])
                 raise
             config = dataclasses.replace(config, name=lost.summary["name"], resume=True)
             signals.reason = signals.reason or lost.summary["stop_reason"]
 
 
-def _train(config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None, signals: StopSignals, begun: float) -> TrainResult:
+def _train(
+    config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None, signals: StopSignals, begun: float, again: bool
+) -> TrainResult:
     with connection(config.address, config.gpus) as cluster:
         importing = import_beside("raytrain.session")
-        prepared = prepare(config)
+        prepared = prepare(config, again)
         importing.join()
         if config.loop and loop is None:
             loop = function_named("--loop", config.loop)
@@ -126,8 +135,11 @@ def stop(name: str, *, storage: str = "./runs", address: str | None = None, reas
         cluster.close()
 
 
-def prepare(config: TrainConfig) -> Prepared:
-    """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read."""
+def prepare(config: TrainConfig, again: bool = False) -> Prepared:
+    """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read.
+
+    ``again`` says that it is this process that the run's status speaks of.
+    """
     from raytrain.data.dataset import open_dataset
     from raytrain.data.storage import open_store
 
@@ -140,12 +152,12 @@ def prepare(config: TrainConfig) -> Prepared:
     if config.resume and not exists:
         raise UsageError(f"--resume: there is no run called {name!r} in {config.storage}; `raytrain runs` lists those that are.")
     if exists:
-        if runs.read_status(store).active:
+        if not again and runs.read_status(store).active:
             raise UsageError(f"Run {name!r} is training at this moment; `raytrain stop {name}` stops it.")
         config = _continued(config, runs.read_config(store))
     data = open_dataset(config, store)
     config = dataclasses.replace(config, name=name, mean=data.mean, std=data.std)
-    return Prepared(config, name, store, data, runs.newest_step(store))
+    return Prepared(config, name, store, data, runs.newest_step(store), again)
 
 
 def check(config: TrainConfig, loop: Callable[[Run], None] | None = None) -> None:

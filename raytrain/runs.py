@@ -8,12 +8,13 @@ import json
 import os
 import re
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.layout import CHECKPOINTS, CONFIG, STATUS, STOP_REQUEST, SUMMARY
 from raytrain.monitor.history import METRICS, SKIPPED, Row, read_lines
 
@@ -166,6 +167,13 @@ def write_status(store: Store, status: RunStatus) -> None:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     written = dataclasses.replace(status, heartbeat_at=now, host=socket.gethostname(), pid=os.getpid())
     write_json(store, STATUS, dataclasses.asdict(written))
+
+
+def give_up(storage: str, name: str) -> None:
+    """Say of a run that was to begin again that it failed; not to be heard where storage is away."""
+    store = run_store(storage, name)
+    with suppress(StorageError):
+        write_status(store, dataclasses.replace(read_status(store), status="failed"))
 
 
 def list_checkpoints(store: Store) -> list[StoredObject]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from raytrain.monitor.run_monitor import Cursor as ViewCursor
 from raytrain.monitor.run_monitor import Snapshot
 from raytrain.pace import Pace
 from raytrain.reading import Reading
+from raytrain.scratch import Scratch
 from raytrain.signals import StopSignals
 from raytrain.trainer import Trainer
 from raytrain.training import transfer
@@ -44,6 +44,10 @@ _LOOK_EVERY_S = 0.5
 _RESIZE_EVERY_S = 30.0  # how often an elastic run sees whether there is room for more workers
 _LOOK_IN_STORAGE_EVERY_S = 1.0
 _ABORTED_WITHIN_S = 10.0
+_STATUS_AFTER: dict[object, str] = {
+    KeyboardInterrupt: "interrupted",
+    MonitorLost: "starting",
+}  # the driver begins it again, or says otherwise
 
 
 class Session:
@@ -66,7 +70,7 @@ class Session:
         self._reading = Reading(config, self._data, self._plan, self._test_plan, prepared.first_step, found.object_store_bytes)
         self._weights = self._initial_weights()
         self._ended: Future[None] = Future()
-        self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Train's own notes; the run's are in its storage
+        self._scratch = Scratch()  # Ray Train's own notes; the run's are in its storage
         self._seen = ViewCursor()
         self._pace = Pace()
         self._reached = prepared.first_step  # more than what its actor has heard of, before it begins and at its end
@@ -96,10 +100,10 @@ class Session:
         self._reading.close()
         if not self._ended.done():
             with suppress(StorageError):  # the reason why the session ends is worth more
-                self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", None)
+                self._write_status(_STATUS_AFTER.get(exception[0], "failed"), None)
             self._abort()
         ray.kill(self._actor)
-        self._scratch.cleanup()
+        self._scratch.remove()
 
     def watch(self, signals: StopSignals, view: View | None) -> TrainResult:
         """See the run to its end: show it, carry stop requests to it, keep its status in storage.
@@ -114,7 +118,7 @@ class Session:
                 "name": self._prepared.name,
                 "status": "failed",
                 "run_dir": self._store.url,
-                "stop_reason": self._asked_to_stop(signals),
+                "stop_reason": signals.reason or self._stop_reason,
             }
             raise MonitorLost(sentence, known) from None
 
@@ -183,7 +187,7 @@ class Session:
                 elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
             ),
             run_config=RunConfig(
-                storage_path=self._scratch.name,
+                storage_path=str(self._scratch.path),
                 failure_config=FailureConfig(max_failures=self._config.max_failures),
                 callbacks=[TellFailures(self._actor)],
             ),
@@ -206,7 +210,8 @@ class Session:
     def _write_down(self) -> None:
         self._data.write(self._store)
         runs.write_config(self._store, self._config)
-        runs.clear_stop_request(self._store)
+        if not self._prepared.again:
+            runs.clear_stop_request(self._store)
         self._write_status("starting", None)
 
     # Watching.
@@ -227,11 +232,6 @@ class Session:
         if reason is not None and snapshot.stop_reason is None:
             self._actor.request_stop.remote(reason)
         self._stop_reason = reason or snapshot.stop_reason
-
-    def _asked_to_stop(self, signals: StopSignals) -> str | None:
-        """Why somebody asked for a stop that has not landed, also where the actor never heard of it."""
-        with suppress(StorageError):
-            return signals.reason or self._stop_reason or runs.stop_requested(self._store)
 
     def _check_room(self, snapshot: Snapshot) -> None:
         """Raise where other work keeps what the workers need: Ray would wait for it for ever."""

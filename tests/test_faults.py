@@ -176,69 +176,6 @@ def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytr
     assert read_steps(tmp_path) == list(range(1, ended.steps + 1))
 
 
-KILL_THE_MONITOR = """
-import os
-import psutil
-from pathlib import Path
-from raytrain import runs
-from tests.through_ray import loop_with
-
-FOLDER, STOP = Path({folder!r}), {stop!r}
-
-def ask(run):
-    runs.request_stop(str(FOLDER), "run", "enough")
-
-def kill(run, batch):
-    killed = FOLDER / "killed"
-    if (run.rank, batch.step) == (0, 12) and not killed.exists():
-        killed.write_text(str(os.getpid()))
-        [monitor] = [each for each in psutil.Process().parent().children() if "ray::RunActor" in each.cmdline()[0]]
-        monitor.kill()
-        if STOP == "before":
-            ask(run)
-    elif (run.rank, batch.step) == (0, 12) and STOP == "after" and killed.read_text() != str(os.getpid()):
-        ask(run)
-        assert run.reporter._stop.wait(60)
-
-def loop(run):
-    loop_with(run, before_step=kill)
-"""
-
-
-def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytrain.TrainResult:
-    """A run whose monitor is killed in step 13; a stop is asked for ``before`` it begins again, or ``after``."""
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    (storage / "loop.py").write_text(KILL_THE_MONITOR.format(folder=str(storage), stop=stop))
-    options = ["--epochs", "4", "--trace", "--checkpoint-every-steps", "5", "--loop", str(storage / "loop.py") + ":loop"]
-    words = command(images, storage, *options, "--address", "local", "--json")
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert (storage / "killed").exists()
-    summary = json.loads(done.stdout.splitlines()[-1])
-    return raytrain.TrainResult(**{field.name: summary[field.name] for field in dataclasses.fields(raytrain.TrainResult)})
-
-
-def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
-    result = train_without_monitor(images, tmp_path)
-    assert (result.status, result.samples_seen) == ("finished", 324)
-    assert_same_weights(result, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
-    assert read_steps(tmp_path) == list(range(1, 21))
-
-
-@pytest.mark.parametrize(("stop", "last_steps"), [("before", range(11, 19)), ("after", range(13, 15))])
-def test_a_run_whose_monitor_was_killed_can_be_stopped(
-    stop: str, last_steps: range, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
-) -> None:
-    stopped = train_without_monitor(images, tmp_path, stop)
-    assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
-    assert stopped.steps in last_steps
-    resumed = raytrain.train(config(images, tmp_path, resume=True, trace=True))
-    assert_same_weights(resumed, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
-    assert read_steps(tmp_path) == list(range(1, 21))
-
-
 def read_steps(storage: Path) -> list[int]:
     return [row["step"] for row in runs.read_run(str(storage), "run").metrics if row["kind"] == "step"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from raytrain.monitor.actor import Lender, entered_with, start_actor
 from raytrain.monitor.bad_images import BadImageLimit
 from raytrain.pace import Pace
 from raytrain.reading import Reading
+from raytrain.scratch import Scratch
 from raytrain.signals import StopSignals
 from raytrain.sweeping.actor import SweepActor
 from raytrain.sweeping.driver import SweepView
@@ -65,7 +65,7 @@ class SweepSession:
         self._first_steps = {number: runs.newest_step(store) for number, store in self._open}
         self._weights = self._initial_weights()
         self._ended: Future[None] = Future()
-        self._scratch = tempfile.TemporaryDirectory(prefix="raytrain-")  # Ray Tune's own notes; the trials are in the sweep's storage
+        self._scratch = Scratch()  # Ray Tune's own notes; the trials are in the sweep's storage
         self._pace = Pace()
 
     def __enter__(self) -> SweepSession:
@@ -79,7 +79,7 @@ class SweepSession:
         train, test = self._reading.image_sets(self._actor)
         self._reading.begin(self._placement)
         self._reading.go_on()
-        self._tuning = Tuning(self._actor, self._placement, self._scratch.name, self._config.max_failures, self._scheduler())
+        self._tuning = Tuning(self._actor, self._placement, str(self._scratch.path), self._config.max_failures, self._scheduler())
         tasks = [self._task(number, store, train, test) for number, store in self._open]
         threading.Thread(target=self._tune, args=(tasks,), daemon=True, name="tune").start()
         return self
@@ -90,7 +90,7 @@ class SweepSession:
             with suppress(StorageError):  # the reason why the session ends is worth more
                 self._write_status("failed" if exception[0] is not KeyboardInterrupt else "interrupted", {})
         ray.kill(self._actor)
-        self._scratch.cleanup()
+        self._scratch.remove()
 
     def watch(self, signals: StopSignals, view: SweepView | None) -> SweepResult:
         """See the sweep to its end: show it, carry stop requests to it, keep its status in storage.
