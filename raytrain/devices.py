@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.cluster import connection
-from raytrain.doctor import Node, ask, size
+from raytrain.doctor import Node, ask
+from raytrain.doctor_page import size
 from raytrain.node_check import Gpu, Question
 
 

@@ -5,28 +5,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from raytrain import recipes
 from raytrain.cluster import Hardware, Placement, connection, hardware, place
 from raytrain.data.credentials import NodeOrServed
 from raytrain.data.storage import Store, open_store
 from raytrain.data.storage_errors import explain
+from raytrain.doctor_page import cpus, doctor_page, size, workers
 from raytrain.errors import UsageError
 from raytrain.node_check import Answer, Question, examine, versions
-from raytrain.report import facts
 
 _ANSWER_WITHIN_S = 120.0
-_NODES_NAMED = 3
 _METHODS = {"env": "environment", "shared-credentials-file": "profile", "config-file": "profile", "sso": "single sign-on"}
 
 
@@ -76,13 +71,7 @@ class Report:
         return {"ok": self.ok, **fields}
 
     def __rich__(self) -> RenderableType:
-        about = {
-            "versions": " · ".join(f"{name} {version or 'not installed'}" for name, version in self.versions.items()),
-            "data": self.data,
-            "storage": self.storage,
-            "--workers auto": self.placement and _shown_placement(self.placement),
-        }
-        return Group(facts(about), _table(self), _shown_troubles(self))
+        return doctor_page(self)
 
 
 def diagnose(data: str | None, storage: str, address: str | None) -> Report:
@@ -218,7 +207,7 @@ def _crowded(found: Hardware, placement: Placement | None) -> str | None:
     if left > wanted - 0.01:  # shares of CPUs are rounded down
         return None
     return (
-        f"The cluster has {_cpus(found.cpus)}, which leaves {left:.2g} to read images for {_workers(placement)}, which will wait for "
+        f"The cluster has {cpus(found.cpus)}, which leaves {left:.2g} to read images for {workers(placement)}, which will wait for "
         "them; add CPUs, or use fewer --workers."
     )
 
@@ -262,73 +251,3 @@ def _gathered(nodes: Iterable[Node], told_by: Callable[[Node], Iterator[str]]) -
         for sentence in told_by(node):
             gathered.setdefault(sentence, []).append(node.address)
     return [Trouble(sentence, tuple(where)) for sentence, where in gathered.items()]
-
-
-def _table(report: Report) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("node", no_wrap=True)
-    for heading in ("CPUs, memory,\nobject store", "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
-        table.add_column(heading)
-    for node in report.nodes:
-        table.add_row(
-            f"{node.address}\n{node.id}",
-            f"{_cpus(node.cpus)}\n{size(node.memory_bytes)}\n{size(node.object_store_bytes)}",
-            _shown_gpus(node),
-            *_shown_answer(node.answer, asked=report.data is not None),
-        )
-    return table
-
-
-def _shown_gpus(node: Node) -> str:
-    if node.answer is None or not node.answer.gpus:
-        return f"{node.gpus:g}"
-    return "\n".join(
-        f"{count} × {gpu.name.removeprefix('NVIDIA ')}\n{size(gpu.memory_bytes)}\ndriver {gpu.driver}"
-        for gpu, count in Counter(node.answer.gpus).items()
-    )
-
-
-def _shown_answer(answer: Answer | None, *, asked: bool) -> tuple[RenderableType, RenderableType, str]:
-    if answer is None:
-        return Text("no answer", "red"), Text("no answer", "red"), ""
-    reading, writes = answer.reading, Text("yes", "green") if answer.writable else Text("no", "red")
-    if reading is None:
-        return Text("no", "red") if asked else Text("not asked", "dim"), writes, answer.identity or "none needed"
-    speed = f"{reading.images_per_s:,.0f} images/s\n{reading.bytes_per_s / 1e6:,.1f} MB/s\nlisted: {reading.listing_s:.2f} s"
-    return Text(speed, "green"), writes, answer.identity or "none needed"
-
-
-def _shown_placement(placement: Placement) -> str:
-    return f"{_workers(placement)}; CPUs for each: {placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
-
-
-def _workers(placement: Placement) -> str:
-    return f"{placement.num_workers} {'worker' if placement.num_workers == 1 else 'workers'} on {placement.device}"
-
-
-def _cpus(number: float) -> str:
-    return f"{number:g} {'CPU' if number == 1 else 'CPUs'}"
-
-
-def _shown_troubles(report: Report) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
-    for mark, style, troubles in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
-        for trouble in troubles:
-            grid.add_row(Text(mark, style), Text(_where(trouble, len(report.nodes)) + trouble.sentence))
-    if report.ok:
-        grid.add_row(Text("✓", "green"), "Nothing stands in the way.")
-    return grid
-
-
-def _where(trouble: Trouble, num_nodes: int) -> str:
-    named, num_more = trouble.nodes[:_NODES_NAMED], len(trouble.nodes) - _NODES_NAMED
-    if not named or num_nodes == 1:
-        return ""
-    if len(trouble.nodes) == num_nodes:
-        return f"All {num_nodes} nodes: "
-    return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "") + ": "
-
-
-def size(num_bytes: int) -> str:
-    """A number of bytes, as a person reads it."""
-    return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 100e9 else f"{num_bytes / 1e9:,.1f} GB"
