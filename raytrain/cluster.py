@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,6 @@ from raytrain.local_head import LocalHead
 
 _ELASTIC_CPUS = 0.99
 """Of a worker, where Ray decides how many there is room for: one on each CPU, and a little of it left for reading data."""
-PLACED_WITHIN_S = 40.0
-LOOK_FOR_ROOM_EVERY_S = 5.0
-"""When workers that have not started yet may lack room, and how often to look then."""
 _CURRENT_CLUSTER = "ray_current_cluster"
 
 
@@ -162,21 +159,6 @@ def place(config: TrainConfig, found: Hardware) -> Placement:
     data_cpus = _floor((found.cpus - cpus * now) / now)
     threads = config.threads_per_worker or max(1, int(found.cpus / now))
     return Placement(most, fewest, device, cpus, data_cpus, min(1.0, data_cpus), threads)
-
-
-def check_placed(num_workers: int, needed: Mapping[str, float]) -> None:
-    """Raise UsageError where workers of ``needed`` resources each wait for what other work keeps: Ray would for ever."""
-    import ray
-
-    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
-    if any(group["state"] == "PENDING" for group in groups.values()):
-        free = ray.available_resources()
-        each = " and ".join(f"{amount:g} {kind}s" for kind, amount in needed.items())
-        there = " and ".join(f"{free.get(kind, 0.0):g} {kind}s" for kind in needed)
-        raise UsageError(
-            f"There is no room for {num_workers} workers of {each} each: the cluster has {there} free, the rest is taken by other work; "
-            "wait for that, or ask for fewer --workers."
-        )
 
 
 def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:

@@ -18,7 +18,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from raytrain import runs
 from raytrain.carrying import carry
-from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, check_placed, hardware, place
+from raytrain.cluster import hardware, place
 from raytrain.data.ingest import ImageSet
 from raytrain.data.storage import Store
 from raytrain.driver import Prepared, TrainResult, View
@@ -31,6 +31,7 @@ from raytrain.monitor.run_monitor import Cursor as ViewCursor
 from raytrain.monitor.run_monitor import Snapshot
 from raytrain.pace import Pace
 from raytrain.reading import Reading
+from raytrain.room import Room
 from raytrain.scratch import Scratch
 from raytrain.signals import StopSignals
 from raytrain.trainer import Trainer
@@ -79,7 +80,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Write down what the run is; start its actor, the reading of its data, and its workers."""
-        self._entered = time.monotonic()
+        self._room = Room(self._placement, self._placement.min_workers)
         self._actor = start_actor(self._prepared.name)
         self._lender = Lender(self._actor)
         self._actor.begin.remote(
@@ -131,7 +132,8 @@ class Session:
                 self._carry_stop(signals, snapshot)
                 if self._pace.due("status", runs.HEARTBEAT_EVERY_S):
                     self._write_status(snapshot.status, snapshot, self._store.in_haste())
-            self._check_room(snapshot)
+            if snapshot.status == "starting":
+                self._room.check()
             self._lender.lend_if_due()
             self._controller = self._controller or ray.get(self._actor.controller.remote())
             outcome = ray.get(self._actor.outcome.remote())
@@ -232,16 +234,6 @@ class Session:
         if reason is not None and snapshot.stop_reason is None:
             self._actor.request_stop.remote(reason)
         self._stop_reason = reason or snapshot.stop_reason
-
-    def _check_room(self, snapshot: Snapshot) -> None:
-        """Raise where other work keeps what the workers need: Ray would wait for it for ever."""
-        if (
-            snapshot.status != "starting"
-            or time.monotonic() - self._entered < PLACED_WITHIN_S
-            or not self._pace.due("room", LOOK_FOR_ROOM_EVERY_S)
-        ):
-            return
-        check_placed(self._placement.min_workers, {"CPU": self._placement.cpus, **self._gpu})
 
     def _write_status(self, status: str, snapshot: Snapshot | None, store: Store | None = None) -> None:
         known: dict[str, Any] = {"num_steps": self._plan.num_steps}

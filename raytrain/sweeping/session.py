@@ -17,7 +17,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from raytrain import runs
 from raytrain.carrying import carry
-from raytrain.cluster import LOOK_FOR_ROOM_EVERY_S, PLACED_WITHIN_S, Hardware, Placement, check_placed, hardware, place
+from raytrain.cluster import Hardware, Placement, hardware, place
 from raytrain.config import TrainConfig
 from raytrain.data.ingest import ImageSet
 from raytrain.data.storage import Store
@@ -29,6 +29,7 @@ from raytrain.monitor.actor import Lender, entered_with, start_actor
 from raytrain.monitor.bad_images import BadImageLimit
 from raytrain.pace import Pace
 from raytrain.reading import Reading
+from raytrain.room import Room
 from raytrain.scratch import Scratch
 from raytrain.signals import StopSignals
 from raytrain.sweeping.actor import SweepActor
@@ -70,7 +71,7 @@ class SweepSession:
 
     def __enter__(self) -> SweepSession:
         """Write down what the sweep is; start its actor, the reading of its data, and the first trials."""
-        self._entered = time.monotonic()
+        self._room = Room(self._placement, self._placement.num_workers)
         self._actor = start_actor(self._name, SweepActor)
         self._lender = Lender(self._actor)
         limit = BadImageLimit.of(self._config, len(self._data.train) + len(self._data.test))
@@ -110,7 +111,8 @@ class SweepSession:
                 self._carry_stop(signals)
                 if self._pace.due("status", runs.HEARTBEAT_EVERY_S):
                     self._write_status("running", standings)
-            self._check_room(standings)
+            if not standings:
+                self._room.check()
             self._lender.lend_if_due()
         return self._conclude(view)
 
@@ -215,15 +217,6 @@ class SweepSession:
         if reason is not None:
             self._actor.request_stop.remote(reason)
             self._tuning.start_no_more()
-
-    def _check_room(self, standings: dict[int, Standing]) -> None:
-        """Raise where other work keeps what the first trial needs: Ray Tune would wait for it for ever."""
-        if not standings and time.monotonic() - self._entered >= PLACED_WITHIN_S and self._pace.due("room", LOOK_FOR_ROOM_EVERY_S):
-            check_placed(self._placement.num_workers, {"CPU": self._placement.cpus, **self._gpu})
-
-    @property
-    def _gpu(self) -> dict[str, float]:
-        return {"GPU": 1.0} if self._placement.device == "cuda" else {}
 
     def _write_status(self, status: str, standings: dict[int, Standing]) -> None:
         steps = [standing.step for standing in standings.values()]
