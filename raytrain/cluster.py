@@ -58,6 +58,8 @@ class Connection:
     def __init__(self, address: str | None, gpus: str | None = None) -> None:
         # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. Before Ray is loaded.
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # Or a thread that is still reading when the connection ends starts a Ray of its own by asking for the next block.
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
         here = self._address == "local" or not (self._address or is_connected() or _local_cluster_runs())
         if gpus and not here:
