@@ -16,11 +16,11 @@ from tyro.conf import Positional, arg
 from tests.benchmarks.report import Report, write
 from tests.benchmarks.runner import Bench, served
 
-Name = Literal["ingest", "step", "startup", "memory", "plan"]
+Name = Literal["ingest", "packed", "step", "startup", "memory", "plan"]
 
 
 def main(
-    benchmarks: Positional[tuple[Name, ...]] = ("ingest", "step", "startup", "memory", "plan"),
+    benchmarks: Positional[tuple[Name, ...]] = ("ingest", "packed", "step", "startup", "memory", "plan"),
     *,
     data: Annotated[Path, arg(help="Folder that holds CIFAR-10 as train/<class>/*.jpg.")],
     scale: Annotated[float, arg(help="Part of the images, epochs, steps and rounds to use; below 1 to try it out.")] = 1.0,
@@ -30,8 +30,8 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
     console = Console(log_path=False)
     reports: dict[str, Report] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, served(data, scale, Path(scratch)) as (url, environment):
-        bench = Bench(url, environment, Path(scratch), scale, console)
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, served(data, scale, Path(scratch)) as (url, images, environment):
+        bench = Bench(url, images, environment, Path(scratch), scale, console)
         for name in benchmarks:
             reports[name] = import_module(f"tests.benchmarks.{name}").measure(bench)
             console.print(reports[name].tables())

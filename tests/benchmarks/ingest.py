@@ -37,7 +37,7 @@ def measure(bench: Bench) -> Report:
     }
     results = bench.alternate(sides, bench.scaled(2))
     limits = [Figure(f"{name} (2 processes)", "images/s", results.pop(name)) for name in ("GETs alone", "decoding alone")]
-    rates = {name: [median(values) for values in zip(*map(_rates, rounds), strict=True)] for name, rounds in results.items()}
+    rates = {name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)] for name, rounds in results.items()}
     waits = {name: [median(values) for values in zip(*map(_waits, rounds), strict=True)] for name, rounds in results.items()}
     pauses = {name: [median(values) for values in zip(*map(_pauses, rounds), strict=True)] for name, rounds in results.items()}
     figures = [Figure(f"{name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
@@ -63,7 +63,7 @@ def _checks(rates: dict[str, list[float]], pauses: dict[str, list[float]], waits
     ]
 
 
-def _rates(workers: list[Marks]) -> list[float]:
+def rates_of(workers: list[Marks]) -> list[float]:
     """Images a second of each epoch, over all workers."""
     ends = [min(marks[0][1] for marks in workers)]
     rates = []
@@ -103,7 +103,7 @@ def read(batches: Iterable[tuple[int, Any]], rank: int, folder: str) -> None:
     Path(folder, f"marks-{rank}.json").write_text(json.dumps(marks))
 
 
-def _marks(folder: str) -> list[Marks]:
+def marks_in(folder: str) -> list[Marks]:
     return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("marks-*.json"))]
 
 
@@ -119,7 +119,7 @@ def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: in
         cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size_per_worker=BATCH),
         loop=partial(read_shares, folder=folder),
     )
-    return _marks(folder)
+    return marks_in(folder)
 
 
 def read_shares(run: Any, folder: str) -> None:
@@ -159,7 +159,7 @@ def read_as_documented(url: str, epochs: int, folder: str) -> list[Marks]:
         scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
         run_config=RunConfig(storage_path=folder),
     ).fit()
-    return _marks(folder)
+    return marks_in(folder)
 
 
 def read_shard(config: dict[str, Any]) -> None:

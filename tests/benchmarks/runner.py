@@ -42,6 +42,7 @@ class Bench:
     """What every benchmark is given."""
 
     url: str  # of the training images
+    images: Path  # the same as files
     environment: dict[str, str]
     scratch: Path
     scale: float
@@ -85,13 +86,13 @@ class Bench:
 
 
 @contextmanager
-def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """URL of the training images (of a part of them where ``scale`` is below 1), and the environment that reaches them."""
+def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, Path, dict[str, str]]]:
+    """URL and folder of the training images (of a part of them where ``scale`` is below 1), and the environment that reaches them."""
     if not (data / "train").is_dir():
         raise UsageError(f"--data is {data}, which has no folder train in it; give the folder that holds train/<class>/*.jpg.")
     directory = data if scale >= 1 else _part(data, scale, scratch / "images")
     with serve(directory) as server:
-        yield "s3://train", _environment(scratch) | server.environment()
+        yield "s3://train", directory / "train", _environment(scratch) | server.environment()
 
 
 def _part(data: Path, scale: float, target: Path) -> Path:

@@ -1,0 +1,88 @@
+"""Reading packed shards alone: two workers that take every batch and sum it, through raytrain, and through LitData.
+
+Both read the same JPEGs from one S3 server, each in its own format. LitData is used as its documentation says, but for smaller
+chunks: a DataLoader whose processes stay, and a cache on the disk, empty at first, from which it reads later epochs; raytrain
+reads every epoch from S3. An epoch is measured as in the part ``ingest``: LitData's first one has the start of its processes in
+it, while raytrain reads ahead before the loop is entered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.benchmarks.ingest import BATCH, NUM_WORKERS, Marks, marks_in, rates_of, read, read_through_raytrain
+from tests.benchmarks.report import Check, Figure, Report
+from tests.benchmarks.runner import Bench, Side
+from tests.processes import run_in_processes
+
+_EPOCHS = 6
+_CHUNK_BYTES = "1MB"
+"""As large as a shard of raytrain's: with 4 MB, and with its default of 64, LitData reads images as small as these several times slower."""
+_PROCESSES = 1  # of LitData's, for each worker: as many as there are cores
+
+
+def measure(bench: Bench) -> Report:
+    from raytrain.embedded_s3 import serve
+
+    served = bench.scratch / "packed"
+    for bucket in ("raytrain", "litdata"):
+        (served / bucket).mkdir(parents=True)
+    with serve(served) as server:
+        bench = dataclasses.replace(bench, environment=bench.environment | server.environment())
+        bench.alone(Side(pack_both, {"images": str(bench.images)}))
+        sides = {
+            "LitData": Side(read_through_litdata, {"epochs": _EPOCHS}),
+            "raytrain": Side(read_through_raytrain, {"url": "s3://raytrain", "cache": "none", "epochs": _EPOCHS}),
+        }
+        results = bench.alternate(sides, bench.scaled(3))
+    rates = {name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)] for name, rounds in results.items()}
+    figures = [Figure(f"{name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
+    ours, theirs = rates["raytrain"], rates["LitData"]
+    checks = [
+        Check("raytrain : LitData, first epoch", ours[0] / theirs[0], at_least=1),
+        Check("raytrain, slowest later epoch : LitData, fastest later epoch", min(ours[1:]) / max(theirs[1:]), at_least=1),
+    ]
+    return Report("packed: 2 workers that sum what they read from packed shards", figures, checks)
+
+
+def pack_both(images: str, folder: str) -> None:
+    """The images in a bucket as shards of raytrain's, and in another one as LitData's chunks."""
+    from litdata import optimize
+
+    from raytrain.packing import pack
+    from raytrain.uploading import upload
+
+    pack(images, "s3://raytrain")
+    files = sorted(Path(images).rglob("*.jpg"))
+    classes = sorted({file.parent.name for file in files})
+    labelled = [(str(file), classes.index(file.parent.name)) for file in files]
+    chunks = str(Path(folder, "chunks"))
+    optimize(as_item, labelled, chunks, chunk_bytes=_CHUNK_BYTES, num_workers=1)
+    upload(chunks, "s3://litdata")
+
+
+def as_item(labelled: tuple[str, int]) -> dict[str, Any]:
+    from litdata import Jpeg
+
+    return {"image": Jpeg(path=labelled[0]), "label": labelled[1]}
+
+
+def read_through_litdata(epochs: int, folder: str) -> list[Marks]:
+    run_in_processes(NUM_WORKERS, read_part, epochs, folder)
+    return marks_in(folder)
+
+
+def read_part(epochs: int, folder: str) -> None:
+    import torch.distributed as dist
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming import downloader
+
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it asks for https, which the local server has not
+
+    dataset = StreamingDataset("s3://litdata", cache_dir=str(Path(folder, "cache")), shuffle=True, drop_last=True)
+    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=_PROCESSES, persistent_workers=True, multiprocessing_context="fork")
+    dist.barrier()
+    read(((epoch, batch["image"]) for epoch in range(epochs) for batch in loader), dist.get_rank(), folder)
