@@ -63,6 +63,7 @@ class Verdict:
     lost: int
     doubled: int
     equal: bool
+    ended: bool = True  # or nobody could count what was lost
 
     @property
     def good(self) -> bool:
@@ -76,7 +77,7 @@ def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdic
         result = raytrain.TrainResult(**{each.name: summary[each.name] for each in fields(raytrain.TrainResult)})
     except (ValueError, KeyError):
         run.problems.append(f"no summary: {last_line(run.log.name)}")
-        return Verdict(run, 0, 0, False), None
+        return Verdict(run, 0, 0, equal=False, ended=False), None
     if result.status != "finished":
         run.problems.append(f"it ended {result.status}")
     steps = [row["step"] for row in runs.read_run(STORAGE, run.name).metrics if row["kind"] == "step"]
@@ -181,7 +182,8 @@ def print_table(verdicts: list[Verdict]) -> None:
         times = sum(verdict.run.met.count(fault.__name__) for verdict in met)
         lost, doubled = (sum(getattr(verdict, name) for verdict in met) for name in ("lost", "doubled"))
         equal, good = (all(getattr(verdict, name) for verdict in met) for name in ("equal", "good"))
-        cells = (fault.__name__.replace("_", " "), times, does, f"{lost}, {doubled}", equal, good)
+        counted = f"{lost}, {doubled}" if all(verdict.ended for verdict in met) else "not known of every run"
+        cells = (fault.__name__.replace("_", " "), times, does, counted, equal, good)
         print(f"| {' | '.join(map(str, cells))} |")
 
 

