@@ -258,14 +258,19 @@ class Session:
         return result
 
     def _abort(self) -> None:
-        """End workers that Ray Train would start again, in a cluster that outlives this run."""
-        if self._own_cluster:
-            return
+        """End workers that Ray Train would start again, in a cluster that outlives this run; those of our own end with it.
+
+        The thread that waits for them must end with the session, too: what asks a cluster that has gone may take this process along.
+        """
+        controller = self._controller
         with suppress(RayError):  # the controller ends by this; GetTimeoutError is one, too
-            controller: Any = self._controller or ray.get(self._actor.controller.remote(), timeout=_ABORTED_WITHIN_S)
-            if controller is not None:
+            if controller is None:
+                controller = ray.get(self._actor.controller.remote(), timeout=_ABORTED_WITHIN_S)
+            if controller is not None and not self._own_cluster:
                 ray.get(controller.abort.remote(), timeout=_ABORTED_WITHIN_S)
-        concurrent.futures.wait([self._ended], timeout=_ABORTED_WITHIN_S)
+        if controller is not None:
+            ray.kill(controller)
+            concurrent.futures.wait([self._ended], timeout=_ABORTED_WITHIN_S)
 
     def _error(self, outcome: dict[str, Any]) -> str | None:
         if "progress" in outcome and "error" not in outcome:

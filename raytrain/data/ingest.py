@@ -35,6 +35,7 @@ PACKED_BLOCK_ROWS = 2048  # what reads a shard had better use much of it
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # of each order, read by plain tasks while a pipeline starts, which takes seconds
 _BLOCK_BYTES = 32 << 20
 _TURN_S = 0.01
+_CLOSE_S = 10.0
 _BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
 
 
@@ -84,7 +85,7 @@ def block_refs(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, first:
         yield from _by_tasks(images, orders, cpus, head)
         yield from piped
     finally:
-        piped.close()
+        piped.close(_CLOSE_S)  # or its thread asks a cluster that may have ended by then
 
 
 def _by_tasks(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, turns: Sequence[Turn]) -> Iterator[tuple[int, Any]]:

@@ -106,13 +106,17 @@ def cached(shares: Shares, blocks: CachedBlocks, first_step: int) -> Iterator[Sh
 
 
 class Prefetch(Iterator[T]):
-    """The same items, made by a thread up to ``depth`` ahead, from now on; an error comes where its item would have come."""
+    """The same items, made by a thread up to ``depth`` ahead, from now on; an error comes where its item would have come.
+
+    What ``items`` holds open is closed by that thread, when they have ended or nobody wants more.
+    """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self._items = items
         self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
-        threading.Thread(target=self._produce, daemon=True, name="prefetch").start()
+        self._thread = threading.Thread(target=self._produce, daemon=True, name="prefetch")
+        self._thread.start()
 
     def __next__(self) -> T:
         item = self._ready.get()
@@ -121,15 +125,17 @@ class Prefetch(Iterator[T]):
             raise item.error
         return item
 
-    def close(self) -> None:
-        """Make no more items."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Make no more items; the one that is being made may take longer than the ``wait_s`` seconds that this waits for it."""
         self._closed.set()
+        self._thread.join(wait_s)
 
     def _produce(self) -> None:
         try:
             for item in self._items:
                 if not self._offer(item):
-                    return
+                    break
+            getattr(self._items, "close", lambda: None)()  # generators have it
             self._offer(_End(StopIteration()))
         except BaseException as error:
             self._offer(_End(error))

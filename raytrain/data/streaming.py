@@ -7,6 +7,7 @@ interpreter of a process that trains.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -38,16 +39,21 @@ class Streamer:
         self._sets = sets
         self._loads = loads
         self._closed = False
+        self._readers: list[threading.Thread] = []
         if foreseen is not None:
             ray.get(actor.open_stream.remote(foreseen))
             self._begin(foreseen)
-        threading.Thread(target=self._listen, daemon=True, name="streams").start()
+        self._listener = threading.Thread(target=self._listen, daemon=True, name="streams")
+        self._listener.start()
 
     def close(self) -> None:
-        """Read no more."""
+        """Read no more, and wait until nothing here asks the cluster for anything."""
         self._closed = True
         with suppress(Exception):  # the actor may be gone
             ray.get(self._actor.close_streams.remote(), timeout=_CLOSE_S)
+        until = time.monotonic() + _CLOSE_S
+        for thread in (self._listener, *self._readers):  # in this order: the one begins the others
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _listen(self) -> None:
         wanted = self._actor.wanted.options(concurrency_group=FEED)
@@ -58,7 +64,9 @@ class Streamer:
                     self._begin(stream)
 
     def _begin(self, stream: Stream) -> None:
-        threading.Thread(target=self._read, args=(stream,), daemon=True, name=f"stream-{stream.name}").start()
+        reader = threading.Thread(target=self._read, args=(stream,), daemon=True, name=f"stream-{stream.name}")
+        self._readers = [each for each in self._readers if each.is_alive()] + [reader]
+        reader.start()
 
     def _read(self, stream: Stream) -> None:
         images, plan = self._sets[stream.name]

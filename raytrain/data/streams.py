@@ -33,6 +33,7 @@ class Streams:
         self._stream_failures: dict[Stream, str] = {}
         self._wanted: deque[Stream] = deque()
         self._num_groups = 0
+        self._streams_closed = False
 
     def join_group(self) -> int:
         """The number of the worker group that begins now."""
@@ -49,9 +50,9 @@ class Streams:
             self._stream_changed.notify_all()
 
     def wanted(self, timeout_s: float) -> Stream | None:
-        """A stream that a worker asked for and nobody foresaw; None where there is none within ``timeout_s``."""
+        """A stream that a worker asked for and nobody foresaw; None where there is none within ``timeout_s``, or streams are closed."""
         with self._stream_changed:
-            self._stream_changed.wait_for(lambda: self._wanted, timeout_s)
+            self._stream_changed.wait_for(lambda: self._wanted or self._streams_closed, timeout_s)
             return self._wanted.popleft() if self._wanted else None
 
     def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
@@ -91,6 +92,7 @@ class Streams:
     def close_streams(self) -> None:
         """End all streams."""
         with self._stream_changed:
+            self._streams_closed = True
             self._queues.clear()
             self._stream_changed.notify_all()
 
