@@ -262,7 +262,7 @@ class Session:
 
         The thread that waits for them must end with the session, too: what asks a cluster that has gone may take this process along.
         """
-        controller = self._controller
+        controller: Any = self._controller
         with suppress(RayError):  # the controller ends by this; GetTimeoutError is one, too
             if controller is None:
                 controller = ray.get(self._actor.controller.remote(), timeout=_ABORTED_WITHIN_S)
