@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +14,7 @@ from rich.text import Text
 
 from raytrain.digits import render
 from raytrain.errors import UsageError
+from raytrain.scratch import Scratch
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
@@ -40,9 +39,10 @@ def demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) -> Tra
     console = Console()
     console.print(f"Drawing 5,000 digits into {images}/", highlight=False)
     folder = render(images)
-    with tempfile.TemporaryDirectory(prefix="raytrain-demo-") as served:
-        (Path(served) / "demo").mkdir()  # the bucket
-        with serve(served) as server, _only(server.environment()):
+    with Scratch() as scratch:
+        buckets = scratch / "buckets"
+        (buckets / "demo").mkdir(parents=True)
+        with serve(buckets) as server, _only(server.environment()):
             upload(str(folder), URL, console)
             with TerminalView(console) as view:
                 return train(config, view=view.update)

@@ -30,8 +30,8 @@ def test_a_folder_lives_as_long_as_its_process(tmp_path: Path, monkeypatch: pyte
         Scratch().remove()  # of another run beside it
         assert (held / "note").exists()
         holder.kill()
-    ours = Scratch()
-    assert not held.exists()
-    assert (tmp_path / "raytrain-of-something-else").exists()
-    ours.remove()
-    assert not ours.path.exists()
+    with Scratch() as ours:
+        assert ours.exists()
+        assert not held.exists()
+        assert (tmp_path / "raytrain-of-something-else").exists()
+    assert not ours.exists()
