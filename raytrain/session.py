@@ -211,10 +211,10 @@ class Session:
 
     def _write_down(self) -> None:
         self._data.write(self._store)
-        runs.write_config(self._store, self._config)
         if not self._prepared.again:
             runs.clear_stop_request(self._store)
         self._write_status("starting", None)
+        runs.write_config(self._store, self._config)  # the last: by it others know that the run is there
 
     # Watching.
 

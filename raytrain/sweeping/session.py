@@ -195,10 +195,10 @@ class SweepSession:
 
     def _write_down(self) -> None:
         self._data.write(self._store)
-        runs.write_config(self._store, self._config)
         write_sweep(self._store, self._sweep)
         runs.clear_stop_request(self._store)
         self._write_status("starting", {})
+        runs.write_config(self._store, self._config)  # the last: by it others know that the sweep is there
 
     # Watching.
 

@@ -155,8 +155,9 @@ class Training:
     def _write_down(self) -> None:
         task = self._task
         write_manifests(task.store, ray.get(task.train.manifest), ray.get(task.test.manifest))
-        runs.write_config(task.store, task.config)
         runs.clear_stop_request(task.store)
+        self._write_status("starting")
+        runs.write_config(task.store, task.config)  # the last: by it others know that the run is there
 
     def _make_run(self) -> Run:
         task = self._task
