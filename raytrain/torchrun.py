@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raytrain import runs
 from raytrain.cluster import only_gpus
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset
@@ -29,9 +29,9 @@ from raytrain.data.shares import Block, CachedBlocks, Share, Shares, cached
 from raytrain.data.storage import Store
 from raytrain.driver import prepare
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
+from raytrain.keeper import Keeper
 from raytrain.monitor.bad_images import BadImageLimit
-from raytrain.monitor.history import History, Row
-from raytrain.monitor.run_monitor import RunMonitor
+from raytrain.monitor.history import Row
 from raytrain.monitor.terminal import plain_line
 from raytrain.named import function_named
 from raytrain.parser import RecipeOptions, parse
@@ -46,6 +46,7 @@ Skipped = Callable[[list[Row]], None]
 """Hears of images that cannot be used: ``key`` and ``reason`` each."""
 
 _BLOCK_ROWS = 512
+_LOOK_EVERY_S = 1.0
 
 
 def work(options: RecipeOptions) -> None:
@@ -67,11 +68,11 @@ def work(options: RecipeOptions) -> None:
     plan = data.plan(config)
     if rank == 0:
         data.write(store)
-        runs.write_config(store, config)
     identity = Identity(config.model, data.train.classes, data.train.digest, config.batch_size or 1, config.seed)
     limit = BadImageLimit.of(config, len(data.train) + len(data.test))
     with StopSignals() as signals:
-        reporter = _Printer(store, prepared.name, plan, signals, limit) if rank == 0 else _Listener(signals, limit)
+        keeper = Keeper(store, prepared.name, plan, world_size) if rank == 0 else None
+        reporter = _First(keeper, config, signals, limit) if keeper else _Listener(signals, limit)
         run = Run(
             config=config,
             classes=data.train.classes,
@@ -86,20 +87,19 @@ def work(options: RecipeOptions) -> None:
         loop = function_named("--loop", config.loop) if config.loop else train
         loop(run)
         run.finish()
-    _conclude(reporter, rank, world_size, prepared.name)
+    _conclude(reporter, run, prepared.name)
 
 
-def _conclude(reporter: _Listener, rank: int, world_size: int, name: str) -> None:
+def _conclude(reporter: _Listener, run: Run, name: str) -> None:
     """Put together which images each process could not read; the first one fails where they are too many."""
-    lists: list[Any] = [list(reporter.bad.values())]
-    if world_size > 1:
-        lists *= world_size
+    lists: list[Any] = [list(reporter.bad.values())] * run.world_size
+    if run.world_size > 1:
         dist.all_gather_object(lists, lists[0])
         dist.destroy_process_group()
     for entries in lists:
         reporter.skipped(entries)
-    reporter.close()
-    if reporter.failure and rank == 0:
+    reporter.close(run)
+    if reporter.failure and run.rank == 0:
         raise TrainingFailed(f"Run {name!r} failed: {reporter.failure}. Its last checkpoint is kept: go on with --resume.")
 
 
@@ -152,7 +152,7 @@ class _Listener:
     def record(self, row: dict[str, Any]) -> None: ...
     def event(self, text: str) -> None: ...
     def flush(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, run: Run) -> None: ...
 
     def skipped(self, entries: list[Row]) -> None:
         self.bad.update({row["key"]: row for row in entries})
@@ -165,12 +165,17 @@ class _Listener:
         return False
 
 
-class _Printer(_Listener):
-    """Keeps the run's history in storage and prints a line for each row."""
+class _First(_Listener):
+    """Keeps the run's documents in storage, hears there of ``raytrain stop``, and prints a line for each row."""
 
-    def __init__(self, store: Store, name: str, plan: Plan, signals: StopSignals, limit: BadImageLimit) -> None:
+    def __init__(self, keeper: Keeper, config: TrainConfig, signals: StopSignals, limit: BadImageLimit) -> None:
         super().__init__(signals, limit)
-        self._monitor = RunMonitor(name, plan.num_steps, plan.steps_per_epoch, History(store))
+        self._keeper = keeper
+        self._monitor = keeper.monitor
+        self._over = threading.Event()
+        keeper.begin(config)
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="watch")
+        self._watcher.start()
 
     def started(self, num_workers: int, step: int) -> None:
         self._monitor.started(num_workers, step)
@@ -186,8 +191,19 @@ class _Printer(_Listener):
         super().skipped(entries)
         self._monitor.skipped(entries)
 
-    def close(self) -> None:
-        self._monitor.finish("failed" if self.failure else "finished", {})
+    def stop_requested(self) -> bool:
+        return self._monitor.stop_reason is not None or super().stop_requested()
+
+    def close(self, run: Run) -> None:
+        self._over.set()
+        self._watcher.join()
+        if self._signals.reason:
+            self._monitor.request_stop(self._signals.reason)
+        self._keeper.conclude("failed" if self.failure else "stopped" if run.stopped else "finished", run.progress, self.failure)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            self._keeper.look()
 
 
 def _device(config: TrainConfig) -> torch.device:

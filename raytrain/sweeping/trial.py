@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import ray
 import torch
 from ray import tune
 
-from raytrain import runs
 from raytrain.config import TrainConfig
 from raytrain.data.cache import RemoteBlocks
 from raytrain.data.dataset import write_manifests
@@ -23,11 +21,10 @@ from raytrain.data.ingest import ImageSet
 from raytrain.data.plan import Cursor, Plan
 from raytrain.data.shares import CachedBlocks, Share, Shares, cached
 from raytrain.data.storage import Store
-from raytrain.driver import TrainResult
 from raytrain.errors import RaytrainError, StorageError
-from raytrain.layout import SUMMARY
-from raytrain.monitor.history import History, Row
-from raytrain.monitor.run_monitor import RunMonitor
+from raytrain.keeper import Keeper
+from raytrain.monitor.history import Row
+from raytrain.monitor.run_monitor import Status
 from raytrain.sweeping.standing import Standing
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints, Identity
@@ -90,12 +87,11 @@ class Training:
         logging.getLogger("ray").setLevel(logging.ERROR)
         torch.set_num_threads(task.threads)
         self._task = task
-        self._begun = time.monotonic()
-        self._monitor = RunMonitor(task.name, task.plan.num_steps, task.plan.steps_per_epoch, History(task.store))
+        self._keeper = Keeper(task.store, task.name, task.plan, num_workers=1)
+        self._monitor = self._keeper.monitor
         self._results: queue.Queue[dict[str, Any]] = queue.Queue()
         self._asked = threading.Event()
         self._over = threading.Event()
-        self._status_due = 0.0
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="watch")
         threading.Thread(target=self._train, daemon=True, name="trial").start()
 
@@ -155,9 +151,7 @@ class Training:
     def _write_down(self) -> None:
         task = self._task
         write_manifests(task.store, ray.get(task.train.manifest), ray.get(task.test.manifest))
-        runs.clear_stop_request(task.store)
-        self._write_status("starting")
-        runs.write_config(task.store, task.config)  # the last: by it others know that the run is there
+        self._keeper.begin(task.config)
 
     def _make_run(self) -> Run:
         task = self._task
@@ -175,54 +169,22 @@ class Training:
             weights=None if task.weights is None else ray.get(task.weights),
         )
 
-    def _conclude(self, status: str, run: Run | None, error: str | None = None) -> None:
+    def _conclude(self, status: Status, run: Run | None, error: str | None = None) -> None:
         """Leave the documents of a run that has ended, and tell the sweep of it."""
         self._over.set()
         if self._watcher.is_alive():
             self._watcher.join()
         with suppress(StorageError):  # the history says so
             self._monitor.skipped(ray.get(self._task.actor.skipped_rows.remote()))
-            summary = self._result(status, run, error).summary()
-            self._monitor.finish(status, summary)  # pyright: ignore[reportArgumentType]
-            runs.write_json(self._task.store, SUMMARY, summary)
-            self._write_status(status)
+            self._keeper.conclude(status, run and run.progress, error)
         ray.get(self._task.actor.tell.remote(self._task.number, self._standing(status, error)))
-
-    def _result(self, status: str, run: Run | None, error: str | None) -> TrainResult:
-        snapshot, plan, store = self._monitor.snapshot(), self._task.plan, self._task.store
-        evaluation = snapshot.evaluation or {}
-        step = snapshot.step if run is None else run.progress.step
-        path = max((found.path for found in runs.list_checkpoints(store)), default=None)
-        return TrainResult(
-            name=self._task.name,
-            status=status,
-            steps=step,
-            epochs=round(step / plan.steps_per_epoch, 4),
-            samples_seen=0 if run is None else run.progress.samples_seen,
-            test_accuracy=evaluation.get("accuracy"),
-            test_loss=evaluation.get("loss"),
-            checkpoint=path and f"{store.url}/{path}",
-            run_dir=store.url,
-            seconds=round(time.monotonic() - self._begun, 2),
-            num_workers=1,
-            num_skipped=snapshot.num_skipped,
-            num_repeated_requests=snapshot.num_repeated_requests,
-            stop_reason=snapshot.stop_reason if status == "stopped" else None,
-            error=error,
-        )
 
     # Watching.
 
     def _watch(self) -> None:
-        """Carry stop requests to the training, and tell how it stands: to the sweep each second, to storage now and then."""
+        """Carry stop requests to the training, and tell how it stands: to storage, and each second to the sweep."""
         while not self._over.is_set():
-            with suppress(StorageError):  # it may be back in a moment
-                reason = runs.stop_requested(self._task.store)
-                if reason is not None:
-                    self._monitor.request_stop(reason)
-                if time.monotonic() >= self._status_due:
-                    self._write_status("running")
-                    self._status_due = time.monotonic() + runs.HEARTBEAT_EVERY_S
+            self._keeper.look()
             self._task.actor.tell.remote(self._task.number, self._standing("running", None))
             if self._monitor.stop_reason is not None:
                 self._over.wait(_LOOK_EVERY_S)
@@ -230,11 +192,6 @@ class Training:
             sweep_stops: Any = ray.get(self._task.actor.wait_for_stop.remote(_LOOK_EVERY_S))
             if sweep_stops is not None:
                 self._monitor.request_stop(sweep_stops)
-
-    def _write_status(self, status: str) -> None:
-        snapshot = self._monitor.snapshot()
-        known = {name: getattr(snapshot, name) for name in ("step", "num_steps", "epoch", "num_epochs")}
-        runs.write_status(self._task.store, runs.RunStatus(status=status, num_workers=1, **known))
 
     def _standing(self, status: str, error: str | None) -> Standing:
         snapshot = self._monitor.snapshot()
