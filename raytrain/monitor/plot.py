@@ -140,7 +140,7 @@ def _number(value: float) -> str:
 
 def _form(value: float, small: str) -> str:
     """How to write ``value``: as ``small`` says, or in whole numbers where those alone fill the axis."""
-    return ",.0f" if 1000 <= abs(value) < 100_000 else small
+    return ",.0f" if 100 <= abs(value) < 100_000 else small
 
 
 def _rule(label: str, rule: str) -> str:
