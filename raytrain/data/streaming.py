@@ -52,8 +52,9 @@ class Streamer:
         with suppress(Exception):  # the actor may be gone
             ray.get(self._actor.close_streams.remote(), timeout=_CLOSE_S)
         until = time.monotonic() + _CLOSE_S
-        for thread in (self._listener, *self._readers):  # in this order: the one begins the others
-            thread.join(max(0.0, until - time.monotonic()))
+        self._listener.join(_CLOSE_S)  # before it has ended, it may begin another reader
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
 
     def _listen(self) -> None:
         wanted = self._actor.wanted.options(concurrency_group=FEED)
