@@ -16,11 +16,11 @@ import tyro
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from raytrain.data.storage import open_store
-from raytrain.monitor.history import History
-from raytrain.monitor.run_monitor import RunMonitor, Snapshot
-from raytrain.monitor.terminal import dashboard
-from raytrain.runs import RunRecord, read_run
+from raytrain.display.terminal import dashboard
+from raytrain.runs.history import History
+from raytrain.runs.monitor import RunMonitor, Snapshot
+from raytrain.runs.records import RunRecord, read_run
+from raytrain.storage.base import open_store
 
 
 def picture(run: tyro.conf.Positional[str], storage: str = "./runs", step: int | None = None, output: str = ".github/run.svg") -> None:

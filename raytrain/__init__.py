@@ -6,20 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raytrain import recipes
+from raytrain.backends.train import TrainResult, stop, train
 from raytrain.config import TrainConfig
-from raytrain.driver import TrainResult, stop, train
 from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
 
 if TYPE_CHECKING:
-    from raytrain.auditing import audit
-    from raytrain.classifier import Classifier, load
-    from raytrain.comparison import compare
-    from raytrain.exporting import export
-    from raytrain.handle import RunHandle, start
-    from raytrain.inference import evaluate, predict
-    from raytrain.studying import StudyResult, study
-    from raytrain.sweeping.driver import sweep
-    from raytrain.sweeping.results import SweepResult
+    from raytrain.backends.handle import RunHandle, start
+    from raytrain.diagnostics.audit import audit
+    from raytrain.experiments.compare import compare
+    from raytrain.experiments.study import StudyResult, study
+    from raytrain.experiments.sweep.results import SweepResult
+    from raytrain.experiments.sweep.sweep import sweep
+    from raytrain.inference.classifier import Classifier, load
+    from raytrain.inference.export import export
+    from raytrain.inference.predict import evaluate, predict
     from raytrain.training.batch import Batch
     from raytrain.training.run import Run
 
@@ -53,20 +53,20 @@ __all__ = [
 # Imported when they are first used: torch takes seconds, and the command line must start at once.
 _LATER = {
     "Batch": "raytrain.training.batch",
-    "Classifier": "raytrain.classifier",
+    "Classifier": "raytrain.inference.classifier",
     "Run": "raytrain.training.run",
-    "RunHandle": "raytrain.handle",
-    "StudyResult": "raytrain.studying",
-    "SweepResult": "raytrain.sweeping.results",
-    "audit": "raytrain.auditing",
-    "compare": "raytrain.comparison",
-    "evaluate": "raytrain.inference",
-    "export": "raytrain.exporting",
-    "load": "raytrain.classifier",
-    "predict": "raytrain.inference",
-    "start": "raytrain.handle",
-    "study": "raytrain.studying",
-    "sweep": "raytrain.sweeping.driver",
+    "RunHandle": "raytrain.backends.handle",
+    "StudyResult": "raytrain.experiments.study",
+    "SweepResult": "raytrain.experiments.sweep.results",
+    "audit": "raytrain.diagnostics.audit",
+    "compare": "raytrain.experiments.compare",
+    "evaluate": "raytrain.inference.predict",
+    "export": "raytrain.inference.export",
+    "load": "raytrain.inference.classifier",
+    "predict": "raytrain.inference.predict",
+    "start": "raytrain.backends.handle",
+    "study": "raytrain.experiments.study",
+    "sweep": "raytrain.experiments.sweep.sweep",
 }
 
 

@@ -1,5 +1,5 @@
 """``python -m raytrain`` is the ``raytrain`` command."""
 
-from raytrain.cli import run
+from raytrain.cli.commands import run
 
 run()

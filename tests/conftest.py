@@ -12,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainResult
-from raytrain.embedded_s3 import EmbeddedS3, serve
+from raytrain.demo.s3_server import EmbeddedS3, serve
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # as raytrain/local_head.py has it; here, for Ray looks for it once, when it is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as raytrain/cluster.py has it
@@ -50,7 +50,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """90 PNGs of 12x12 in three class folders."""
-    from tests.through_ray import make_images
+    from tests.helpers.small_runs import make_images
 
     return make_images(tmp_path_factory.mktemp("images"))
 
@@ -58,7 +58,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def undisturbed(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """A run on two workers from the cache that nothing happened to."""
-    from tests.through_ray import config
+    from tests.helpers.small_runs import config
 
     return raytrain.train(config(images, tmp_path_factory.mktemp("undisturbed")))
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from raytrain.config import TrainConfig
-from raytrain.data.decode import ImageShape, Reader
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import Manifest, build_manifest, split
-from raytrain.data.plan import Plan
-from raytrain.data.storage import Store, open_store
 from raytrain.errors import UsageError
-from raytrain.layout import CLASSES, MANIFEST, TEST_MANIFEST
+from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
+from raytrain.storage.base import Store, open_store
 
 _NUM_MEASURED = 1024
 _TEST_BATCH_PER_WORKER = 250
@@ -33,10 +33,10 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def plan(self, config: TrainConfig) -> Plan:
+    def plan(self, config: TrainConfig) -> BatchPlan:
         """The global batches of a run with these options, which are resolved."""
         assert config.batch_size is not None, "the configuration is not resolved"
-        return Plan(
+        return BatchPlan(
             len(self.train),
             config.batch_size,
             config.epochs,
@@ -46,9 +46,9 @@ class Dataset:
             lanes=self.train.lanes,
         )
 
-    def test_plan(self, num_workers: int) -> Plan:
+    def test_plan(self, num_workers: int) -> BatchPlan:
         """The batches in which so many workers evaluate."""
-        return Plan(len(self.test), _TEST_BATCH_PER_WORKER * num_workers, 1, 0, shuffle=False, lanes=self.test.lanes)
+        return BatchPlan(len(self.test), _TEST_BATCH_PER_WORKER * num_workers, 1, 0, shuffle=False, lanes=self.test.lanes)
 
     def write(self, run_store: Store) -> None:
         """Keep the manifests with the run."""
@@ -88,7 +88,7 @@ def decoded_shape(config: TrainConfig) -> ImageShape:
 def measure(store: Store, manifest: Manifest, shape: ImageShape, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in 0..1, over a random 1,024 images at most; packed ones were shuffled before."""
     order = np.arange(len(manifest)) if manifest.packing is not None else np.random.default_rng(seed).permutation(len(manifest))
-    images, bad = Reader(store, shape).read(manifest.select(np.sort(order[:_NUM_MEASURED])))
+    images, bad = ImageReader(store, shape).read(manifest.select(np.sort(order[:_NUM_MEASURED])))
     pixels = np.delete(images, list(bad), axis=0).reshape(-1, shape.channels) / 255
     if not len(pixels):
         reason = next(iter(bad.values()))

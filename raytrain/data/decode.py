@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.data.manifest import Manifest
-from raytrain.data.packed import DamagedShard, read_packed
-from raytrain.data.storage import Replaced, Store
+from raytrain.data.shards import DamagedShard, read_packed
+from raytrain.storage.base import ObjectChanged, Store
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -41,7 +41,7 @@ class ImageShape:
 
 
 @dataclass(frozen=True)
-class Reader:
+class ImageReader:
     """Fetches and decodes images of one store."""
 
     store: Store
@@ -86,7 +86,7 @@ def decode(data: bytes, shape: ImageShape) -> Pixels:
 def _bytes_of(data: bytes | Exception) -> bytes:
     if isinstance(data, FileNotFoundError):
         raise BadImage("the object is gone")
-    if isinstance(data, Replaced):
+    if isinstance(data, ObjectChanged):
         raise BadImage("the object was replaced after it was listed")
     if isinstance(data, DamagedShard):
         raise BadImage(str(data))

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.lanes import Lanes
-from raytrain.data.storage import Store
+from raytrain.data.shard_shuffle import ShardShuffle
 from raytrain.errors import StorageError, UsageError
+from raytrain.storage.base import Store
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 UNLABELLED = -1
@@ -75,12 +75,12 @@ class Manifest:
         return digest.hexdigest()
 
     @property
-    def lanes(self) -> Lanes | None:
+    def lanes(self) -> ShardShuffle | None:
         """How the images lie in shards, for the plan; None where they are not packed."""
         if self.packing is None:
             return None
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
-        return Lanes(np.diff(ends, prepend=0).astype(np.int64))
+        return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
 
     def select(self, indices: npt.NDArray[np.integer]) -> Manifest:
         """The images at ``indices``, in their order, with all of the classes."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.data.shares import Share
+from raytrain.data.partition import LocalBatch
 from raytrain.training.augment import Augment
 
 
@@ -40,7 +40,7 @@ class Batch:
             start += size
 
 
-def to_batch(share: Share, augment: Augment, device: torch.device, *, training: bool) -> Batch:
+def to_batch(share: LocalBatch, augment: Augment, device: torch.device, *, training: bool) -> Batch:
     """Move a share to the device, where it goes as uint8 and becomes what the network sees."""
     arrays = (share.images, share.labels, share.samples) if len(share.labels) else _stand_in(augment)
     images, labels, samples = (_to_device(array, device) for array in arrays)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from raytrain import runs
-from raytrain.data.storage import Store
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.layout import CHECKPOINTS
+from raytrain.runs import records
+from raytrain.runs.layout import CHECKPOINTS
+from raytrain.storage.base import Store
 
 _PARTS = {"state", "progress", "identity"}
 
@@ -85,14 +85,14 @@ class Checkpoints:
 
     def newest(self) -> str | None:
         """Path of the newest checkpoint, relative to the run."""
-        return max((found.path for found in runs.list_checkpoints(self.store)), default=None)
+        return max((found.path for found in records.list_checkpoints(self.store)), default=None)
 
     def newest_whole(self, tell: Callable[[str], None]) -> str | None:
         """Path of the newest checkpoint that can be read; ``tell`` hears of newer ones, which a crash or a copy may have damaged.
 
         Raises UsageError where there are checkpoints and none can be read.
         """
-        paths = [found.path for found in runs.list_checkpoints(self.store)]
+        paths = [found.path for found in records.list_checkpoints(self.store)]
         damage = ""
         for path in reversed(paths):
             try:
@@ -136,10 +136,10 @@ class Checkpoints:
         self._on_saved(path)
 
     def _delete_old(self, newest: str) -> None:
-        paths = [found.path for found in runs.list_checkpoints(self.store)]
+        paths = [found.path for found in records.list_checkpoints(self.store)]
         self._delete(path for path in paths if path > newest)  # damaged: the run went on from one before them
         paths = [path for path in paths if path <= newest]
-        self._delete(set(paths) - {*paths[-self._keep :], runs.best_checkpoint(self.store)})
+        self._delete(set(paths) - {*paths[-self._keep :], records.best_checkpoint(self.store)})
 
     def _delete(self, paths: Iterable[str]) -> None:
         for path in paths:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.named import function_named, hint
+from raytrain.training.user_function import hint, load_function
 
 _OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}  # one output, like the others
 
@@ -52,7 +52,7 @@ def pretrained(name: str) -> nn.Module:
 
 def _own(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
     """The function ``package.module:function`` with its arguments."""
-    function = function_named("--model", name)
+    function = load_function("--model", name)
     try:
         inspect.signature(function).bind(num_classes=num_classes, channels=channels)
     except TypeError as error:

@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain.config import TrainConfig
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.partition import LocalBatch, Prefetch
 from raytrain.data.permutation import mix
-from raytrain.data.plan import Plan
-from raytrain.data.shares import Prefetch, Share
 from raytrain.errors import UsageError
-from raytrain.training import batchnorm, schedule, transfer
+from raytrain.training import batchnorm, lr_schedule, transfer
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
 from raytrain.training.checkpoint import Checkpoints, Progress
 from raytrain.training.evaluation import evaluate as evaluate_model
-from raytrain.training.kept import Kept
-from raytrain.training.memory import keep_freed_memory
-from raytrain.training.metrics import StepMetrics
+from raytrain.training.loop_validator import LoopValidator
+from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.optimizer import build_optimizer
-from raytrain.training.rules import Rules
-from raytrain.training.sums import StepSums, SumReduce, Vote
-from raytrain.training.surroundings import Reporter, Source
-from raytrain.training.trace import Trace
-from raytrain.training.wrap import wrap
+from raytrain.training.protocols import BatchSource, Reporter
+from raytrain.training.sample_trace import Trace
+from raytrain.training.state import CheckpointState
+from raytrain.training.step_metrics import StepMetrics
+from raytrain.training.step_reduce import StepReduce, StepTotals, StepVote
+from raytrain.training.wrap_model import wrap
 
 T = TypeVar("T")
 
@@ -41,8 +41,8 @@ class Run:
 
     config: TrainConfig
     classes: tuple[str, ...]
-    plan: Plan
-    source: Source
+    plan: BatchPlan
+    source: BatchSource
     augment: Augment
     checkpoints: Checkpoints
     reporter: Reporter
@@ -59,14 +59,14 @@ class Run:
             keep_freed_memory()
         self._models: list[nn.Module] = []
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
-        self._sums = SumReduce(self.device, self.world_size)
-        self._rules = Rules()
+        self._sums = StepReduce(self.device, self.world_size)
+        self._validator = LoopValidator()
         self._part: Batch | None = None
         self._rate = 0.0
         self._saved_at = self.clock()
         self._over = False
         self._announced = False
-        self._kept = Kept(self._restore())
+        self._kept = CheckpointState(self._restore())
         self._saved_step = self.progress.step
         self._trace = Trace(self.checkpoints.store, self.rank, self.progress.step) if self.config.trace else None
         self._kept.add("scaler", self._scaler)
@@ -149,7 +149,7 @@ class Run:
         N / M, for DistributedDataParallel averages over the N workers. Raises UsageError for a loss that is no such sum.
         """
         assert self._part is not None
-        self._rules.backward(loss)
+        self._validator.backward(loss)
         weight = self.world_size / self._sums.used().clamp(min=1) * (self._part.num_used > 0)
         self._scaler.scale(loss * weight.to(loss.dtype)).backward()
 
@@ -161,8 +161,8 @@ class Run:
             learning_rate: of this step; by default what the optimizer was made with, times the factor of ``--schedule``.
             clip_norm: scale the gradients down to this Euclidean norm over all parameters where theirs is larger.
         """
-        self._rules.step()
-        factor = schedule.factor(self.config, self.progress.step, self.plan.steps_per_epoch, self.plan.num_steps)
+        self._validator.step()
+        factor = lr_schedule.factor(self.config, self.progress.step, self.plan.steps_per_epoch, self.plan.num_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor if learning_rate is None else learning_rate
         self._rate = optimizer.param_groups[0]["lr"]
@@ -202,7 +202,7 @@ class Run:
             model.eval()
         measured = self._evaluate()
         self._train_mode()
-        step = self.progress.step + self._rules.stepped  # the step under way is done when it has stepped
+        step = self.progress.step + self._validator.stepped  # the step under way is done when it has stepped
         accuracy, loss = measured.get("accuracy"), measured.get("loss")
         self.progress = replace(self.progress, test_accuracy=accuracy, test_loss=loss, evaluated_step=step)
         epoch = -(-step // self.plan.steps_per_epoch)
@@ -215,9 +215,9 @@ class Run:
 
         Raises UsageError where only some workers have returned before the run's end.
         """
-        if not self._over and self._rules.stepped:
+        if not self._over and self._validator.stepped:
             self._advance()  # the loop was left with this step done
-        self._check_left(self._flush(Vote(left=not self._over)))
+        self._check_left(self._flush(StepVote(left=not self._over)))
         self.stopped = self.progress.step < self.plan.num_steps
         if self._models and self._saved_step != self.progress.step:
             self._save()
@@ -231,24 +231,24 @@ class Run:
             self.reporter.started(self.world_size, self.progress.step)
         self._announced = True
 
-    def _begin(self, step: int, shares: Iterator[Share]) -> Batch:
+    def _begin(self, step: int, shares: Iterator[LocalBatch]) -> Batch:
         waited = time.perf_counter()
         share = next(shares)
         wait_s = time.perf_counter() - waited
         due = 0 < self.config.checkpoint_every_s <= self.clock() - self._saved_at
         save = self.rank == 0 and (self.reporter.save_requested() or due)
-        self._sums.begin(Vote(len(share.labels), wait_s, stop=self.reporter.stop_requested(), save=save))
+        self._sums.begin(StepVote(len(share.labels), wait_s, stop=self.reporter.stop_requested(), save=save))
         self._share = share
         self._part = to_batch(share, self.augment, self.device, training=True)
         for model in self._models:
             batchnorm.set_used(model, self._part.num_used)
-        self._rules.begin()
+        self._validator.begin()
         torch.manual_seed(mix(self.config.seed, step, self.rank) >> 1)  # dropout repeats after a resume
         return self._part
 
     def _complete(self) -> bool:
         """Bring the books up to date after a step; whether the run stops here."""
-        self._rules.complete()
+        self._validator.complete()
         sums = self._advance()
         self._check_left(sums)
         ends_run = self.progress.step == self.plan.num_steps
@@ -263,9 +263,9 @@ class Run:
         every = self.config.evaluate_every * self.plan.steps_per_epoch
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
-    def _advance(self) -> StepSums:
+    def _advance(self) -> StepTotals:
         self._finish_norms()
-        self._rules.begin()
+        self._validator.begin()
         sums = self._sums.read()
         self._report(self._metrics.step(sums))
         if self._trace is not None:
@@ -275,7 +275,7 @@ class Run:
             self._metrics.close_row(self._share.batch, self._rate)
         return sums
 
-    def _flush(self, vote: Vote) -> StepSums:
+    def _flush(self, vote: StepVote) -> StepTotals:
         """Fetch what was logged in the last step, which otherwise comes with the next one."""
         self._sums.begin(vote)
         sums = self._sums.read()
@@ -286,18 +286,18 @@ class Run:
         for model in self._models:
             batchnorm.finish_step(model)
 
-    def _check_left(self, sums: StepSums) -> None:
+    def _check_left(self, sums: StepTotals) -> None:
         if 0 < sums.left < self.world_size:
             raise UsageError(
                 f"After step {self.progress.step:,} the loop returned on {sums.left:.0f} of {self.world_size} workers and went on on the "
                 "others; every worker must take the same steps: decide to break by what all of them know, such as run.total(...)."
             )
 
-    def _save_if_due(self, sums: StepSums) -> None:
+    def _save_if_due(self, sums: StepTotals) -> None:
         step = self.progress.step
         every = (self.config.checkpoint_every_steps, self.config.checkpoint_every_epochs * self.plan.steps_per_epoch)
         if sums.save_votes or any(each and step % each == 0 for each in every):
-            self._flush(Vote())  # a run that goes on from here records nothing of this step again
+            self._flush(StepVote())  # a run that goes on from here records nothing of this step again
             self._save()
 
     def _save(self) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
-from raytrain.data.storage import open_store
 from raytrain.errors import UsageError
-from raytrain.named import hint
+from raytrain.storage.base import open_store
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import identity_of
 from raytrain.training.model import build_model, pretrained
+from raytrain.training.user_function import hint
 
 DEFAULT = "DEFAULT"
 

@@ -33,7 +33,7 @@ def measure(bench: Bench) -> Report:
         "decoding alone": Side(decode, {"url": url}),
         "Ray's documented way": Side(read_as_documented, {"url": url, "epochs": 2}),
         "streaming": Side(read_through_raytrain, {"url": url, "cache": "none", "epochs": 3}),
-        "cached": Side(read_through_raytrain, {"url": url, "cache": "memory", "epochs": 4}),
+        "batches_from_cache": Side(read_through_raytrain, {"url": url, "cache": "memory", "epochs": 4}),
     }
     results = bench.alternate(sides, bench.scaled(2))
     limits = [Figure(f"{name} (2 processes)", "images/s", results.pop(name)) for name in ("GETs alone", "decoding alone")]
@@ -53,13 +53,13 @@ def _checks(rates: dict[str, list[float]], pauses: dict[str, list[float]], waits
         Check("streaming, first epoch : Ray's way, first epoch", first, at_least=4),
         Check("streaming, slowest later epoch : Ray's way, fastest later epoch", later, at_least=4),
         Check("streaming : GETs alone", median(rates["streaming"]) / gets, at_least=0.7),
-        Check("cached, slowest epoch from the second : Ray's way, fastest", min(rates["cached"][1:]) / max(documented), at_least=40),
+        Check("cached, slowest epoch from the second : Ray's way, fastest", min(rates["batches_from_cache"][1:]) / max(documented), at_least=40),
         Check(
             "streaming, pause before a later epoch : longest wait within one",
             max(pauses["streaming"][1:]) / max(waits["streaming"]),
             at_most=1,
         ),
-        Check("cached, pause before a later epoch : longest wait within one", max(pauses["cached"][1:]) / max(waits["cached"]), at_most=1),
+        Check("cached, pause before a later epoch : longest wait within one", max(pauses["batches_from_cache"][1:]) / max(waits["batches_from_cache"]), at_most=1),
     ]
 
 
@@ -111,7 +111,7 @@ def marks_in(folder: str) -> list[Marks]:
 
 
 def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: int, folder: str) -> list[Marks]:
-    from raytrain.driver import train
+    from raytrain.backends.train import train
     from raytrain.recipes import cifar10
 
     options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
@@ -125,7 +125,7 @@ def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: in
 def read_shares(run: Any, folder: str) -> None:
     import torch
 
-    from raytrain.data.shares import Prefetch
+    from raytrain.data.partition import Prefetch
 
     run.reporter.started(run.world_size, 0)  # the driver waits for it to fill the cache
     shares = Prefetch(run.source.train(0), run.config.prefetch)
@@ -182,7 +182,7 @@ def fetch(url: str) -> float:
 def fetch_here(keys: list[list[str]], url: str) -> tuple[float, float, int]:
     import torch.distributed as dist
 
-    from raytrain.data.storage import open_store
+    from raytrain.storage.base import open_store
 
     store, mine = open_store(url), keys[dist.get_rank()]
     dist.barrier()
@@ -193,7 +193,7 @@ def fetch_here(keys: list[list[str]], url: str) -> tuple[float, float, int]:
 
 
 def decode(url: str) -> float:
-    from raytrain.data.storage import open_store
+    from raytrain.storage.base import open_store
 
     files = open_store(url).get_many(_shuffled_keys(url)[:DECODED])
     return _together(decode_here, files)
@@ -215,7 +215,7 @@ def decode_here(files: list[bytes]) -> tuple[float, float, int]:
 
 def _shuffled_keys(url: str) -> list[str]:
     from raytrain.data.manifest import build_manifest
-    from raytrain.data.storage import open_store
+    from raytrain.storage.base import open_store
 
     keys = build_manifest(open_store(url)).keys.to_pylist()
     return [keys[place] for place in np.random.default_rng(0).permutation(len(keys))]
@@ -223,7 +223,7 @@ def _shuffled_keys(url: str) -> list[str]:
 
 def _together(function: Any, *arguments: Any) -> float:
     """Images a second that ``function`` gets through in two processes at once."""
-    from tests.processes import run_in_processes
+    from tests.helpers.gloo_processes import run_in_processes
 
     begun, ended, counts = zip(*run_in_processes(NUM_WORKERS, function, *arguments), strict=True)
     return sum(counts) / (max(ended) - min(begun))

@@ -16,7 +16,7 @@ from typing import Any
 from tests.benchmarks.ingest import BATCH, NUM_WORKERS, Marks, marks_in, rates_of, read, read_through_raytrain
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
-from tests.processes import run_in_processes
+from tests.helpers.gloo_processes import run_in_processes
 
 _EPOCHS = 6
 _CHUNK_BYTES = "1MB"
@@ -25,7 +25,7 @@ _PROCESSES = 1  # of LitData's, for each worker: as many as there are cores
 
 
 def measure(bench: Bench) -> Report:
-    from raytrain.embedded_s3 import serve
+    from raytrain.demo.s3_server import serve
 
     served = bench.scratch / "packed"
     for bucket in ("raytrain", "litdata"):
@@ -52,8 +52,8 @@ def pack_both(images: str, folder: str) -> None:
     """The images in a bucket as shards of raytrain's, and in another one as LitData's chunks."""
     from litdata import optimize
 
-    from raytrain.packing import pack
-    from raytrain.uploading import upload
+    from raytrain.datasets.pack import pack
+    from raytrain.datasets.upload import upload
 
     pack(images, "s3://raytrain")
     files = sorted(Path(images).rglob("*.jpg"))

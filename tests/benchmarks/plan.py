@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.data.order import WorkerOrder
-from raytrain.data.plan import Plan
-from raytrain.data.shares import Shares
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.block_order import WorkerOrder
+from raytrain.data.partition import Partition
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
@@ -41,7 +41,7 @@ def measure(bench: Bench) -> Report:
 
 def look_up() -> dict[str, Any]:
     """Time and memory of samples at random places; memory in a pass of its own, for tracing it takes time."""
-    plan = Plan(NUM_SAMPLES, NUM_WORKERS * SAMPLES_A_STEP, epochs=100, seed=0)
+    plan = BatchPlan(NUM_SAMPLES, NUM_WORKERS * SAMPLES_A_STEP, epochs=100, seed=0)
     loads = (1.0,) * NUM_WORKERS
     random = np.random.default_rng(0)
     steps, ranks = random.integers(0, plan.num_steps, _CALLS).tolist(), random.integers(0, NUM_WORKERS, _CALLS).tolist()
@@ -50,7 +50,7 @@ def look_up() -> dict[str, Any]:
         return len(plan.share(plan.batch(steps[call]), ranks[call], loads))
 
     def block(call: int) -> int:
-        return len(WorkerOrder(Shares(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).samples(1))
+        return len(WorkerOrder(Partition(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).samples(1))
 
     return {"share_ms": _time_ms(share), "block_ms": _time_ms(block), "peak_bytes": _peak_bytes(share, block)}
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from raytrain.embedded_s3 import serve
+from raytrain.demo.s3_server import serve
 from raytrain.errors import UsageError
 
 _TIMEOUT_S = 900.0

@@ -24,21 +24,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raytrain import models
 from raytrain.config import TrainConfig
-from raytrain.data.decode import ImageShape, Reader
+from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import build_manifest
-from raytrain.data.plan import Cursor, Plan
-from raytrain.data.shares import Block, CachedBlocks, Share, Shares, cached
-from raytrain.data.storage import open_store
+from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
 from raytrain.recipes import cifar10
+from raytrain.storage.base import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.loop import train
 from raytrain.training.run import Run
-from raytrain.training.wrap import AUTOCAST
+from raytrain.training.wrap_model import AUTOCAST
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.subset import train_on
-from tests.processes import run_in_processes
+from tests.helpers.gloo_processes import run_in_processes
 
 NUM_WORKERS, SHARE, BLOCK_ROWS, NUM_CLASSES = 2, 128, 512, 10
 BATCH = NUM_WORKERS * SHARE
@@ -85,7 +85,7 @@ def keep_images(url: str, num_images: int, file: str) -> None:
     store = open_store(url)
     manifest = build_manifest(store)
     chosen = _some(num_images, len(manifest))
-    images, _ = Reader(store, ImageShape(32, 32, 3)).read(manifest.select(chosen))
+    images, _ = ImageReader(store, ImageShape(32, 32, 3)).read(manifest.select(chosen))
     np.savez(file, images=images, labels=manifest.labels[chosen].astype(np.int64))
 
 
@@ -156,14 +156,14 @@ class MemorySource:
 
     images: np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C), in the order of the first epoch
     labels: np.ndarray[Any, np.dtype[np.int64]]
-    shares: Shares
+    shares: Partition
 
-    def train(self, first_step: int) -> Iterator[Share]:
-        return cached(self.shares, CachedBlocks(self._block, BLOCK_ROWS, self.shares.plan, Cursor()), first_step)
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        return batches_from_cache(self.shares, CachedBlocks(self._block, BLOCK_ROWS, self.shares.plan, Cursor()), first_step)
 
-    def test(self) -> Iterator[Share]:
-        one_batch = Plan(len(self.images), BATCH, 1, 0, max_steps=1)
-        return cached(Shares(one_batch, self.shares.rank, self.shares.loads), CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()), 0)
+    def test(self) -> Iterator[LocalBatch]:
+        one_batch = BatchPlan(len(self.images), BATCH, 1, 0, max_steps=1)
+        return batches_from_cache(Partition(one_batch, self.shares.rank, self.shares.loads), CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()), 0)
 
     def _block(self, number: int) -> Block:
         rows = slice(number * BLOCK_ROWS, (number + 1) * BLOCK_ROWS)
@@ -192,12 +192,12 @@ def train_in_memory(file: str, precision: str, folder: str) -> list[float]:
     with np.load(file) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     classes = tuple(map(str, range(NUM_CLASSES)))
-    plan = Plan(len(images), BATCH, config.epochs, config.seed)
+    plan = BatchPlan(len(images), BATCH, config.epochs, config.seed)
     run = Run(
         config=config,
         classes=classes,
         plan=plan,
-        source=MemorySource(images, labels, Shares(plan, dist.get_rank(), (1.0,) * NUM_WORKERS)),
+        source=MemorySource(images, labels, Partition(plan, dist.get_rank(), (1.0,) * NUM_WORKERS)),
         augment=Augment(config, MEAN, STD),
         checkpoints=Checkpoints(open_store(folder), Identity(config.model, classes, "", BATCH, config.seed), 1),
         reporter=Silent(),

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.cluster import connection
+from raytrain.backends.ray.cluster import connection
+from raytrain.backends.stop_signals import StopSignals
+from raytrain.backends.train import prepare
 from raytrain.config import TrainConfig
-from raytrain.driver import prepare
-from raytrain.signals import StopSignals
 from raytrain.training.run import Run
 
 
@@ -23,7 +23,7 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
         manifest = prepared.data.train
         data = dataclasses.replace(prepared.data, train=manifest.select(choose(len(manifest))))
         cluster.connect()
-        from raytrain.session import Session
+        from raytrain.backends.ray.session import Session
 
         with (
             StopSignals() as signals,

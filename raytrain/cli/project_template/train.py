@@ -1,0 +1,35 @@
+"""Trains the loop of loop.py: python train.py [name of the run]. What is not said here is as TrainConfig has it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import raytrain
+from raytrain.demo.digits import render
+from raytrain.display.terminal import TerminalView
+
+
+def main(name: str = "first") -> None:
+    """Train, or go on with a run that was stopped."""
+    if not Path("images").exists():
+        render("images")  # digits, to have something to begin with: put s3://bucket/prefix or a folder of yours below
+    config = raytrain.TrainConfig(
+        name=name,
+        resume=Path("runs", name).exists(),
+        data="images/train",
+        test_data="images/test",
+        loop="loop.py:train",
+        image_size=(28, 28),
+        channels=1,
+        epochs=4,
+        batch_size=256,
+        schedule="cosine",
+        warmup_epochs=1,
+    )
+    with TerminalView() as view:
+        print(raytrain.train(config, view=view.update))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""A sweep as PNG: the accuracy of all trials over the epochs, and the best of each against every varied value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from raytrain.errors import UsageError
+from raytrain.experiments.sweep.results import SweepResult, TrialResult
+from raytrain.experiments.sweep.search_space import flag_of
+from raytrain.experiments.sweep.trials import as_typed, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BEST, _OTHER, _GREY = "#e8710a", "#8fb7d9", "#666666"
+_PANELS_PER_ROW = 3
+_FEW_VALUES = 5  # each is named below the axis
+_DECADES = 1.5  # values that span more are drawn over a logarithmic axis
+
+
+def picture(result: SweepResult) -> Figure:
+    """The curves of all trials, the best one in colour, and below them a panel for each varied option; UsageError without an evaluation."""
+    from matplotlib.figure import Figure
+
+    trials = [trial for trial in result.trials if trial.evaluations]
+    if not trials:
+        raise UsageError(
+            f"No trial of sweep {result.name!r} was evaluated, and so there is nothing to draw; each is after --evaluate-every epochs."
+        )
+    names = list(trials[0].values)
+    num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
+    figure = Figure(figsize=(9, 4.5 + 3 * num_rows), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
+    above, below = parts
+    _curves(above.add_subplot(), trials, result.best)
+    for place, name in enumerate(names, start=1):
+        _against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
+    best = next((f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best), "")
+    figure.suptitle(f"{result.name}{best}", x=0.01, ha="left", weight="bold", fontsize=10)
+    return figure
+
+
+def _curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for trial in reversed(trials):  # the best comes last, and so on top
+        epochs, accuracies = zip(*trial.evaluations, strict=True)
+        style: dict[str, Any] = {"color": _BEST, "linewidth": 2.0} if trial.name == best else {"color": _OTHER, "linewidth": 1.2}
+        axes.plot(epochs, accuracies, marker="o", markersize=3.5, **style)
+        axes.annotate(
+            trial.name.rpartition("-")[2],
+            (epochs[-1], accuracies[-1]),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+            color=_BEST if trial.name == best else _GREY,
+        )
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(axes)
+    axes.set_ylabel("test accuracy")
+
+
+def _against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
+    """The best accuracy of each trial against its value of one option."""
+    values = [trial.values[name] for trial in trials]
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    ordered = sorted(set(values)) if numbers else list(dict.fromkeys(values))
+    places = values if numbers else [ordered.index(value) for value in values]
+    colours = [_BEST if trial.name == best else _OTHER for trial in trials]
+    axes.scatter(places, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
+    if numbers and min(values) > 0 and math.log10(max(values) / min(values)) > _DECADES:
+        axes.set_xscale("log")
+    elif numbers and len(ordered) <= _FEW_VALUES:
+        axes.set_xticks(ordered, [shown(value) for value in ordered])
+    elif not numbers:
+        axes.set_xticks(range(len(ordered)), [shown(value) for value in ordered])
+        axes.set_xlim(-0.5, len(ordered) - 0.5)
+    axes.set_xlabel(flag_of(name))
+    _finish(axes)
+    axes.set_ylabel("best test accuracy")
+
+
+def _finish(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="y", nbins=6)

@@ -1,0 +1,160 @@
+"""The space of a sweep: what ``--vary`` says, and the points that are tried. Knows neither Ray nor torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.training.user_function import hint
+
+Value = float | int | bool | str
+Point = dict[str, Value]
+"""A value for each varied field of :class:`TrainConfig`."""
+
+_SAME_FOR_ALL = {
+    *("data", "test_data", "test_fraction", "channels", "random_resized_crop", "on_bad_image", "max_bad_fraction"),  # what is read
+    *("storage", "name", "resume", "address", "recipe", "loop", "trace", "keep_checkpoints", "log_every"),
+    *("evaluate_every", "checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s"),
+    *("workers", "device", "gpus", "threads_per_worker", "cache", "prefetch", "max_failures"),
+}
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+_DRAWS_PER_POINT = 1000
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One of a few values."""
+
+    values: tuple[Value, ...]
+
+    def draw(self, generator: random.Random) -> Value:
+        """One of them, each as likely."""
+        return generator.choice(self.values)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Any number from ``low`` to ``high``; whole numbers only, or evenly in the logarithm."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def draw(self, generator: random.Random) -> Value:
+        """A number of the range; four digits are enough to read and to type again."""
+        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        drawn = math.exp(generator.uniform(math.log(low), math.log(high))) if self.log else generator.uniform(low, high)
+        kept = min(max(drawn, self.low), self.high)
+        return round(kept) if self.whole else min(max(float(f"{kept:.4g}"), self.low), self.high)
+
+
+Space = dict[str, Choices | Range]
+
+
+def parse(words: Sequence[str]) -> Space:
+    """The space that ``words`` describe, such as ``learning-rate=0.01,0.1`` and ``weight-decay=log:1e-5..1e-2``.
+
+    Raises UsageError for a field that is not there or is the same for all trials, and for a value that is none of its kind.
+    """
+    space: Space = {}
+    for word in words:
+        flag, _, values = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in space:
+            raise UsageError(f"--vary names {flag} twice; give all of its values at once, with commas.")
+        space[name] = _domain(name, flag, values)
+    return space
+
+
+def points(space: Space, trials: int | None, seed: int) -> list[Point]:
+    """What is tried: every combination of values, or ``trials`` different points that ``seed`` draws."""
+    if trials is None:
+        return _grid(space)
+    if trials < 1:
+        raise UsageError(f"--trials is {trials}; it must be at least 1.")
+    generator = random.Random(seed)
+    drawn: dict[tuple[Value, ...], Point] = {}
+    for _ in range(_DRAWS_PER_POINT * trials):
+        point = {name: domain.draw(generator) for name, domain in space.items()}
+        drawn.setdefault(tuple(point.values()), point)
+        if len(drawn) == trials:
+            return list(drawn.values())
+    raise UsageError(f"--trials is {trials}, and --vary describes {len(drawn)} different points only; ask for at most {len(drawn)}.")
+
+
+def flag_of(name: str) -> str:
+    """A field as one types it, without the dashes before it."""
+    return name.replace("_", "-")
+
+
+def _grid(space: Space) -> list[Point]:
+    values: list[tuple[Value, ...]] = []
+    for name, domain in space.items():
+        if isinstance(domain, Range):
+            raise UsageError(f"--vary {flag_of(name)} is a range, from which values are drawn; say how many with --trials.")
+        values.append(domain.values)
+    return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
+
+
+def _domain(name: str, flag: str, values: str) -> Choices | Range:
+    kind = _kind(name, flag)
+    if not values:
+        raise UsageError(
+            f"--vary {flag} has no values; write {flag}=VALUE,VALUE or, for numbers, {flag}=LOW..HIGH or {flag}=log:LOW..HIGH."
+        )
+    if kind in (int, float) and ".." in values:
+        return _range(flag, values, kind)
+    return Choices(tuple(_value(flag, text, kind) for text in values.split(",")))
+
+
+def _kind(name: str, flag: str) -> Any:
+    """The type of a field's values, or the Literal of what it may be."""
+    kinds = {field.name: _single(get_type_hints(TrainConfig)[field.name]) for field in dataclasses.fields(TrainConfig)}
+    varied = [flag_of(each) for each, kind in kinds.items() if kind is not None and each not in _SAME_FOR_ALL]
+    if name not in kinds:
+        raise UsageError(f"--vary: there is no option {flag!r}{hint(flag_of(name), varied)}; those that may vary are {', '.join(varied)}.")
+    if flag_of(name) not in varied:
+        raise UsageError(f"--vary: {flag} is the same for all trials of a sweep; those that may vary are {', '.join(varied)}.")
+    return kinds[name]
+
+
+def _single(annotation: Any) -> Any:
+    """The one type beside None that ``annotation`` allows; None where a value has several parts or types."""
+    if annotation in _KINDS or get_origin(annotation) is Literal:
+        return annotation
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and kinds[0] in _KINDS else None
+
+
+def _range(flag: str, text: str, kind: type) -> Range:
+    log = text.startswith("log:")
+    low, _, high = text.removeprefix("log:").partition("..")
+    found = Range(float(_value(flag, low, kind)), float(_value(flag, high, kind)), log, kind is int)
+    if found.low >= found.high:
+        raise UsageError(f"--vary {flag}={text}: a range goes from a number to a larger one.")
+    if log and found.low <= 0:
+        raise UsageError(f"--vary {flag}={text}: a logarithmic range begins above 0.")
+    return found
+
+
+def _value(flag: str, text: str, kind: Any) -> Value:
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise UsageError(f"--vary {flag}: {text!r} is none of {', '.join(get_args(kind))}.")
+        return text
+    try:
+        value = _WORDS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        value = None
+    if value is None or text == "" or (kind is float and not math.isfinite(value)):
+        raise UsageError(f"--vary {flag}: {text!r} is not {_KINDS[kind]}.")
+    return value

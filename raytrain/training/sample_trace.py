@@ -1,0 +1,52 @@
+"""Which samples a worker used in each step, left in the run's storage for an audit."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from raytrain.data.batch_plan import Int64s
+from raytrain.runs.layout import TRACE
+from raytrain.storage.base import Store
+
+_LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")
+
+
+class Trace:
+    """Rows of step (counted from 1) and sample (index into the manifest), a file for each worker and checkpoint.
+
+    Written before the checkpoint that makes its steps count: so what lies beyond the newest checkpoint belongs to steps that
+    a failure undid, and is deleted by worker 0 when the run goes on.
+    """
+
+    def __init__(self, store: Store, rank: int, first_step: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._steps: list[tuple[int, Int64s]] = []
+        if rank == 0:
+            self._delete_after(first_step)
+
+    def add(self, step: int, samples: Int64s) -> None:
+        """This worker used ``samples``, indices into the manifest, in ``step`` (counted from 1)."""
+        self._steps.append((step, samples))
+
+    def write(self) -> None:
+        """Write the steps since the last call."""
+        if not self._steps:
+            return
+        steps = np.repeat([step for step, _ in self._steps], [len(samples) for _, samples in self._steps])
+        table = pa.table({"step": steps, "sample": np.concatenate([samples for _, samples in self._steps])})
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(table, buffer)
+        first, last = self._steps[0][0], self._steps[-1][0]
+        self._store.put(f"{TRACE}{first:09d}-{last:09d}-{self._rank:05d}.parquet", buffer.getvalue())
+        self._steps.clear()
+
+    def _delete_after(self, step: int) -> None:
+        for found in list(self._store.list(TRACE)):
+            if (last := _LAST_STEP.search(found.path)) and int(last[1]) > step:
+                self._store.delete(found.path)

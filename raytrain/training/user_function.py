@@ -1,0 +1,57 @@
+"""Functions of the user's that an option names, such as a network or a training loop."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from raytrain.errors import UsageError
+
+
+def load_function(option: str, name: str) -> Callable[..., Any]:
+    """The function ``package.module:function`` or ``file.py:function`` that was given as ``option``.
+
+    Raises UsageError where there is no such module, file or function; what the module itself raises is not caught.
+    """
+    place, _, function_name = name.rpartition(":")
+    if not place:
+        raise UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
+    module = _from_file(option, Path(place)) if place.endswith(".py") else _from_package(option, name, place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"{option} {name}: {place} has no function {function_name!r}{hint(function_name, dir(module))}.")
+    return function
+
+
+def hint(name: str, there_are: list[str]) -> str:
+    """`` (did you mean …?)`` with those of ``there_are`` that come close to ``name``; empty where none does."""
+    close = get_close_matches(name, there_are)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _from_package(option: str, name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, what it imports is not
+        raise UsageError(f"{option} {name}: there is no module {error.name}; is its folder the current one or on PYTHONPATH?") from None
+
+
+def _from_file(option: str, path: Path) -> ModuleType:
+    """The module in a file, which may import the files beside it."""
+    if not path.is_file():
+        raise UsageError(f"{option}: there is no file {path}; its path is relative to the current folder.")
+    name = f"raytrain_own_{path.stem}"  # must not hide a module that is called as the file is
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module

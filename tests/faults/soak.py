@@ -1,0 +1,202 @@
+"""Runs under random faults, one after the other, for as long as wanted: ``python -m tests.faults.soak --minutes 60 --seed 1``.
+
+Every run has the same options, so that each must end with the weights of the first one, which nothing happens to. Prints what
+happened and what came of it; the exit code is 1 where anything was lost, doubled or left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+
+import raytrain
+from raytrain.demo.s3_server import serve
+from raytrain.runs import records
+from tests.faults.soak_faults import LOOP, STORAGE, WHAT_IT_DOES, Soaked, head_processes, last_line, named, title
+from tests.helpers.faulty_s3 import faulty_s3
+from tests.helpers.ray_head import Head, started_head
+from tests.helpers.small_runs import make_images, weights
+
+NUM_IMAGES = 6000
+FAULTS_PER_RUN = 3
+SETTLED_S = 20.0  # until what is left of a run in Ray is there for good
+MORE_FDS, MORE_BYTES = 32, 64 << 20
+"""By how much a process that outlasts all runs may have grown: what differs with how many idle processes Ray keeps."""
+FEW_RECORDS = {"RAY_task_events_max_num_task_in_gcs": "1000", "RAY_maximum_gcs_destroyed_actor_cached_count": "100"}
+"""Of tasks and actors that are over. Ray keeps 100,000 of each; until it has them an hour's growth would look like a leak."""
+
+
+def suffer(run: Soaked, faults: Iterator[Callable[[Soaked], bool]]) -> None:
+    """Begin the run, hurt it now and then, and see it to its end."""
+    run.begin()
+    try:
+        for fault in faults:
+            if not run.reach(max(run.step, 0) + random.randint(3, 40)):
+                break
+            step = run.step
+            if fault(run):
+                run.met.append(fault.__name__)
+                print(f"{run.name}: {fault.__name__} in step {step}", flush=True)
+        run.end()
+    finally:
+        run.driver.kill()
+
+
+# What came of it.
+
+
+@dataclass
+class Verdict:
+    run: Soaked
+    lost: int
+    doubled: int
+    equal: bool
+    ended: bool = True  # or nobody could count what was lost
+
+    @property
+    def good(self) -> bool:
+        return not (self.run.problems or self.lost or self.doubled) and self.equal
+
+
+def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdict, raytrain.TrainResult | None]:
+    """Hold a run that has ended against the plan and the undisturbed one."""
+    try:
+        summary = json.loads(last_line(run.log.name))
+        result = raytrain.TrainResult(**{each.name: summary[each.name] for each in fields(raytrain.TrainResult)})
+    except (ValueError, KeyError):
+        run.problems.append(f"no summary: {last_line(run.log.name)}")
+        return Verdict(run, 0, 0, equal=False, ended=False), None
+    if result.status != "finished":
+        run.problems.append(f"it ended {result.status}")
+    steps = [row["step"] for row in records.read_run(STORAGE, run.name).metrics if row["kind"] == "step"]
+    if steps != list(range(1, result.steps + 1)):
+        run.problems.append(f"its history lacks {sorted(set(range(1, result.steps + 1)) - set(steps))} or has steps twice")
+    audit = raytrain.audit(run.name, storage=STORAGE)
+    lost = sum(len(epoch["missing"]) for epoch in audit["epochs"])
+    doubled = sum(len(epoch["doubled"]) for epoch in audit["epochs"])
+    if not audit["clean"]:
+        run.problems.append("its audit is not clean")
+    return Verdict(run, lost, doubled, undisturbed is None or same_weights(result, undisturbed)), result
+
+
+def same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in theirs) < 1e-10
+
+
+def left_behind(head: Head, usual: Counter[str]) -> list[str]:
+    """Processes that outlasted a run, beside the usual ones, once what was ending has had time to."""
+    deadline = time.monotonic() + 60
+    while (more := working(head) - usual) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return sorted(more.elements())
+
+
+def working(head: Head) -> Counter[str]:
+    """Ray's processes in the cluster by name, but for idle ones."""
+    names = [title(process).partition(".")[0] for process in named(head, "ray::")]
+    return Counter(name for name in names if "IDLE" not in name and "SPILL" not in name and "RESTORE" not in name)
+
+
+def lasting(head: Head) -> dict[str, tuple[int, int]]:
+    """Open files and bytes of the processes that outlast every run, by name and number."""
+    found: dict[str, tuple[int, int]] = {}
+    for process in head_processes(head):
+        name = Path(title(process)).name
+        if name in ("raylet", "gcs_server"):
+            found[name] = process.num_fds(), process.memory_info().rss
+    return found
+
+
+@contextmanager
+def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
+    """A cluster, images and storage behind a proxy; gives what makes a run of a number."""
+    os.environ.update(FEW_RECORDS)
+    (folder / "loop.py").write_text(LOOP.format(folder=str(folder)))
+    for name in ("tmp", "s3/soak/images", "s3/soak-runs"):
+        (folder / name).mkdir(parents=True)
+    make_images(folder / "s3" / "soak" / "images", NUM_IMAGES)
+    with serve(folder / "s3") as server, started_head(folder) as head, faulty_s3(server.endpoint_url, 0.0) as proxy:
+        os.environ.update(server.environment())  # this process looks at storage past the proxy
+        environment = {**head.environment, **server.environment(), "AWS_ENDPOINT_URL": proxy.url, "TMPDIR": str(folder / "tmp")}
+        yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], head, proxy, folder, environment)
+
+
+def endless_faults() -> Iterator[Callable[[Soaked], bool]]:
+    """Every one of them before any comes again."""
+    while True:
+        yield from random.sample(list(WHAT_IT_DOES), len(WHAT_IT_DOES))
+
+
+def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
+    """Run after run, until the ``minutes`` after the first one are over; gives the exit code."""
+    first = new_run(0)
+    suffer(first, iter(()))
+    verdict, undisturbed = judge(first, None)
+    verdicts, faults = [verdict], endless_faults()
+    time.sleep(SETTLED_S)
+    usual, before, deadline = working(first.head), lasting(first.head), time.monotonic() + 60 * minutes
+    while time.monotonic() < deadline:
+        run = new_run(len(verdicts))
+        suffer(run, islice(faults, FAULTS_PER_RUN))
+        verdict, _ = judge(run, undisturbed)
+        run.problems += [f"left behind: {name}" for name in left_behind(run.head, usual)]
+        verdicts.append(verdict)
+        print(f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'as if nothing had been'}", flush=True)
+    kept = [*grown(before, lasting(first.head)), *forgotten(first.folder / "tmp")]
+    print_table(verdicts)
+    print("\n".join(kept))
+    return 0 if all(verdict.good for verdict in verdicts) and not any(line.startswith("BAD") for line in kept) else 1
+
+
+def grown(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> Iterator[str]:
+    """A line for each process that outlasts the runs."""
+    for name, (fds, size) in before.items():
+        more_fds, more_bytes = after.get(name, (10**9, 0))
+        bad = more_fds - fds > MORE_FDS or more_bytes - size > MORE_BYTES
+        yield f"{'BAD ' if bad else ''}{name}: open files {fds} -> {more_fds}, memory {size >> 20} -> {more_bytes >> 20} MiB"
+
+
+def forgotten(folder: Path) -> Iterator[str]:
+    """Temporary files: what a driver that was killed leaves goes with the next one."""
+    there = sorted(path.name for path in folder.iterdir())
+    yield f"{'BAD ' if there else ''}temporary files: {' '.join(there) or 'none'}"
+
+
+def print_table(verdicts: list[Verdict]) -> None:
+    print("\n| fault | times | the run | samples lost, doubled | weights equal | holds |\n|---|---|---|---|---|---|")
+    for fault, does in WHAT_IT_DOES.items():
+        met = [verdict for verdict in verdicts if fault.__name__ in verdict.run.met]
+        times = sum(verdict.run.met.count(fault.__name__) for verdict in met)
+        lost, doubled = (sum(getattr(verdict, name) for verdict in met) for name in ("lost", "doubled"))
+        equal, good = (all(getattr(verdict, name) for verdict in met) for name in ("equal", "good"))
+        counted = f"{lost}, {doubled}" if all(verdict.ended for verdict in met) else "not known of every run"
+        cells = (fault.__name__.replace("_", " "), times, does, counted, equal, good)
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    random.seed(chosen.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing stays behind
+    with tempfile.TemporaryDirectory(prefix="soak-") as name, scene(Path(name)) as new_run:
+        return soak(new_run, chosen.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Keys that live for seconds carry a run of minutes; keys that are taken back end it with a sentence, and it goes on later."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import raytrain
+from raytrain import TrainingFailed
+from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.runs import records
+from raytrain.storage.base import S3Settings, open_store
+from tests.helpers.key_issuer import LIFE_S, Issuer, issuing_s3
+from tests.helpers.small_object_store import options as large_images
+from tests.helpers.small_runs import assert_same_weights, loop_with, put_images
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+
+STEPS = 90
+STEPS_PER_KEY = 3
+WAIT_S = 120.0
+
+
+def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
+    return large_images(  # few of them are read ahead, so that reading lasts as long as the run
+        data,
+        storage,
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+        horizontal_flip=False,
+        translate=0,
+        epochs=STEPS,
+        max_steps=STEPS,
+        cache="none",
+        evaluate_every=0,
+        checkpoint_every_steps=15,
+    )
+
+
+@pytest.fixture(scope="module")
+def unhindered(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrain.TrainResult:
+    """The same run from a folder into a folder."""
+    return raytrain.train(options(images, tmp_path_factory.mktemp("unhindered")))
+
+
+@pytest.fixture
+def issuer(
+    s3_server: EmbeddedS3, s3: EmbeddedS3, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Issuer]:
+    """Issues all the keys that this process has; the images are at ``s3_url``."""
+    put_images(images, open_store(s3_url, settings=S3Settings(s3.endpoint_url, "us-east-1")))
+    (tmp_path / "issued").mkdir()
+    issuer = Issuer(tmp_path / "issued")
+    with issuing_s3(s3_server, issuer) as url:
+        for name in s3.environment():
+            monkeypatch.delenv(name)
+        for name, value in issuer.environment(url).items():
+            monkeypatch.setenv(name, value)
+        yield issuer
+
+
+def wait_for_other_keys(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
+    """Take no step before there are as many keys as it wants, so that the run outlasts most of them."""
+    deadline = time.monotonic() + WAIT_S
+    while run.rank == 0 and len(list(issued.glob("*.json"))) < batch.step // STEPS_PER_KEY:
+        assert time.monotonic() < deadline, "no keys are asked for any more"
+        time.sleep(0.1)
+
+
+def revoke(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
+    if (run.rank, batch.step) == (0, 20):
+        (issued / "revoked").touch()
+
+
+def test_a_run_never_notices_that_keys_expire(
+    unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hook = partial(wait_for_other_keys, issued=issuer.folder)
+    result = raytrain.train(options(s3_url, f"{s3_url}-runs"), loop=partial(loop_with, before_step=hook))  # pyright: ignore
+    assert (result.status, result.steps, result.num_skipped) == ("finished", STEPS, 0)
+    expired = [keys for keys in issuer.issued() if float(keys["expires"]) < time.time()]
+    assert len(expired) >= STEPS // STEPS_PER_KEY / 2 and result.seconds > 4 * LIFE_S
+    assert_same_weights(result, unhindered)
+    assert raytrain.audit("run", storage=f"{s3_url}-runs")["clean"]
+    assert "failed" not in capfd.readouterr().err
+
+
+def test_keys_that_are_taken_back_end_a_run_with_a_sentence_and_it_goes_on_with_others(
+    unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, tmp_path: Path
+) -> None:
+    wanted = options(s3_url, tmp_path / "runs")
+    with pytest.raises(TrainingFailed) as raised:
+        raytrain.train(wanted, loop=partial(loop_with, before_step=partial(revoke, issued=issuer.folder)))  # pyright: ignore
+    sentence = str(raised.value)
+    said = re.search(r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.* go on with --name run .* --resume\.$", sentence)
+    assert said, sentence
+    assert raised.value.exit_code == 1 and "\n" not in sentence
+    assert any(keys["AccessKeyId"].endswith(said[1]) for keys in issuer.issued())
+    assert not any(keys[name] in sentence for keys in issuer.issued() for name in ("SecretAccessKey", "SessionToken", "AccessKeyId"))
+    assert 20 <= records.read_run(wanted.storage, "run").status.step < STEPS
+    issuer.revoke(False)
+    resumed = raytrain.train(dataclasses.replace(wanted, resume=True))
+    assert (resumed.status, resumed.steps) == ("finished", STEPS)
+    assert_same_weights(resumed, unhindered)
+    assert raytrain.audit("run", storage=wanted.storage)["clean"]

@@ -1,0 +1,224 @@
+"""Runs whose storage, or whose data, is on a sick disk or behind a network that fails: the weights are those of a healthy run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raytrain
+from raytrain import TrainingFailed
+from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.runs import records
+from raytrain.storage.base import MAX_THREADS, open_store
+from raytrain.training.checkpoint import read_checkpoint
+from tests.helpers.faulty_s3 import FAULTS, faulty_s3
+from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+NUM_READING_TASKS = 2  # at a time, for two workers on two CPUs
+AWAY_S = 60.0
+
+
+def whole_steps(storage: str) -> list[int]:
+    """The steps of the run's checkpoints, after each of them was read."""
+    store = records.open_run(storage, "run")
+    return [read_checkpoint(store, found.path)["progress"]["step"] for found in records.list_checkpoints(store)]
+
+
+# The data.
+
+
+@pytest.mark.parametrize(("fraction", "seed", "max_requests_per_read"), [(0.05, 0, 1.2), (0.5, 5, 3.0)])
+def test_a_run_through_s3_that_fails_requests_repeats_and_counts_them(
+    fraction: float,
+    seed: int,
+    max_requests_per_read: float,
+    undisturbed: raytrain.TrainResult,
+    images: Path,
+    s3: EmbeddedS3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = f"s3://tests/failing-{fraction}"
+    put_images(images, open_store(data))
+    measured = records.read_run(str(Path(undisturbed.run_dir).parent), "run").config
+    options = config(data, tmp_path, cache="none", evaluate_every=0, trace=True, mean=measured.mean, std=measured.std)
+    with faulty_s3(s3.endpoint_url, fraction, seed=seed) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        result = raytrain.train(options)
+    assert all(proxy.outcomes[fault] for fault in FAULTS)
+    assert (result.status, result.samples_seen, result.num_skipped) == ("finished", 324, 0)
+    assert_same_weights(result, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    num_reads = 324 + NUM_IMAGES - 81  # each training image in four epochs, each test image at the end
+    assert result.num_retries == proxy.num_requests_for(".png") - num_reads > 0
+    assert proxy.num_requests_for(".png") <= max_requests_per_read * num_reads
+    assert proxy.max_at_once <= NUM_READING_TASKS * MAX_THREADS
+
+
+# A disk.
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB, healthy so far."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a disk")
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "raytrain-test", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        try:
+            while filler.write(bytes(1024)):
+                pass
+        except OSError:
+            pass
+
+
+def make_read_only(disk: Path) -> None:
+    while subprocess.run(["mount", "-o", "remount,ro", disk]).returncode:
+        pass  # somebody writes to it at this moment
+
+
+def free(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    (disk / "filler").unlink(missing_ok=True)
+    (disk / "runs/run/status.json").unlink()  # it says that this process trains, which could not say otherwise
+
+
+def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -> None:
+    if (run.rank, batch.step) == (0, 7):
+        hurt(disk)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "sentence"),
+    [
+        (fill, "The disk of {} is full; free space or choose another place"),
+        (make_read_only, "{} lies on a disk that can only be read; choose another place"),
+    ],
+)
+def test_a_run_whose_disk_is_full_or_read_only_keeps_its_last_checkpoint(
+    hurt: Any, sentence: str, undisturbed: raytrain.TrainResult, images: Path, disk: Path
+) -> None:
+    options = config(images, disk / "runs", checkpoint_every_steps=3, trace=True)
+    with pytest.raises(TrainingFailed) as raised:
+        raytrain.train(options, loop=partial(loop_with, before_step=partial(hurt_disk, disk=disk, hurt=hurt)))  # pyright: ignore
+    said = str(raised.value)
+    before, after = sentence.split("{}")
+    assert said.startswith(f"Run 'run' failed: {before}{disk}/runs/run/") and after in said and "\n" not in said
+    assert said.endswith(f"Its last checkpoint is kept: go on with --name run --storage {disk}/runs --resume.")
+    assert max(whole_steps(options.storage)) in (3, 6)  # that of step 6 is written while the disk breaks
+    free(disk)
+    resumed = raytrain.train(dataclasses.replace(options, resume=True))
+    assert (resumed.status, resumed.samples_seen) == ("finished", 324)
+    assert_same_weights(resumed, undisturbed)
+    assert raytrain.audit("run", storage=options.storage)["clean"]
+
+
+# S3.
+
+
+class Away:
+    """Breaks off all requests from the moment a run asks for it until it has trained on meanwhile, and at least a minute long."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._since: float | None = None
+        self.num_refused = 0
+
+    def interfere(self, request: BaseHTTPRequestHandler, body: bytes) -> str | None:
+        if not (self._folder / "go away").exists() or self.over:
+            return None
+        self._since = self._since or time.monotonic()
+        self.num_refused += 1
+        return "reset"
+
+    @property
+    def over(self) -> bool:
+        lasted = self._since is not None and time.monotonic() - self._since > AWAY_S
+        return lasted and (self._folder / "trained on").exists()
+
+
+def train_on_without_storage(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    for step, note in ((6, "go away"), (14, "trained on")):
+        if (run.rank, batch.step) == (0, step):
+            (folder / note).touch()
+
+
+def test_a_run_trains_on_while_its_storage_is_away_and_its_checkpoints_arrive_later(
+    undisturbed: raytrain.TrainResult, images: Path, s3: EmbeddedS3, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = Away(tmp_path)
+    with faulty_s3(s3.endpoint_url, interfere=away.interfere) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        hook = partial(train_on_without_storage, folder=tmp_path)
+        result = raytrain.train(config(images, s3_url), loop=partial(loop_with, before_step=hook))  # pyright: ignore
+        assert (result.status, result.steps) == ("finished", 20)
+        assert away.over and away.num_refused
+        assert result.seconds > AWAY_S
+        assert_same_weights(result, undisturbed)
+        assert whole_steps(s3_url)[-2:] == [15, 20]
+        steps = [row["step"] for row in records.read_run(s3_url, "run").metrics if row["kind"] == "step"]
+        assert steps == list(range(1, 21))
+
+
+class Ballast:
+    """So much that a checkpoint is uploaded in parts."""
+
+    def __init__(self) -> None:
+        self.state = {"ballast": torch.zeros(16 << 20, dtype=torch.uint8)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def heavy_loop(run: raytrain.Run, folder: Path) -> None:
+    if run.rank == 0:
+        (folder / "pid").write_text(str(os.getpid()))
+    run.prepare(Ballast())
+    loop_with(run, lambda run, batch: None)
+
+
+def test_a_worker_that_is_killed_while_it_uploads_a_checkpoint_leaves_the_one_before(
+    undisturbed: raytrain.TrainResult, images: Path, s3: EmbeddedS3, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = threading.Event()
+
+    def kill(request: BaseHTTPRequestHandler, body: bytes) -> str | None:
+        if request.command == "PUT" and "step-000000010.pt?partNumber=2" in request.path and not killed.is_set():
+            killed.set()
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+            return "reset"
+        return None
+
+    with faulty_s3(s3.endpoint_url, interfere=kill) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        result = raytrain.train(config(images, s3_url, trace=True), loop=partial(heavy_loop, folder=tmp_path))  # pyright: ignore
+        assert killed.is_set() and (result.status, result.samples_seen) == ("finished", 324)
+        assert_same_weights(result, undisturbed)
+        assert whole_steps(s3_url)[-2:] == [15, 20]
+        assert raytrain.audit("run", storage=s3_url)["clean"]

@@ -1,0 +1,117 @@
+"""Storage behind a network that fails: every byte arrives, nobody is flooded, and what changed since the listing is said."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.manifest import build_manifest
+from raytrain.demo.digits import render
+from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.storage import s3
+from raytrain.storage.base import MAX_THREADS, ObjectChanged, S3Settings, Store, open_store
+from tests.helpers.faulty_s3 import FAULTS, faulty_s3
+
+NUM_OBJECTS = 300
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is taken for a failure after half a second."""
+    monkeypatch.setitem(s3._CLIENT, "read_timeout", timedelta(seconds=0.5))
+
+
+def content(number: int) -> bytes:
+    return bytes([number % 256]) * (1000 + number)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("fraction", "max_requests_per_object"), [(0.05, 1.2), (0.5, 3.0)])
+def test_everything_arrives_through_faults_without_a_storm(
+    s3: EmbeddedS3, s3_url: str, fraction: float, max_requests_per_object: float
+) -> None:
+    direct = open_store(s3_url)
+    paths = [f"{number % 5}/{number:03d}" for number in range(NUM_OBJECTS)]
+    for number, path in enumerate(paths):
+        direct.put(path, content(number))
+    with faulty_s3(s3.endpoint_url, fraction) as proxy:
+        store = open_store(s3_url, settings=S3Settings(proxy.url, "us-east-1"))
+        assert store.get_many(paths) == [content(number) for number in range(NUM_OBJECTS)]
+        assert all(proxy.outcomes[fault] for fault in FAULTS)
+        assert proxy.num_requests <= max_requests_per_object * NUM_OBJECTS
+        assert proxy.max_at_once <= MAX_THREADS
+        assert sorted(found.path for found in store.list()) == sorted(paths)
+        for number, size_bytes in enumerate((10, 1_000_000, 12_000_000)):  # the last one in parts
+            store.put(f"written/{number}", bytes(size_bytes))
+            assert direct.get(f"written/{number}") == bytes(size_bytes)
+        assert not store.exists("nowhere")
+        store.delete("written/2")
+        assert not direct.exists("written/2")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_real_images_are_read_through_faults(s3: EmbeddedS3, s3_url: str, tmp_path: Path) -> None:
+    folder = open_store(str(render(tmp_path, num_images=100) / "train"))
+    direct = open_store(s3_url)
+    for found in folder.list():
+        direct.put(found.path, folder.get(found.path))
+    wanted, shape = build_manifest(direct), ImageShape(28, 28, 1)
+    with faulty_s3(s3.endpoint_url, 0.3, seed=1) as proxy:
+        images, bad = ImageReader(open_store(s3_url, settings=S3Settings(proxy.url, "us-east-1")), shape).read(wanted)
+    assert bad == {} and (images == ImageReader(folder, shape).read(build_manifest(folder))[0]).all()
+
+
+# What changed since it was listed.
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("s3_url"))
+
+
+def test_an_object_that_was_replaced_after_its_listing_is_not_taken_for_the_old_one(store: Store) -> None:
+    for path in "abc":
+        store.put(path, path.encode())
+    etags = {found.path: found.etag for found in store.list()}
+    store.put("b", b"longer than before")
+    store.delete("c")
+    got = store.get_many(list("abc"), [etags[path] for path in "abc"])
+    assert got[0] == b"a" and isinstance(got[1], ObjectChanged) and isinstance(got[2], FileNotFoundError)
+    assert store.get("b") == b"longer than before"
+
+
+def test_an_object_of_the_same_length_is_told_from_the_old_one_in_s3(s3_url: str) -> None:
+    store = open_store(s3_url)
+    store.put("a", b"one")
+    (listed,) = store.list()
+    assert store.get("a", listed.etag) == b"one"
+    store.put("a", b"two")
+    with pytest.raises(ObjectChanged, match=f"{s3_url}/a"):
+        store.get("a", listed.etag)
+
+
+def test_copies_of_a_folder_on_other_machines_are_the_same_files(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("a", b"one")
+    (listed,) = store.list()
+    store.put("a", b"two")  # a copy has another time of change, and nobody reads it to compare
+    assert store.get("a", listed.etag) == b"two"
+
+
+def test_images_that_are_gone_or_replaced_are_told_and_the_others_are_right(store: Store, tmp_path: Path) -> None:
+    folder = open_store(str(render(tmp_path / "digits", num_images=60) / "train"))
+    for found in folder.list():
+        store.put(found.path, folder.get(found.path))
+    manifest, shape = build_manifest(store), ImageShape(28, 28, 1)
+    before, _ = ImageReader(store, shape).read(manifest)
+    keys = manifest.keys.to_pylist()
+    store.delete(str(keys[3]))
+    store.put(str(keys[7]), b"something else")
+    after, bad = ImageReader(store, shape).read(manifest)
+    assert bad == {3: "the object is gone", 7: "the object was replaced after it was listed"}
+    others = np.delete(np.arange(len(keys)), [3, 7])
+    assert (after[others] == before[others]).all() and not after[[3, 7]].any()

@@ -1,0 +1,293 @@
+"""Whatever happens on the way, a run ends with the weights of one that nothing happened to, each sample used once an epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raytrain
+from raytrain import UsageError
+from raytrain.runs import records
+from tests.helpers.small_runs import assert_same_weights, config, loop_with
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+DEADLINE_S = 300.0
+
+Hurt = Callable[[raytrain.Run, raytrain.Batch, Path], None]
+
+
+def once(marker: Path) -> bool:
+    """True for the first process that asks, in this life of the run or another."""
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def two_deaths_in_a_row(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    for rank, step in ((0, 6), (1, 7)):
+        if (run.rank, batch.step) == (rank, step) and once(folder / f"died-{rank}"):
+            die()
+
+
+def a_death_in_every_step(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    if batch.step < 10 and run.rank == batch.step % run.world_size and once(folder / f"died-{batch.step}"):
+        die()
+
+
+def an_exception(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    if run.rank == 1 and batch.step == 11 and once(folder / "raised"):
+        raise RuntimeError("something broke")
+
+
+def death_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    if run.rank == 0 and batch.step == 9:
+        put = type(run.checkpoints.store).put
+
+        def put_or_die(store: Any, path: str, data: bytes) -> None:
+            if path.endswith(".pt") and once(folder / "died"):
+                put(store, path + ".half", data[: len(data) // 2])
+                die()
+            put(store, path, data)
+
+        type(run.checkpoints.store).put = put_or_die  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("hurt", "options"),
+    [
+        (two_deaths_in_a_row, {"checkpoint_every_steps": 3}),
+        (a_death_in_every_step, {"checkpoint_every_steps": 1, "max_failures": 20}),
+        (an_exception, {}),
+        (death_during_a_checkpoint, {}),
+    ],
+)
+def test_a_fault_costs_time_only(
+    hurt: Hurt, options: dict[str, Any], undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    loop = partial(loop_with, before_step=partial(hurt, folder=tmp_path))  # pyright: ignore
+    result = raytrain.train(config(images, tmp_path, trace=True, **options), loop=loop)
+    assert (result.status, result.samples_seen) == ("finished", 324)
+    assert_same_weights(result, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    steps = [row["step"] for row in records.read_run(str(tmp_path), "run").metrics if row["kind"] == "step"]
+    assert steps == list(range(1, 21))
+
+
+def summary_of(scenario: str, images: Path, storage: Path) -> dict[str, Any]:
+    """Of the run that a module of the tests makes, in a process and a cluster of its own."""
+    command = [sys.executable, "-m", scenario, str(images), str(storage)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    summary = summary_of("tests.helpers.draining_cluster", images, tmp_path)
+    assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
+    told = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
+    assert told == [
+        "training on 2 workers",
+        "a node of the workers will be taken away: a checkpoint now",
+        "training on 1 worker, going on after step 8",
+    ]
+    assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, 21))
+
+
+def test_a_stop_asked_for_before_the_first_step_keeps_a_checkpoint(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    options = config(images, tmp_path)
+    handle = raytrain.start(options)
+    handle.stop("too early")
+    handle.stop("and again")
+    stopped = handle.result(DEADLINE_S)
+    assert (stopped.status, stopped.stop_reason) == ("stopped", "too early")
+    assert stopped.steps < 20 and stopped.checkpoint is not None
+    with pytest.raises(UsageError, match="'run' is not training: it is stopped"):
+        raytrain.stop("run", storage=str(tmp_path))
+    resumed = raytrain.train(dataclasses.replace(options, resume=True))
+    assert_same_weights(resumed, undisturbed)
+
+
+def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
+    """Its first evaluation lasts until the stop request has arrived."""
+
+    def evaluate() -> dict[str, float]:
+        if run.rank == 0 and run.progress.step == 5:
+            assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+        return {"accuracy": 0.0}
+
+    from torch.nn import functional
+
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate=evaluate):
+        run.backward(functional.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
+        run.step(optimizer)
+
+
+def test_a_stop_asked_for_during_an_evaluation_lands_on_the_next_step(images: Path, tmp_path: Path) -> None:
+    handle = raytrain.start(config(images, tmp_path), loop=evaluate_until_asked_to_stop)
+    wait_for(lambda: handle.snapshot is not None and handle.snapshot.step >= 4)
+    handle.stop("during the evaluation")
+    stopped = handle.result(DEADLINE_S)
+    assert (stopped.status, stopped.steps) == ("stopped", 6)
+
+
+def command(images: Path, storage: Path, *more: str) -> list[str]:
+    options = {"data": images, "storage": storage, "name": "run", "model": "tests.integration.test_exact:network", "batch-size": 20, "workers": 2}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    numbers = ["--image-size", "12", "12", "--learning-rate", "0.05", "--precision", "float64", "--log-every", "1"]
+    augmentation = ["--horizontal-flip", "--translate", "1"]
+    return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
+
+
+def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    endless = command(images, tmp_path, "--epochs", "1000", "--trace", "--address", "local")
+    driver = subprocess.Popen(endless, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))) > 1)
+    driver.kill()
+    driver.wait()
+    assert records.read_run(str(tmp_path), "run").status.status == "interrupted"
+    done = len(read_steps(tmp_path))
+    ended = raytrain.train(config(images, tmp_path, resume=True, trace=True, epochs=1000, max_steps=max(done, 20) + 5))
+    assert ended.status == "finished" and ended.steps == max(done, 20) + 5
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, ended.steps + 1))
+
+
+def read_steps(storage: Path) -> list[int]:
+    return [row["step"] for row in records.read_run(str(storage), "run").metrics if row["kind"] == "step"]
+
+
+def ask_for_a_stop(run: raytrain.Run, folder: Path) -> None:
+    """Ask, and return when the request has arrived."""
+    records.request_stop(str(folder), "run", "enough")
+    assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+
+
+def stop_in(run: raytrain.Run, batch: raytrain.Batch, folder: Path, step: int) -> None:
+    (folder / f"rank-{run.rank}").write_text(str(batch.step + 1))
+    if (run.rank, batch.step + 1) == (0, step):
+        ask_for_a_stop(run, folder)
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_stop_asked_for_in_any_step_lands_on_the_next_one_of_every_worker(
+    step: int, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    loop = partial(loop_with, before_step=partial(stop_in, folder=tmp_path, step=step))  # pyright: ignore
+    stopped = raytrain.train(config(images, tmp_path, trace=True), loop=loop)
+    assert (stopped.status, stopped.stop_reason, stopped.steps) == ("stopped", "enough", step + 1)
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(step + 1)] * 2
+    resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True, workers=1))
+    assert_same_weights(resumed, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, 21))
+
+
+def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    if (run.rank, batch.step) == (0, 2):
+        put = type(run.checkpoints.store).put
+
+        def ask_and_put(store: Any, path: str, data: bytes) -> None:
+            if path.endswith(".pt") and once(folder / "asked"):
+                ask_for_a_stop(run, folder)
+            put(store, path, data)
+
+        type(run.checkpoints.store).put = ask_and_put  # pyright: ignore[reportAttributeAccessIssue]
+    if (run.rank, batch.step) == (0, 3):
+        assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+
+
+def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    loop = partial(loop_with, before_step=partial(stop_during_a_checkpoint, folder=tmp_path))  # pyright: ignore
+    stopped = raytrain.train(config(images, tmp_path, trace=True, checkpoint_every_steps=3), loop=loop)
+    assert (stopped.status, stopped.steps) == ("stopped", 5)
+    resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True))
+    assert_same_weights(resumed, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+
+
+def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, tmp_path: Path) -> None:
+    import ray
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    words = [sys.executable, "-m", "raytrain", "stop", "run", "--address", ray.get_runtime_context().gcs_address]
+    asking = partial(subprocess.run, words, cwd=elsewhere, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True)
+    handle = raytrain.start(config(images, tmp_path, epochs=1000))
+    wait_for(lambda: handle.done or (handle.snapshot is not None and handle.snapshot.step > 2))
+    asked = asking()
+    assert asked.returncode == 0, asked.stderr
+    stopped = handle.result(DEADLINE_S)
+    assert stopped.status == "stopped" and (stopped.stop_reason or "").startswith("raytrain stop on ")
+    again = asking()
+    assert again.returncode == 2 and "No run called 'run' is training in the cluster" in again.stderr
+
+
+def refuse(run: raytrain.Run, batch: raytrain.Batch) -> None:
+    raise UsageError("This loop wants another learning rate.")
+
+
+def test_a_failed_run_keeps_nothing_of_a_cluster_that_outlives_it(images: Path, tmp_path: Path) -> None:
+    import ray
+
+    with pytest.raises(raytrain.TrainingFailed, match=r"^Run 'run' failed: This loop wants another learning rate\. "):
+        raytrain.train(config(images, tmp_path), loop=partial(loop_with, before_step=refuse))
+    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    assert {group["state"] for group in groups.values()} == {"REMOVED"}
+
+
+def test_workers_that_there_is_no_room_for_are_told_so_within_a_minute(images: Path, tmp_path: Path) -> None:
+    import ray
+
+    @ray.remote(num_cpus=1.5)
+    class Other:
+        def ready(self) -> None: ...
+
+    other = Other.remote()
+    ray.get(other.ready.remote())  # pyright: ignore
+    begun = threading.Event()
+    try:
+        with pytest.raises(UsageError, match=r"no room for 2 workers of 0.5 CPUs each: the cluster has 0.5 CPUs free"):
+            raytrain.train(config(images, tmp_path), view=lambda snapshot: begun.set() if snapshot.step else None)
+    finally:
+        ray.kill(other)  # pyright: ignore
+    assert not begun.is_set()
+
+
+def test_workers_come_and_go_with_their_nodes(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    summary = summary_of("tests.helpers.elastic_cluster", images, tmp_path)
+    assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
+    assert [number for number in summary["num_workers_seen"] if number] == [1, 2, 1]
+    assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,86 @@
+"""Processes that read images are killed while they do: a run loses nothing by it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import psutil
+import pytest
+
+import raytrain
+from raytrain.demo.s3_server import EmbeddedS3, serve
+from tests.helpers.faulty_s3 import faulty_s3
+from tests.helpers.small_runs import assert_same_weights, config, make_images
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+OPTIONS = {"batch_size": 200, "epochs": 2}
+KILLS = {"ray::_read_block": 2, "ray::MapBatches": 2}
+"""Processes of either kind that a run reads with: single tasks at its beginning, then Ray Data's."""
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More images than are read at the beginning of a run."""
+    folder = tmp_path_factory.mktemp("s3") / "bucket"
+    folder.mkdir()
+    return make_images(folder, 5001)
+
+
+@pytest.fixture(scope="module")
+def server(bucket: Path) -> Iterator[EmbeddedS3]:
+    with serve(bucket.parent) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster: None, bucket: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrain.TrainResult:
+    return raytrain.train(config(bucket, tmp_path_factory.mktemp("undisturbed"), **OPTIONS))
+
+
+class Killer:
+    """Kills who asks for an image, now and then, until each kind of process has been killed as often as ``left`` says."""
+
+    def __init__(self) -> None:
+        self.left = Counter(KILLS)
+        self._num_requests = 0
+        self._lock = threading.Lock()
+
+    def interfere(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        with self._lock:
+            self._num_requests += 1
+            if self._num_requests % 50 == 0 and self.left.total():
+                self._kill(request.client_address[1])
+
+    def _kill(self, port: int) -> None:
+        for found in psutil.net_connections("tcp"):
+            if found.pid and found.laddr and found.laddr.port == port:
+                process = psutil.Process(found.pid)
+                title = process.cmdline()[0]
+                for kind in [kind for kind, left in self.left.items() if left > 0 and title.startswith(kind)]:
+                    self.left[kind] -= 1
+                    process.kill()
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_killed_readers_lose_nothing(
+    cache: str,
+    undisturbed: raytrain.TrainResult,
+    server: EmbeddedS3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killer = Killer()
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    with faulty_s3(server.endpoint_url, interfere=killer.interfere) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        result = raytrain.train(config("s3://bucket", tmp_path, cache=cache, trace=True, **OPTIONS))
+    assert killer.left.total() == 0, killer.left
+    assert (result.status, result.samples_seen, result.num_skipped) == ("finished", undisturbed.samples_seen, 0)
+    assert_same_weights(result, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]

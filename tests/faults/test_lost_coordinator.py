@@ -1,0 +1,105 @@
+"""A run whose actor is killed begins again by itself, and whoever looks or asks for a stop meanwhile is not told otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import raytrain
+from raytrain import UsageError
+from raytrain.runs import records
+from tests.faults.test_killed_processes import DEADLINE_S, command, read_steps
+from tests.helpers.small_runs import assert_same_weights, config
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+KILL_THE_MONITOR = """
+import os
+import psutil
+from pathlib import Path
+from raytrain.runs import records
+from tests.helpers.small_runs import loop_with
+
+FOLDER, STOP = Path({folder!r}), {stop!r}
+
+def ask(run):
+    records.request_stop(str(FOLDER), "run", "enough")
+
+def kill(run, batch):
+    killed = FOLDER / "killed"
+    if (run.rank, batch.step) == (0, 12) and not killed.exists():
+        killed.write_text(str(os.getpid()))
+        [monitor] = [each for each in psutil.Process().parent().children() if "ray::RunActor" in each.cmdline()[0]]
+        monitor.kill()
+        if STOP == "before":
+            ask(run)
+    elif (run.rank, batch.step) == (0, 12) and STOP == "after" and killed.read_text() != str(os.getpid()):
+        ask(run)
+        assert run.reporter._stop.wait(60)
+
+def loop(run):
+    loop_with(run, before_step=kill)
+"""
+
+
+def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytrain.TrainResult:
+    """A run whose monitor is killed in step 13; a stop is asked for at once, ``before`` the driver knows, or ``after`` it trains again."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    (storage / "loop.py").write_text(KILL_THE_MONITOR.format(folder=str(storage), stop=stop))
+    options = ["--epochs", "4", "--trace", "--checkpoint-every-steps", "5", "--loop", str(storage / "loop.py") + ":loop"]
+    words = command(images, storage, *options, "--address", "local", "--json")
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        seen = watch_status(driver, storage, ask=stop == "meanwhile")
+        output, errors = driver.communicate(timeout=DEADLINE_S)
+    assert driver.returncode == 0, errors
+    assert (storage / "killed").exists()
+    assert seen <= {"starting", "running", "stopped", "finished"}, "it is active until it is over"
+    summary = json.loads(output.splitlines()[-1])
+    return raytrain.TrainResult(**{field.name: summary[field.name] for field in dataclasses.fields(raytrain.TrainResult)})
+
+
+def watch_status(driver: subprocess.Popen[str], storage: Path, ask: bool) -> set[str]:
+    """What storage says of the run until it is over; ``ask`` for a stop while it has no cluster."""
+    seen: set[str] = set()
+    while driver.poll() is None:
+        with suppress(UsageError):  # not there yet
+            seen.add(records.read_status(records.open_run(str(storage), "run")).status)
+            if ask and (storage / "killed").exists() and not has_cluster(driver):
+                records.request_stop(str(storage), "run", "enough")
+                ask = False
+        time.sleep(0.05)
+    assert not ask
+    return seen
+
+
+def has_cluster(driver: subprocess.Popen[str]) -> bool:
+    return any(child.name() == "gcs_server" for child in psutil.Process(driver.pid).children())
+
+
+def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    result = train_without_monitor(images, tmp_path)
+    assert (result.status, result.samples_seen) == ("finished", 324)
+    assert_same_weights(result, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("stop", "last_steps"), [("before", range(11, 19)), ("meanwhile", range(11, 19)), ("after", range(13, 15))])
+def test_a_run_whose_monitor_was_killed_can_be_stopped(
+    stop: str, last_steps: range, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    stopped = train_without_monitor(images, tmp_path, stop)
+    assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
+    assert stopped.steps in last_steps
+    resumed = raytrain.train(config(images, tmp_path, resume=True, trace=True))
+    assert_same_weights(resumed, undisturbed)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert read_steps(tmp_path) == list(range(1, 21))

@@ -1,0 +1,63 @@
+"""A run on a cluster whose second node comes and goes: ``python -m tests.helpers.elastic_cluster IMAGES STORAGE`` prints what became of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import ray
+from ray.cluster_utils import Cluster
+
+import raytrain
+from raytrain.backends.ray import session
+from tests.helpers.small_runs import config, loop_with
+
+_PATIENCE_S = 200.0
+
+
+def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    """In step 7 on one worker, wait for the group that a second node makes possible; in step 14 on two, for its end."""
+    if (run.world_size, batch.step) == (1, 6) and not (folder / "two").exists():
+        (folder / "add").touch()
+        time.sleep(_PATIENCE_S)  # Ray ends this group
+    if (run.world_size, batch.step) == (2, 6):
+        (folder / "two").touch()
+    if (run.world_size, batch.step) == (2, 13):
+        (folder / "remove").touch()
+        time.sleep(_PATIENCE_S)
+
+
+def main(images: str, storage: str) -> None:
+    folder = Path(storage)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    nodes: list[Any] = []
+    workers: list[int] = []
+
+    def look(snapshot: Any) -> None:
+        workers.append(snapshot.num_workers)
+        if (folder / "add").exists() and not nodes:
+            nodes.append(cluster.add_node(num_cpus=1))
+        if (folder / "remove").exists() and len(nodes) == 1:
+            nodes.append(None)
+            cluster.remove_node(nodes[0], allow_graceful=False)
+
+    session._RESIZE_EVERY_S = 3.0
+    options = config(images, storage, workers="1..2", trace=True, checkpoint_every_steps=2, max_failures=5)
+    result = raytrain.train(options, loop=partial(loop_with, before_step=partial(hold, folder=folder)), view=look)  # pyright: ignore
+    numbers = [number for number, before in zip(workers, [None, *workers], strict=False) if number != before]
+    print(json.dumps({**result.summary(), "num_workers_seen": numbers}), flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Small runs through Ray: what they train on, with which options, and what is compared of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import raytrain
+from raytrain import TrainConfig
+from raytrain.storage.base import Store, open_store
+from raytrain.training.checkpoint import read_checkpoint
+
+NUM_IMAGES = 90
+CLASSES = ("blue", "green", "red")
+
+
+def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
+    """Noise, tinted by class: PNGs of 12x12 in three class folders."""
+    random = np.random.default_rng(0)
+    for channel, name in enumerate(reversed(CLASSES)):
+        (folder / name).mkdir()
+        for number in range(num_images // 3):
+            pixels = random.integers(0, 180, (12, 12, 3), dtype=np.uint8)
+            pixels[:, :, channel] += 75
+            Image.fromarray(pixels).save(folder / name / f"{number:03d}.png")
+    return folder
+
+
+def put_images(images: Path, store: Store) -> None:
+    """The same images in another place."""
+    folder = open_store(str(images))
+    for found in folder.list():
+        store.put(found.path, folder.get(found.path))
+
+
+def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConfig:
+    base = {
+        "name": "run",
+        "data": str(images),
+        "storage": str(storage),
+        "model": "tests.integration.test_exact:network",
+        "image_size": (12, 12),
+        "batch_size": 20,
+        "learning_rate": 0.05,
+        "epochs": 4,
+        "workers": 2,
+        "log_every": 1,
+        "precision": "float64",
+        "horizontal_flip": True,
+        "translate": 1,
+    }
+    return TrainConfig(**{**base, **options})
+
+
+def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
+    assert result.checkpoint is not None
+    store = open_store(result.run_dir)
+    return read_checkpoint(store, result.checkpoint.removeprefix(store.url).lstrip("/"))["state"]["model"]
+
+
+def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert max((ours[name].double() - theirs[name].double()).abs().max().item() for name in theirs) < 1e-10
+
+
+def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
+    """The built-in loop, with something that happens before a step."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        before_step(run, batch)
+        logits = model(batch.images)
+        run.backward(F.cross_entropy(logits, batch.labels, reduction="sum"))
+        run.step(optimizer)
+        run.log(loss=F.cross_entropy(logits, batch.labels, reduction="sum"), correct=(logits.argmax(dim=1) == batch.labels).sum())

@@ -1,0 +1,318 @@
+"""Batch norm over several processes against plain nn.BatchNorm in one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.training import batchnorm
+from tests.helpers.gloo_processes import run_in_processes
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+NUM_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shares: tuple[int, ...]
+    """Images of each rank in the first step; in the next one they are moved on by a rank. A rank with 0 is idle."""
+    mode: Literal["sync", "aggregate"] = "sync"
+    dtype: torch.dtype = torch.float64
+    options: tuple[tuple[str, Any], ...] = ()
+    """Arguments of nn.BatchNorm2d."""
+    channels_last: bool = False
+
+    def shares_at(self, step: int) -> tuple[int, ...]:
+        moved = step % len(self.shares)
+        return self.shares[moved:] + self.shares[:moved]
+
+
+@dataclasses.dataclass
+class Outcome:
+    outputs: list[Tensor]
+    input_gradients: list[Tensor]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def network(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    options: dict[str, Any] = dict(case.options)
+    layers = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, **options), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3, **options), nn.Flatten()
+    )
+    return layers.to(case.dtype)
+
+
+def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """Images far from zero mean, each unlike the others, so that no share has the statistics of the whole."""
+    generator = torch.Generator().manual_seed(step)
+    n = sum(case.shares)
+    scale, shift = torch.rand(2, n, 1, 1, 1, generator=generator, dtype=torch.float64)
+    images = (torch.randn(n, 2, 6, 6, generator=generator, dtype=torch.float64) * scale + 3 * shift).to(case.dtype)
+    labels = torch.randint(0, 12, (n,), generator=generator)
+    return images.contiguous(memory_format=torch.channels_last) if case.channels_last else images, labels
+
+
+def train_share(case: Case) -> Outcome:
+    """What one rank sees when it trains on its share of each batch; without a process group it is the only one."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = batchnorm.convert(network(case), case.mode)
+    outputs, input_gradients = [], []
+    for step in range(NUM_STEPS):
+        whole, whole_labels = batch(case, step)
+        shares = case.shares_at(step)
+        images, labels = whole.split(shares)[rank], whole_labels.split(shares)[rank]
+        used = len(images)
+        if used == 0:
+            images, labels = torch.full_like(whole[:2], 7.0), torch.zeros(2, dtype=torch.long)
+        images = images.detach().requires_grad_()
+        batchnorm.set_used(model, used)
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / len(whole)
+        model.zero_grad()
+        (loss if used else loss * 0).backward()
+        sum_gradients(model)
+        batchnorm.finish_step(model)
+        descend(model)
+        assert images.grad is not None
+        outputs.append(logits.detach()[:used])
+        input_gradients.append(images.grad[:used])
+        assert used or not images.grad.any()
+    return outcome(model, outputs, input_gradients)
+
+
+@torch.no_grad()
+def descend(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter -= 0.1 * parameter.grad
+
+
+def sum_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        if dist.is_initialized():
+            dist.all_reduce(parameter.grad)
+
+
+def outcome(model: nn.Module, outputs: list[Tensor], input_gradients: list[Tensor]) -> Outcome:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(outputs, input_gradients, gradients, copy.deepcopy(model.state_dict()))
+
+
+@dataclasses.dataclass
+class Recorder:
+    """A forward hook that keeps what a layer is given."""
+
+    seen: list[Tensor]
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor]) -> None:
+        self.seen.append(args[0].detach())
+
+
+def train_whole(case: Case) -> Outcome:
+    """The reference: plain nn.BatchNorm2d and one process; for "aggregate" it sees one share after another."""
+    model = network(case)
+    outputs, input_gradients = [], []
+    for step in range(NUM_STEPS):
+        whole, labels = batch(case, step)
+        whole.requires_grad_()
+        pieces = [len(whole)] if case.mode == "sync" else [share for share in case.shares_at(step) if share]
+        before = copy.deepcopy(model)
+        inputs: dict[str, list[Tensor]] = {name: [] for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+        hooks = [model.get_submodule(name).register_forward_pre_hook(Recorder(seen)) for name, seen in inputs.items()]
+        logits = torch.cat([model(piece) for piece in whole.split(pieces)])
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+        F.cross_entropy(logits, labels).backward()
+        for name, seen in inputs.items():  # the running statistics are those of all values together
+            model.get_submodule(name).load_state_dict(before.get_submodule(name).state_dict())
+            model.get_submodule(name)(torch.cat(seen))
+        descend(model)
+        assert whole.grad is not None
+        outputs.append(logits.detach())
+        input_gradients.append(whole.grad)
+    return outcome(model, outputs, input_gradients)
+
+
+MODES: tuple[Literal["sync", "aggregate"], ...] = ("sync", "aggregate")
+OPTIONS = ({}, {"momentum": None, "eps": 1e-3}, {"affine": False}, {"track_running_stats": False})
+SHARES = {1: [(7,)], 2: [(4, 3), (1, 6), (0, 7), (5, 0)], 3: [(3, 2, 2), (4, 0, 3), (0, 0, 5), (1, 1, 1)]}
+CASES = {
+    n: [Case(shares, mode, dtype) for shares in SHARES[n] for mode in MODES for dtype in TOLERANCE]
+    + [Case(SHARES[n][0], mode, options=tuple(options.items())) for mode in MODES for options in OPTIONS]
+    + [Case(SHARES[n][-1], mode, channels_last=True) for mode in MODES]
+    for n in SHARES
+}
+
+
+def run_rank(cases: list[Case]) -> tuple[list[Outcome], dict[str, Any]]:
+    return [train_share(case) for case in cases], run_corners() if dist.get_world_size() == 2 else {}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[tuple[list[Outcome], dict[str, Any]]]:
+    """All that two ranks are asked to do, in one set of processes, for starting them takes seconds."""
+    return run_in_processes(2, run_rank, CASES[2])
+
+
+@pytest.fixture
+def corners(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [corners for _, corners in two_ranks]
+
+
+def test_one_process_without_a_group_computes_what_the_plain_layer_does() -> None:
+    check_all([[train_share(case) for case in CASES[1]]], CASES[1])
+
+
+def test_two_ranks_compute_what_one_would(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> None:
+    check_all([outcomes for outcomes, _ in two_ranks], CASES[2])
+
+
+def test_three_ranks_compute_what_one_would() -> None:
+    check_all([outcomes for outcomes, _ in run_in_processes(3, run_rank, CASES[3])], CASES[3])
+
+
+def check_all(by_rank: list[list[Outcome]], cases: list[Case]) -> None:
+    for case, *ranks in zip(cases, *by_rank, strict=True):
+        wanted, tolerance = train_whole(case), TOLERANCE[case.dtype]
+        joined = Outcome(
+            [torch.cat(steps) for steps in zip(*(rank.outputs for rank in ranks), strict=True)],
+            [torch.cat(steps) for steps in zip(*(rank.input_gradients for rank in ranks), strict=True)],
+            ranks[0].gradients,
+            ranks[0].state,
+        )
+        assert_close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance, msg=f"{{}}\n{case}".format)
+        assert_close(joined.outputs, wanted.outputs)
+        assert_close(joined.input_gradients, wanted.input_gradients)
+        assert_close(joined.gradients, wanted.gradients)
+        assert_close(joined.state, wanted.state)
+        for rank in ranks[1:]:
+            torch.testing.assert_close((rank.gradients, rank.state), (ranks[0].gradients, ranks[0].state), rtol=0, atol=0)
+
+
+def run_corners() -> dict[str, Any]:
+    """What two ranks do with batches that have no variance, under compilation, and with layers that are frozen."""
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        layer = batchnorm.convert(nn.BatchNorm1d(2), mode)
+        for name, used in (("nothing used", 0), ("one value", int(dist.get_rank() == 0))):
+            batchnorm.set_used(layer, used)
+            images = torch.full((1, 2), 5.0, requires_grad=True)
+            output = layer(images)
+            output.sum().backward()
+            batchnorm.finish_step(layer)
+            found[f"{mode}, {name}"] = (output.detach(), images.grad, copy.deepcopy(layer.state_dict()))
+        compiled = batchnorm.convert(network(Case(())), mode)
+        model = torch.compile(compiled, backend="aot_eager")
+        batchnorm.set_used(compiled, 1)
+        images, _ = batch(Case((6,)), 0)
+        share = images[dist.get_rank() * 3 :][:3]
+        output = model(share)
+        output.square().sum().backward()
+        batchnorm.finish_step(compiled)
+        found[f"{mode}, compiled"] = (output.detach(), copy.deepcopy(compiled.state_dict()))
+        frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
+        found[f"{mode}, frozen"] = (frozen(share.float()).detach(), share.float(), copy.deepcopy(frozen.state_dict()))
+    found["mixed"] = run_mixed_precision()
+    return found
+
+
+@pytest.mark.parametrize("name", ["nothing used", "one value"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_variance_leaves_the_running_statistics_alone(corners: list[dict[str, Any]], mode: str, name: str) -> None:
+    for found in corners:
+        output, gradient, state = found[f"{mode}, {name}"]
+        assert output.isfinite().all() and gradient.isfinite().all()
+        assert state["running_mean"].tolist() == [0, 0] and state["running_var"].tolist() == [1, 1]
+        assert state["num_batches_tracked"] == 0  # which gives the next batch its weight where momentum is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_layers_compute_the_same(corners: list[dict[str, Any]], mode: Literal["sync", "aggregate"]) -> None:
+    reference = network(Case(()))
+    images, _ = batch(Case((6,)), 0)
+    pieces = images.split(6 if mode == "sync" else 3)
+    wanted = torch.cat([copy.deepcopy(reference)(piece) for piece in pieces])
+    torch.testing.assert_close(torch.cat([found[f"{mode}, compiled"][0] for found in corners]), wanted)
+    reference[:2](images)  # type: ignore[index]
+    for found in corners:
+        state = found[f"{mode}, compiled"][1]
+        torch.testing.assert_close(state["1.running_var"], reference.state_dict()["1.running_var"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_layer_keeps_and_uses_its_running_statistics(corners: list[dict[str, Any]], mode: str) -> None:
+    for found in corners:
+        output, images, state = found[f"{mode}, frozen"]
+        torch.testing.assert_close(output, images / (1 + 1e-5) ** 0.5)
+        assert state["num_batches_tracked"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_keeps_the_statistics_in_float32(mode: Literal["sync", "aggregate"], dtype: torch.dtype) -> None:
+    images = (torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(0)) + 10).to(dtype)
+    plain, ours = nn.BatchNorm2d(3), batchnorm.convert(nn.BatchNorm2d(3), mode)
+    torch.testing.assert_close(ours(images), plain(images))
+    batchnorm.finish_step(ours)
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
+    assert ours.state_dict()["running_mean"].dtype == torch.float32
+
+
+def run_mixed_precision() -> tuple[Tensor, Tensor | None]:
+    layer = batchnorm.convert(nn.BatchNorm2d(3), "sync")
+    images, weights = mixed_batch()
+    share = images.chunk(2)[dist.get_rank()].requires_grad_()
+    output = layer(share)
+    (output * weights.chunk(2)[dist.get_rank()]).sum().backward()
+    return output.detach(), share.grad
+
+
+def mixed_batch() -> tuple[Tensor, Tensor]:
+    images, weights = torch.randn(2, 8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return images + 10, weights
+
+
+def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(corners: list[dict[str, Any]]) -> None:
+    images, weights = mixed_batch()
+    images.requires_grad_()
+    output = nn.BatchNorm2d(3)(images)
+    (output * weights).sum().backward()
+    outputs, gradients = zip(*(found["mixed"] for found in corners), strict=True)
+    torch.testing.assert_close(torch.cat(outputs), output)
+    torch.testing.assert_close(torch.cat(gradients), images.grad, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_revert_gives_back_the_plain_model(mode: Literal["sync", "aggregate"]) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.Unflatten(1, (2, 1, 2, 2)), nn.BatchNorm3d(2))
+    types = [type(layer) for layer in model]
+    attributes = [set(vars(layer)) for layer in model]
+    buffers = [name for name, _ in model.named_buffers()]
+    batchnorm.convert(model, mode)
+    assert [type(layer) for layer in model] != types
+    batchnorm.set_used(model, 4)
+    model(torch.randn(4, 2, 2, 2))
+    batchnorm.finish_step(model)
+    learned = model.state_dict()
+    assert batchnorm.revert(model) is model
+    assert [type(layer) for layer in model] == types
+    assert [set(vars(layer)) for layer in model] == attributes
+    assert [name for name, _ in model.named_buffers()] == buffers
+    torch.testing.assert_close(model.state_dict(), learned)
+
+
+def test_a_wrong_shape_is_refused_as_by_the_plain_layer() -> None:
+    with pytest.raises(ValueError, match="expected 4D input"):
+        batchnorm.convert(nn.BatchNorm2d(2), "aggregate")(torch.randn(3, 2))

@@ -1,0 +1,52 @@
+"""A cluster of one's own ends with the connection, and nothing starts another behind its back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LATE = """
+from raytrain.backends.ray.cluster import connection
+
+with connection("local") as cluster:
+    cluster.connect()
+    import ray
+
+    assert ray.is_initialized()
+try:
+    ray.put("from a thread that still reads")
+except ray.exceptions.RaySystemError:
+    print("another Ray" if ray.is_initialized() else "nothing")
+"""
+
+
+def test_who_comes_too_late_starts_nothing() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "nothing"), done.stderr
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+import threading
+import raytrain
+from tests.helpers.small_runs import config
+
+def give_up(snapshot):
+    if snapshot.step:
+        raise KeyboardInterrupt
+
+try:
+    raytrain.train(config(*sys.argv[1:], address="local", cache="none", epochs=1000), view=give_up)
+except KeyboardInterrupt:
+    print([each.name for each in threading.enumerate() if not each.name.startswith("storage")])
+"""
+
+
+def test_no_thread_outlives_a_run_in_a_cluster_of_its_own(images: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", INTERRUPTED, str(images), str(tmp_path)]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "['MainThread']"), done.stderr

@@ -1,0 +1,306 @@
+"""N workers compute what one would: the built-in loop in gloo processes against a plain loop on whole batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raytrain.config import TrainConfig
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.storage.base import open_store
+from raytrain.training.augment import Augment
+from raytrain.training.batch import Batch
+from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.loop import train
+from raytrain.training.lr_schedule import factor
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.reference_loop import NormOfShares, small_net, train_alone
+
+NUM_CLASSES, SIDE = 4, 8
+CLASSES = tuple("abcd")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def config(**options: Any) -> TrainConfig:
+    base = {
+        "model": "tests.integration.test_exact:network",
+        "image_size": (SIDE, SIDE),
+        "epochs": 2,
+        "batch_size": 16,
+        "learning_rate": 0.1,
+        "log_every": 1,
+        "precision": "float64",
+        "mean": MEAN,
+        "std": STD,
+        "horizontal_flip": True,
+        "translate": 2,
+        "evaluate_every": 1,
+        "workers": 1,
+    }
+    return TrainConfig(**{**base, **options})
+
+
+def network(num_classes: int, channels: int) -> nn.Module:
+    return small_net(nn.BatchNorm2d, channels, num_classes)
+
+
+def network_without_norm(num_classes: int, channels: int) -> nn.Module:
+    return small_net(lambda width: nn.Identity(), channels, num_classes)
+
+
+def images(num_samples: int, bad: tuple[int, ...] = ()) -> Block:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, NUM_CLASSES, num_samples)
+    pixels = random.integers(0, 256, (num_samples, SIDE, SIDE, 3), dtype=np.uint8) // 2 + (labels * 30)[:, None, None, None].astype(
+        np.uint8
+    )
+    labels[list(bad)] = -1
+    return Block(pixels, labels, np.arange(num_samples))
+
+
+class MemorySource:
+    def __init__(self, block: Block, plan: BatchPlan, rank: int, loads: tuple[float, ...]) -> None:
+        self.shares = Partition(plan, rank, loads)
+        in_order = plan.samples(0, np.arange(plan.num_samples))
+        ordered = Block(block.images[in_order], block.labels[in_order], in_order)
+        rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
+        blocks = [Block(ordered.images[r], ordered.labels[r], ordered.samples[r]) for r in rows]
+        self.blocks = CachedBlocks(blocks.__getitem__, 5, plan, plan.cursor(0))
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        return batches_from_cache(self.shares, self.blocks, first_step)
+
+    def test(self) -> Iterator[LocalBatch]:
+        plan = dataclasses.replace(self.shares.plan, batch_size=6, epochs=1, max_steps=None)
+        return batches_from_cache(Partition(plan, self.shares.rank, self.shares.loads), self.blocks, 0)
+
+
+class Recorder:
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.asked = 0
+        self.stop_after = stop_after
+        self.started_after: list[int] = []
+
+    def started(self, num_workers: int, step: int) -> None:
+        self.started_after.append(step)
+
+    def event(self, text: str) -> None: ...
+    def flush(self) -> None: ...
+
+    def record(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def stop_requested(self) -> bool:
+        self.asked += 1
+        return self.stop_after is not None and self.asked > self.stop_after
+
+    def save_requested(self) -> bool:
+        return False
+
+
+def make_run(options: TrainConfig, block: Block, folder: str, recorder: Recorder) -> Run:
+    distributed = torch.distributed.is_initialized()
+    rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    size, steps = options.batch_size or 0, options.max_steps
+    plan = BatchPlan(len(block), size, options.epochs, options.seed, max_steps=steps, accumulate=options.accumulate)
+    identity = Identity(options.model, CLASSES, "digest", options.batch_size or 0, options.seed)
+    return Run(
+        config=options,
+        classes=CLASSES,
+        plan=plan,
+        source=MemorySource(block, plan, rank, options.worker_load or (1.0,) * world_size),
+        augment=Augment(options, MEAN, STD),
+        checkpoints=Checkpoints(open_store(folder), identity, options.keep_checkpoints),
+        reporter=recorder,
+    )
+
+
+Seen = tuple[int, torch.Tensor, torch.Tensor]
+"""What a worker was given in a part of a batch: the step, samples (m,) and what the network sees of them, (m, C, H, W)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its options, its images (some of them unreadable), and after how many steps somebody asks for a stop."""
+
+    options: TrainConfig
+    num_samples: int = 70
+    bad: tuple[int, ...] = ()
+    stop_after: int | None = None
+    folder: str | None = None
+
+
+def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any]]:
+    """Run every case; processes cost seconds to start, runs milliseconds."""
+    results = {}
+    for name, case in cases.items():
+        recorder = Recorder(case.stop_after)
+        run = make_run(case.options, images(case.num_samples, case.bad), case.folder or f"{fresh}/{name}", recorder)
+        seen = note_parts(run)
+        train(run)
+        run.finish()
+        state = {key.removeprefix("module."): value.clone() for key, value in run._models[0].state_dict().items()}
+        results[name] = {"state": state, "rows": recorder.rows, "seen": seen, "progress": run.progress, "stopped": run.stopped}
+    return results
+
+
+def note_parts(run: Run) -> list[Seen]:
+    """What the loop of ``run`` is going to be given, stand-ins left out."""
+    parts, seen = run.parts, []
+
+    def noted(batch: Batch) -> Iterator[Batch]:
+        for part in parts(batch):
+            seen.append((part.step, part.samples[: part.num_used], part.images[: part.num_used].clone()))
+            yield part
+
+    run.parts = noted
+    return seen
+
+
+def together(cases: dict[str, Case], world_size: int) -> list[dict[str, dict[str, Any]]]:
+    """Results of every case by rank."""
+    with tempfile.TemporaryDirectory() as fresh:
+        return run_in_processes(world_size, on_one_worker, cases, fresh)
+
+
+def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """What one process makes of a case that ``world_size`` workers share (which only matters to norms of shares)."""
+    options = case.options
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(options, images(case.num_samples), folder, Recorder())
+        model = run.build_model()
+    if options.batch_norm == "aggregate":
+        model = with_norms_of_shares(model)
+    model.to(torch.float64 if options.precision == "float64" else torch.float32)
+    optimizers = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), 1.0, momentum=options.momentum, weight_decay=options.weight_decay),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), 1.0, weight_decay=options.weight_decay),
+    }
+    plan, peak = run.plan, options.learning_rate or 0.0
+    rates = [peak * factor(options, step, plan.steps_per_epoch, plan.num_steps) for step in range(plan.num_steps)]
+    loads = options.worker_load or (1.0,) * world_size
+    batches = _batches(run, images(case.num_samples, case.bad), loads if options.batch_norm == "aggregate" else (1.0,))
+    rows = train_alone(model, optimizers[options.optimizer](), batches, rates, options.label_smoothing)
+    return model, rows
+
+
+@torch.no_grad()
+def measured(model: nn.Module, case: Case) -> tuple[float, float]:
+    """Accuracy and loss on the images that can be read, all of them at once."""
+    block = images(case.num_samples, case.bad)
+    labels = torch.from_numpy(block.labels)
+    logits = model.eval()(Augment(case.options, MEAN, STD).evaluate(torch.from_numpy(block.images)))
+    used = labels >= 0
+    correct = (logits.argmax(1) == labels)[used].double().mean().item()
+    return correct, nn.functional.cross_entropy(logits[used], labels[used]).item()
+
+
+def with_norms_of_shares(model: nn.Module) -> nn.Module:
+    """The same network, whose norms see a share at a time."""
+    for name, layer in model.named_children():
+        if isinstance(layer, nn.BatchNorm2d):
+            norm = NormOfShares(layer.num_features)
+            norm.load_state_dict(layer.state_dict())
+            setattr(model, name, norm)
+    return model
+
+
+def _batches(run: Run, block: Block, loads: tuple[float, ...]) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """The global batches in parts (the remainder to the first), and these in the shares of workers, none of them empty."""
+    for step in range(run.plan.num_steps):
+        batch = run.plan.batch(step)
+        chosen = run.plan.samples(batch.epoch, np.arange(batch.start, batch.stop))
+        parts = [_apart(part, loads) for part in _apart(chosen, (1.0,) * run.config.accumulate)]
+        readable = [[share[block.labels[share] >= 0] for share in shares] for shares in parts]
+        yield [[_ready(run, block, share, batch.epoch) for share in shares if len(share)] for shares in readable if any(map(len, shares))]
+
+
+def _apart(samples: Any, loads: tuple[float, ...]) -> list[Any]:
+    """Cut in proportion to ``loads``, by a rule of the test's own: whole shares, then one more for the first that work."""
+    sizes = [int(len(samples) * load / sum(loads) + 1e-9) for load in loads]
+    for rank in [rank for rank, load in enumerate(loads) if load][: len(samples) - sum(sizes)]:
+        sizes[rank] += 1
+    return np.split(samples, np.cumsum(sizes)[:-1])
+
+
+def _ready(run: Run, block: Block, samples: Any, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pixels = run.augment.train(torch.from_numpy(block.images[samples]), torch.from_numpy(samples), epoch)
+    return pixels, torch.from_numpy(block.labels[samples])
+
+
+def assert_same(
+    name: str, result: dict[str, Any], case: Case, expected: tuple[nn.Module, list[dict[str, Any]]], *, check_rows: bool
+) -> None:
+    model, rows = expected
+    tolerance = 1e-5 if case.options.precision == "float32" else 1e-10
+    for key, value in model.state_dict().items():
+        difference = (result["state"][key].double() - value.double()).abs().max().item()
+        assert difference <= tolerance, f"{name}: {key} differs by {difference}"
+    steps = [row for row in result["rows"] if row["kind"] == "step"]
+    if check_rows:
+        assert [row["loss"] for row in steps] == pytest.approx([row["loss"] for row in rows], rel=0, abs=10 * tolerance), name
+        assert [row["accuracy"] for row in steps] == pytest.approx([row["accuracy"] for row in rows]), name
+        assert steps[-1]["samples_seen"] == result["progress"].samples_seen == sum(row["count"] for row in rows), name
+
+
+def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
+    options = config(batch_size=16, optimizer="adamw", learning_rate=0.01)  # 5 steps an epoch, 10 in all
+    expected = alone(Case(options))
+    rows = expected[1]
+    stops = range(10)
+    halves = {f"stop {after}": Case(options, stop_after=after, folder=str(tmp_path / str(after))) for after in stops}
+    first = together(halves, 2)
+    rest = together({name: dataclasses.replace(case, stop_after=None) for name, case in halves.items()}, 3)
+    for after, name in zip(stops, halves, strict=True):
+        steps = {results[name]["progress"].step for results in first}
+        assert len(steps) == 1 and steps <= {after + 1, after + 2}, f"asked after {after} steps, stopped after {steps}"
+        assert first[0][name]["stopped"] == (after < 9)
+        for results in rest:
+            assert_same(name, {**results[name], "rows": []}, Case(options), expected, check_rows=False)
+        assert rest[0][name]["progress"].samples_seen == 140
+        both = first[0][name]["rows"] + rest[0][name]["rows"]
+        assert [row["loss"] for row in both if row["kind"] == "step"] == pytest.approx([row["loss"] for row in rows], abs=1e-9)
+        assert [row["step"] for row in both if row["kind"] == "evaluation"] == [5, 10]
+
+
+def test_evaluation_counts_each_image_once_on_any_workers() -> None:
+    case = Case(config(epochs=1, batch_size=16))
+    accuracies = [together({"run": case}, world_size)[0]["run"]["progress"].test_accuracy for world_size in (1, 2)]
+    assert accuracies == pytest.approx([measured(alone(case)[0], case)[0]] * 2)
+
+
+def evaluate_first(run: Run) -> None:
+    run.prepare(run.build_model())
+    run.evaluate()
+
+
+@pytest.mark.parametrize(("stop_after", "loop"), [(4, train), (None, evaluate_first)])
+def test_a_run_says_that_it_has_started_before_it_asks_for_test_images(
+    stop_after: int | None, loop: Callable[[Run], None], tmp_path: Path
+) -> None:
+    options, recorder = config(batch_size=16), Recorder()
+    if stop_after is not None:  # on an epoch's last step, whose evaluation is made when the run goes on
+        on_one_worker({"half": Case(options, stop_after=stop_after, folder=str(tmp_path))}, "")
+    run = make_run(options, images(70), str(tmp_path), recorder)
+    asked, test = [], run.source.test
+
+    def noted() -> Iterator[LocalBatch]:
+        asked.append(list(recorder.started_after))
+        return test()
+
+    run.source.test = noted
+    loop(run)
+    assert asked[0] == [0 if stop_after is None else 5]
+    assert recorder.started_after == asked[0]

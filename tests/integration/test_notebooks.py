@@ -1,0 +1,117 @@
+"""Every notebook runs from top to bottom, and is kept without what it printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from raytrain.datasets.upload import upload
+from tests.conftest import extract_cifar10
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_stripped(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert cells
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_digits_are_learned(tmp_path: Path) -> None:
+    notebook = run("01-digits", tmp_path)
+    accuracy, evaluation, classified = (
+        results(notebook, name) for name in ("raytrain.train(config", "raytrain.evaluate(", "model.classify(")
+    )
+    assert "status='finished'" in accuracy
+    assert float(evaluation.split("%")[0]) >= 97
+    assert "('6', 0." in classified or "('6', 1.0" in classified
+    assert results(notebook, "resume=True").startswith("20 steps on 2 workers, then up to 36 on 1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_loop_of_ones_own_is_trained_beside_the_notebook(tmp_path: Path) -> None:
+    notebook = run("02-your-own-loop", tmp_path)
+    assert "Ctrl-C stops" not in pictures(notebook, "raytrain.start(")  # the last picture is of a run that is over
+    assert "stopped" in pictures(notebook, "raytrain.start(")
+    assert results(notebook, "handle.stop(") == "('stopped', 'enough for now')"
+    assert results(notebook, "max_steps=stopped.steps + 10") == "('finished', 10)"
+    assert "'in_three': " in results(notebook, "read_run(")
+    assert results(notebook, "raytrain.audit(") == "(True, True)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_on_a_cluster_is_stopped_and_gone_on_with_from_a_bucket(
+    ray_cluster: None, cifar10_folder: Path, s3_url: str, tmp_path: Path
+) -> None:
+    import ray
+
+    upload(str(cifar10_folder), f"{s3_url}/cifar10")
+    notebook = run(
+        "03-cifar10-in-the-cloud",
+        tmp_path,
+        data=f"{s3_url}/cifar10",
+        storage=f"{s3_url}/runs",
+        address=ray.get_runtime_context().gcs_address,
+        workers=2,
+        workers_later=1,
+        options={"device": "cpu", "batch_size": 50, "learning_rate": 0.05, "log_every": 1},
+    )
+    assert "Nothing stands in the way." in results(notebook, "diagnose(")
+    assert "stopped" in pictures(notebook, "raytrain.start(config)")
+    stopped, finished = results(notebook, "handle.stop("), results(notebook, "resume=True")
+    assert "status='stopped'" in stopped and "num_workers=2" in stopped and "stop_reason='seen enough'" in stopped
+    assert "status='finished'" in finished and "num_workers=1" in finished and f"run_dir='{s3_url}/runs/cloud'" in finished
+    epochs = int(float(re.findall(r"epochs=([\d.]+)", stopped)[0])) + 2
+    assert f"steps={6 * epochs}, epochs={epochs}.0, samples_seen={300 * epochs}" in finished
+    assert [num_drawn(notebook, words) for words in ("pictures.curves(", "pictures.confusion(", "raytrain.predict(")] == [1, 1, 1]
+    assert len(re.findall(r"\('[a-z]+', [01]\.\d+\)", results(notebook, "model.classify("))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_was_learned_of_some_classes_helps_with_others(tmp_path: Path) -> None:
+    extract_cifar10(tmp_path / "cifar10", num_train=150, num_test=20)
+    notebook = run("04-transfer-learning", tmp_path, num_before=150, num_after=20, epochs_before=8, epochs_after=6)
+    accuracies = [float(re.findall(r"([\d.]+)%", results(notebook, f'name="{name}"'))[0]) for name in ("from-nothing", "transferred")]
+    assert accuracies[1] > accuracies[0]
+    assert num_drawn(notebook, "pictures.comparison(") == 1
+    assert results(notebook, "layers that moved").startswith("layers that moved: [13, 14, 16,")
+
+
+def num_drawn(notebook: nbformat.NotebookNode, words: str) -> int:
+    """How many pictures the cell that contains ``words`` drew."""
+    (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
+    return sum("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+def pictures(notebook: nbformat.NotebookNode, words: str) -> str:
+    """The HTML below the cell that contains ``words``, as it stood in the end."""
+    (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
+    return "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
+
+
+def run(name: str, folder: Path, **parameters: Any) -> nbformat.NotebookNode:
+    """The notebook with its outputs, run in ``folder``, with other values of what its cell of parameters sets."""
+    (path,) = [path for path in NOTEBOOKS if path.stem == name]
+    notebook = nbformat.read(path, as_version=4)
+    if parameters:
+        (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+        assert all(re.search(rf"\b{name}\b.* = ", cell.source) for name in parameters)
+        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    return NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def results(notebook: nbformat.NotebookNode, words: str) -> str:
+    """What the cell that contains ``words`` printed and returned, as text."""
+    (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
+    return "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)

@@ -1,0 +1,325 @@
+"""Loops of users' own: each a few lines, the same on any number of workers and after a stop; and what they must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from raytrain.errors import UsageError
+from raytrain.training.evaluation import evaluate
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.integration.test_exact import Recorder, config, images, make_run
+
+OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps an epoch
+NUM_IMAGES = 38
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def clipping(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer, clip_norm=0.1)
+
+
+def own_schedule(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.RMSprop(model.parameters()))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer, learning_rate=0.01 / (1 + batch.step))
+
+
+def distillation(run: Run) -> None:
+    teacher = run.build_model().double().eval()
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    optimizer = run.prepare(torch.optim.Adam(model.parameters(), lr=0.01))
+    for batch in run.batches():
+        with torch.no_grad():
+            target = teacher(batch.images).softmax(dim=1)
+        run.backward(F.kl_div(model(batch.images).log_softmax(dim=1), target, reduction="sum"))
+        run.step(optimizer)
+
+
+def several_models(run: Run) -> None:
+    models = [run.prepare(run.build_model()), run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))]
+    optimizers = [run.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    for batch in run.batches():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            run.backward(cross_entropy(model(batch.images), batch.labels))
+            run.step(optimizer)
+
+
+def averaged_weights(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    average = run.prepare(AveragedModel(run.build_model(), multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False))
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate=lambda: evaluate(run, average)):
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        average.update_parameters(model)
+
+
+def metrics_of_its_own(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        logits = model(batch.images)
+        loss = cross_entropy(logits, batch.labels)
+        run.backward(loss)
+        run.step(optimizer)
+        in_two = (logits.topk(2).indices == batch.labels[:, None]).sum()
+        run.log(loss=loss, correct=(logits.argmax(dim=1) == batch.labels).sum(), in_two=in_two)
+
+
+def evaluation_of_its_own(run: Run) -> None:
+    def worst_class() -> dict[str, float]:
+        counts = torch.zeros(2, run.num_classes, dtype=torch.float64)  # right, all
+        for batch in run.test_batches():
+            right = model(batch.images).argmax(dim=1) == batch.labels
+            counts += torch.stack([torch.bincount(batch.labels[which], minlength=run.num_classes) for which in (right, slice(None))])
+        right, there_are = torch.tensor(run.total(counts.flatten())).view(2, -1)
+        return {"accuracy": (right.sum() / there_are.sum()).item(), "worst_class": (right / there_are).min().item()}
+
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate=worst_class):
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        if batch.step % 4 == 3:
+            run.evaluate()  # in the middle of an epoch
+
+
+SAME_ON_ANY_WORKERS = (
+    clipping,
+    own_schedule,
+    distillation,
+    several_models,
+    averaged_weights,
+    metrics_of_its_own,
+    evaluation_of_its_own,
+)
+
+
+def mixup(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        other, part = torch.randperm(len(batch.labels)), torch.rand(())
+        logits = model(part * batch.images + (1 - part) * batch.images[other])
+        run.backward(part * cross_entropy(logits, batch.labels) + (1 - part) * cross_entropy(logits, batch.labels[other]))
+        run.step(optimizer)
+
+
+def two_optimizers_against_each_other(run: Run) -> None:
+    """A generator and a critic."""
+    generator = run.prepare(nn.Sequential(nn.Linear(4, 3 * 8 * 8), nn.Tanh(), nn.Unflatten(1, (3, 8, 8))))
+    critic = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 1)))
+    makes, judges = (run.prepare(torch.optim.Adam(model.parameters(), lr=0.001)) for model in (generator, critic))
+    for batch in run.batches(evaluate=dict):
+        made = generator(torch.randn(len(batch.labels), 4, dtype=batch.images.dtype))
+        fake = F.softplus(critic(made.detach())).sum()
+        real = F.softplus(-critic(batch.images)).sum()
+        run.backward(fake + real)
+        run.step(judges)
+        run.backward(F.softplus(-critic(made)).sum())
+        run.step(makes)
+        judges.zero_grad()  # the generator's loss went through the critic too
+        run.log(critic_loss=fake + real)
+
+
+SAME_AFTER_A_STOP = (*SAME_ON_ANY_WORKERS, mixup, two_optimizers_against_each_other)
+
+
+def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int | None = None) -> dict[str, Any]:
+    """Weights and history by loop."""
+    results = {}
+    for loop in loops:
+        recorder = Recorder(stop_after)
+        run = make_run(OPTIONS, images(NUM_IMAGES), f"{folder}/{loop.__name__}", recorder)
+        loop(run)
+        run.finish()
+        weights = [value.clone() for model in run._models for value in model.state_dict().values()]
+        results[loop.__name__] = {"weights": weights, "rows": recorder.rows, "stopped": run.stopped}
+    return results
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two workers make of all loops, undisturbed."""
+    return run_in_processes(2, train_with, list(SAME_AFTER_A_STOP), str(tmp_path_factory.mktemp("two")))[0]
+
+
+def assert_same_weights(name: str, ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.double() - other.double()).abs().max().item() <= tolerance, name
+
+
+def test_they_compute_the_same_on_any_workers(on_two: dict[str, Any], tmp_path: Path) -> None:
+    for name, alone in train_with(list(SAME_ON_ANY_WORKERS), str(tmp_path)).items():
+        assert_same_weights(name, on_two[name]["weights"], alone["weights"], 1e-10)
+        for ours, theirs in zip(on_two[name]["rows"], alone["rows"], strict=True):
+            assert set(ours) == set(theirs), name
+            for what in set(ours) - {"images_per_s", "data_wait_fraction", "kind"}:
+                assert ours[what] == pytest.approx(theirs[what], abs=1e-9), (name, what)
+
+
+def test_they_go_on_after_a_stop_as_if_nothing_had_been(on_two: dict[str, Any], tmp_path: Path) -> None:
+    loops = list(SAME_AFTER_A_STOP)
+    stopped = run_in_processes(2, train_with, loops, str(tmp_path), 4)[0]
+    assert all(result["stopped"] for result in stopped.values())
+    resumed = run_in_processes(2, train_with, loops, str(tmp_path))[0]
+    for name, result in resumed.items():
+        assert_same_weights(name, result["weights"], on_two[name]["weights"], 0.0)
+
+
+def test_what_they_measure_is_in_the_history(on_two: dict[str, Any]) -> None:
+    steps = [row for row in on_two["metrics_of_its_own"]["rows"] if row["kind"] == "step"]
+    assert len(steps) == 12
+    assert all(row["accuracy"] <= row["in_two"] <= 1 for row in steps)
+    measured = [row for row in on_two["evaluation_of_its_own"]["rows"] if row["kind"] == "evaluation"]
+    assert [row["step"] for row in measured] == [4, 6, 8, 12, 12]
+    assert all(0 <= row["worst_class"] <= row["accuracy"] for row in measured)
+    assert [row["critic_loss"] > 0 for row in on_two["two_optimizers_against_each_other"]["rows"] if row["kind"] == "step"] == [True] * 12
+
+
+def leaving_early(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        if batch.step == 4:
+            break
+
+
+def to_the_end(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+
+
+def leave_and_go_on(folder: str) -> list[Tensor]:
+    for loop in (leaving_early, to_the_end):
+        run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+        loop(run)
+        run.finish()
+        assert run.progress.step == (5 if loop is leaving_early else 12)
+        assert run.stopped == (loop is leaving_early)
+    return list(run._models[0].state_dict().values())
+
+
+def test_a_loop_that_all_workers_leave_together_keeps_a_checkpoint(tmp_path: Path) -> None:
+    ours = run_in_processes(2, leave_and_go_on, str(tmp_path / "left"))[0]
+    theirs = run_in_processes(2, train_with, [to_the_end], str(tmp_path))[0]["to_the_end"]["weights"]
+    assert_same_weights("left early", ours, theirs, 0.0)
+
+
+def one_leaves(folder: str) -> str:
+    """What worker 1 is told, which returns in the middle of a run."""
+
+    def loop(run: Run) -> None:
+        model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+        optimizer = run.prepare(run.build_optimizer(model))
+        for batch in run.batches():
+            run.backward(cross_entropy(model(batch.images), batch.labels))
+            run.step(optimizer)
+            if batch.step == 4 and run.rank == 1:
+                break
+
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+    try:
+        loop(run)
+        run.finish()
+    except UsageError as error:
+        return str(error)
+    except RuntimeError:
+        return "the other worker is gone"
+    return "nothing"
+
+
+@pytest.mark.slow  # the worker that goes on waits a minute for the one that left
+def test_a_loop_that_some_workers_leave_is_told_so(tmp_path: Path) -> None:
+    _, told = run_in_processes(2, one_leaves, str(tmp_path))
+    assert told.startswith("After step 5 the loop returned on 1 of 2 workers")
+
+
+def mean(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(F.cross_entropy(model(batch.images), batch.labels))
+
+
+def vector(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(F.cross_entropy(model(batch.images), batch.labels, reduction="none"))
+
+
+def mean_of_own(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward((model(batch.images) ** 2).sum(dim=1).mean())
+
+
+def no_gradient(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels).detach())
+
+
+def no_step(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+
+
+def no_backward(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    cross_entropy(model(batch.images), batch.labels).backward()
+    run.step(optimizer)
+
+
+def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[..., None]) -> None:
+    for batch in run.batches():
+        body(run, model, optimizer, batch)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (mean, "given a mean over the images; give it a sum"),
+        (mean_of_own, "given a mean over the images; give it a sum"),
+        (vector, r"a loss of shape \(7,\)"),
+        (no_gradient, "a loss without a gradient"),
+        (no_step, r"without run.step\(optimizer\) for this one"),
+        (no_backward, "run.step without run.backward"),
+    ],
+)
+def test_a_mistake_is_told_in_its_first_step(body: Callable[..., None], sentence: str, tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    with pytest.raises(UsageError, match=sentence):
+        train_with_body(run, model, optimizer, body)
+    assert run.progress.step == 0
+
+
+def test_a_resumed_loop_prepares_what_its_checkpoint_holds(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder(stop_after=2))
+    to_the_end(run)
+    run.finish()
+    for loop, sentence in (
+        (several_models, "The checkpoint holds no model-2"),
+        (no_optimizer, "holds optimizer, which this loop does not"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            loop(make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder()))
+
+
+def no_optimizer(run: Run) -> None:
+    run.prepare(run.build_model())
+    next(iter(run.batches()))

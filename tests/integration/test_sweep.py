@@ -1,0 +1,110 @@
+"""Sweeps through Ray Tune: a trial that fails, one that is worse than the others, a stop, and going on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raytrain
+from raytrain import TrainConfig
+from raytrain.backends.stop_signals import StopSignals
+from raytrain.experiments.sweep.trials import EARLY, Trial
+from raytrain.runs import records
+from raytrain.runs.trial_status import TrialStatus
+from tests.helpers.small_runs import config, loop_with
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+
+def at_once(images: Path, storage: Path, **options: Any) -> TrainConfig:
+    return config(images, storage, name="tried", **options)
+
+
+def documents(storage: Path, name: str) -> records.RunRecord:
+    return records.read_run(str(storage), name)
+
+
+def fail(run: raytrain.Run, batch: raytrain.Batch) -> None:
+    if run.config.seed == 1 and batch.step == 6:
+        raise RuntimeError("something broke")
+
+
+def test_a_trial_that_fails_ends_alone_and_the_others_are_runs_like_any(images: Path, tmp_path: Path) -> None:
+    loop = partial(loop_with, before_step=fail)
+    options: dict[str, Any] = {"test_data": str(images)}  # none held out, which the seed would decide
+    result = raytrain.sweep(at_once(images, tmp_path, **options), vary=["seed=0,1,2"], loop=loop, early_stopping=False)
+    assert result.status == "finished"
+    assert {trial.name: trial.status for trial in result.trials} == {"tried-00": "finished", "tried-01": "failed", "tried-02": "finished"}
+    assert [trial.accuracy for trial in result.trials[:2]] == sorted((trial.accuracy or 0 for trial in result.trials[:2]), reverse=True)
+    assert documents(tmp_path, "tried-01").summary["error"] == "RuntimeError: something broke"
+    alone = raytrain.train(config(images, tmp_path, name="alone", seed=2, workers=1, **options), loop=loop)
+    trial = documents(tmp_path, "tried-02")
+    assert trial.status.status == "finished" and trial.summary["samples_seen"] == alone.samples_seen
+    losses = [[row["loss"] for row in documents(tmp_path, name).metrics if row["kind"] == "step"] for name in ("tried-02", "alone")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    evaluated = raytrain.evaluate("tried-02", str(images), storage=str(tmp_path))
+    assert evaluated["images"] == 90
+
+
+def never_right(run: raytrain.Run) -> None:
+    """A loop whose trials are as good as their seeds are high, and that learns nothing."""
+    from torch.nn import functional
+
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate=lambda: {"accuracy": run.config.seed / 10}):
+        run.backward(functional.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
+        run.step(optimizer)
+
+
+def test_a_bad_trial_is_stopped_early_with_a_checkpoint(images: Path, tmp_path: Path) -> None:
+    result = raytrain.sweep(at_once(images, tmp_path, workers=1), vary=["seed=3,1"], loop=never_right)
+    best, worse = result.trials
+    assert (best.name, best.status, best.reason) == ("tried-00", "finished", None)
+    assert (worse.status, worse.accuracy) == ("stopped", 0.1)
+    assert worse.reason == f"{EARLY}: test accuracy 0.1000 after 1 epoch, below the better half of the trials"
+    assert worse.steps == 6  # one after the evaluation
+    record = documents(tmp_path, "tried-01")
+    assert record.checkpoints[-1].path.endswith("step-000000006.pt")
+    assert (record.summary["stop_reason"], record.status.status) == (worse.reason, "stopped")
+
+
+def look_for_keys(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    """A key in a trial's environment would stand in the description of its process, which the cluster shows."""
+    if "AWS_SECRET_ACCESS_KEY" in os.environ:
+        (folder / "keys").touch()
+
+
+class StopOnceTraining(StopSignals):
+    """Asks for a stop, as Ctrl-C does, once a trial was evaluated."""
+
+    def view(self, trials: Sequence[Trial], standings: Mapping[str, TrialStatus]) -> None:
+        if any(standing.num_evaluations for standing in standings.values()):
+            self.reason = "Ctrl-C"
+
+
+def test_a_stop_stops_all_with_checkpoints_and_resume_goes_on(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    signals = StopOnceTraining()
+    endless = at_once(images, tmp_path, epochs=500)
+    loop = partial(loop_with, before_step=partial(look_for_keys, folder=tmp_path))
+    stopped = raytrain.sweep(endless, vary=["seed=0,1,2"], early_stopping=False, loop=loop, view=signals.view, signals=signals)
+    assert (stopped.status, stopped.stop_reason) == ("stopped", "Ctrl-C")
+    begun = [trial for trial in stopped.trials if trial.status == "stopped"]
+    assert begun and all(trial.reason == "Ctrl-C" and documents(tmp_path, trial.name).checkpoints for trial in begun)
+    assert any(trial.status == "waiting" for trial in stopped.trials)
+    assert not (tmp_path / "keys").exists()
+
+    steps = max(trial.steps for trial in begun) + 10
+    again = raytrain.sweep(at_once(images, tmp_path, epochs=500, max_steps=steps, resume=True), early_stopping=False)
+    assert again.status == "finished"
+    assert {trial.status for trial in again.trials} == {"finished"}
+    for trial in again.trials:
+        told = [row["step"] for row in documents(tmp_path, trial.name).metrics if row["kind"] == "step"]
+        assert told == list(range(1, steps + 1))

@@ -1,0 +1,214 @@
+"""Whole runs through Ray: what ends up in storage, whatever happened on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+import raytrain
+from raytrain import UsageError
+from raytrain.cli.new_project import new
+from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.runs import records
+from raytrain.storage.base import open_store
+from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, config, loop_with
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_a_run_leaves_everything_in_its_folder(undisturbed: raytrain.TrainResult) -> None:
+    folder = Path(undisturbed.run_dir)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == undisturbed.summary()
+    assert (summary["status"], summary["steps"], summary["epochs"], summary["samples_seen"]) == ("finished", 20, 4, 324)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == list(range(1, 21))
+    assert [row["samples_seen"] for row in steps][:6] == [20, 40, 60, 80, 81, 101]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert set(steps[0]) >= {"epoch", "accuracy", "learning_rate", "images_per_s", "data_wait_fraction", "elapsed_s"}
+    assert [row["epoch"] for row in rows if row["kind"] == "evaluation"] == [1, 2, 3, 4]
+    assert records.read_run(str(folder.parent), "run").status.status == "finished"
+    assert json.loads((folder / "classes.json").read_text()) == list(CLASSES)
+    assert pyarrow.parquet.read_table(folder / "manifest.parquet").num_rows == 81
+    assert undisturbed.test_accuracy is not None and undisturbed.test_accuracy >= 0.8
+
+
+def test_streaming_and_one_worker_make_the_same_weights(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    batches_from_stream = raytrain.train(config(images, tmp_path, workers=1, cache="none"))
+    assert_same_weights(batches_from_stream, undisturbed)
+
+
+def wait_for_stop_in_step_8(run: raytrain.Run, batch: raytrain.Batch) -> None:
+    if run.rank == 0 and batch.step == 7:
+        assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+
+
+def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    options = config(images, tmp_path, cache="none")
+
+    def stop_in_step_8(snapshot: Any) -> None:
+        if snapshot.step >= 6 and snapshot.stop_reason is None:
+            records.request_stop(str(tmp_path), "run", "enough")
+
+    stopped = raytrain.train(options, loop=partial(loop_with, before_step=wait_for_stop_in_step_8), view=stop_in_step_8)
+    assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
+    assert records.read_run(str(tmp_path), "run").status.step == stopped.steps
+    assert 8 <= stopped.steps <= 9
+    resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto"))
+    assert (resumed.status, resumed.samples_seen) == ("finished", 324)
+    assert_same_weights(resumed, undisturbed)
+    steps = [row["step"] for row in records.read_run(str(tmp_path), "run").metrics if row["kind"] == "step"]
+    assert steps == list(range(1, 21))
+
+
+@pytest.mark.slow
+def test_a_started_run_is_watched_and_stopped_by_its_handle(images: Path, tmp_path: Path) -> None:
+    trained = threading.Event()
+    handle = raytrain.start(config(images, tmp_path, epochs=1000), view=lambda snapshot: trained.set() if snapshot.step > 4 else None)
+    assert trained.wait(200)
+    assert handle.snapshot is not None and handle.snapshot.status == "running" and not handle.done
+    handle.stop("seen enough")
+    result = handle.result(100)
+    assert (result.status, result.stop_reason) == ("stopped", "seen enough")
+    assert handle.done and 4 < result.steps < 5000
+
+
+@pytest.mark.slow
+def test_a_loop_in_a_file_trains_and_is_audited(images: Path, tmp_path: Path) -> None:
+    new(str(tmp_path / "project"))
+    loop = tmp_path / "project" / "loop.py"
+    loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
+    result = raytrain.train(config(images, tmp_path, loop=f"{loop}:train", precision="float32", epochs=2, accumulate=2, trace=True))
+    assert (result.status, result.steps) == ("finished", 10)
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+
+
+def die_once_in_step_13(run: raytrain.Run, batch: raytrain.Batch, marker: Path) -> None:
+    if run.rank == 1 and batch.step == 12 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+    events: list[str] = []
+    loop = partial(loop_with, before_step=partial(die_once_in_step_13, marker=tmp_path / "died"))
+    result = raytrain.train(
+        config(images, tmp_path, trace=True), loop=loop, view=lambda snapshot: events.extend(event.text for event in snapshot.events)
+    )
+    assert (result.status, result.samples_seen) == ("finished", 324)
+    assert_same_weights(result, undisturbed)
+    assert any("failed: " in event for event in events), events
+    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    steps = [row["step"] for row in records.read_run(str(tmp_path), "run").metrics if row["kind"] == "step"]
+    assert steps == list(range(1, 21))
+
+
+def test_an_error_in_the_loop_is_said_in_one_sentence_and_the_run_can_go_on(images: Path, tmp_path: Path) -> None:
+    def broken(run: raytrain.Run) -> None:
+        raise RuntimeError("the loop is broken")
+
+    options = config(images, tmp_path, max_failures=0)
+    with pytest.raises(raytrain.TrainingFailed, match=r"Run 'run' failed: .*the loop is broken.*--resume") as raised:
+        raytrain.train(options, loop=broken)
+    assert raised.value.summary["status"] == "failed"
+    assert records.read_run(str(tmp_path), "run").status.status == "failed"
+    assert raytrain.train(dataclasses.replace(options, resume=True, epochs=1)).status == "finished"
+
+
+def test_images_that_cannot_be_read_are_skipped_and_listed(s3: EmbeddedS3, s3_url: str, images: Path, tmp_path: Path) -> None:
+    store = open_store(s3_url)
+    for path in images.rglob("*.png"):
+        store.put(f"{path.parent.name}/{path.name}", path.read_bytes())
+    whole = (images / "red" / "000.png").read_bytes()
+    store.put("red/truncated.png", whole[:60])
+    store.put("red/words.jpg", b"this is no image")
+    result = raytrain.train(config(s3_url, tmp_path, test_fraction=0.01, epochs=2, max_steps=10, max_bad_fraction=0.05))
+    assert result.num_skipped == 2
+    skipped = {row["key"]: row["reason"] for row in records.read_run(str(tmp_path), "run").skipped}
+    assert set(skipped) == {"red/truncated.png", "red/words.jpg"}
+    assert result.samples_seen == 2 * (NUM_IMAGES - 3)
+    answers = raytrain.predict("run", s3_url, str(tmp_path / "answers.csv"), storage=str(tmp_path), top_k=2)
+    assert (answers["images"], answers["errors"]) == (92, 2)
+    lines = (tmp_path / "answers.csv").read_text().splitlines()
+    assert lines[0] == '"key","label","score","label_2","score_2","error"' and len(lines) == 93
+    assert [line for line in lines if "words.jpg" in line] == ['"red/words.jpg",,,,,"the file is not an image that can be read"']
+    measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path))
+    assert (measured["images"], measured["skipped"]) == (90, 2)
+    classifier = raytrain.load("run", storage=str(tmp_path))
+    files = sorted(images.rglob("*.png"))
+    right = sum(label == file.parent.name for file, (label, _) in zip(files, classifier.classify(files), strict=True))
+    assert right / len(files) == pytest.approx(measured["accuracy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png"),
+        ({"on_bad_image": "fail", "max_bad_fraction": 0.5}, r"red/words.png \(the file is not an image that can be read\) cannot be used"),
+    ],
+)
+def test_too_many_bad_images_end_the_run_with_a_checkpoint(images: Path, tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    data = tmp_path / "data"
+    for name in ("green", "red"):
+        shutil.copytree(images / name, data / name)
+    (data / "red" / "words.png").write_bytes(b"this is no image")
+    wanted = config(data, tmp_path, **options)
+    with pytest.raises(raytrain.TrainingFailed, match=rf"Run 'run' failed: {reason}.*--name run --storage .* --resume") as raised:
+        raytrain.train(wanted)
+    assert raised.value.summary["status"] == "failed" and raised.value.summary["checkpoint"]
+    resumed = raytrain.train(dataclasses.replace(wanted, resume=True, on_bad_image="skip", max_bad_fraction=0.02))
+    assert (resumed.status, resumed.num_skipped) == ("finished", 1)
+
+
+def test_a_run_may_live_in_s3(s3: EmbeddedS3, s3_url: str, images: Path) -> None:
+    options = config(images, s3_url, epochs=1)
+    result = raytrain.train(options)
+    assert result.run_dir == f"{s3_url}/run"
+    more = raytrain.train(dataclasses.replace(options, resume=True, epochs=2))
+    assert (more.steps, more.samples_seen) == (10, 162)
+    assert [row["step"] for row in records.read_run(s3_url, "run").metrics if row["kind"] == "step"] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"workers": 3}, "--workers is 3, and the cluster has 2 CPUs"),
+        ({"device": "cuda"}, "have no GPU"),
+        ({"worker_load": (1.0, 1.0, 1.0)}, "3 numbers for 2 workers"),
+        ({"resume": True}, "no run called 'run'"),
+        ({"data": ""}, "--data is missing"),
+        ({"model": "resnet1"}, "--model resnet1"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_starts(images: Path, tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        raytrain.train(config(**{"images": images, "storage": tmp_path, **options}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_name_is_used_once(undisturbed: raytrain.TrainResult, images: Path) -> None:
+    with pytest.raises(UsageError, match="already; go on with it with --resume"):
+        raytrain.train(config(images, Path(undisturbed.run_dir).parent))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_data_is_refused(images: Path, tmp_path: Path) -> None:
+    options = config(images, tmp_path, epochs=1)
+    raytrain.train(options)
+    with pytest.raises(raytrain.TrainingFailed, match="was made with batch size 20, and this run has 10"):
+        raytrain.train(dataclasses.replace(options, resume=True, batch_size=10, epochs=2))

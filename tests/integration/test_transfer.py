@@ -1,0 +1,321 @@
+"""Beginning with weights from elsewhere: which head is found, what is loaded and refused, what stays frozen, on any workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.backends import torchrun
+from raytrain.backends.train import prepare
+from raytrain.config import TrainConfig
+from raytrain.errors import StorageError, UsageError
+from raytrain.runs import records
+from raytrain.storage.base import open_store
+from raytrain.training.batchnorm import FrozenBatchNorm
+from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
+from raytrain.training.loop import train
+from raytrain.training.model import build_model
+from raytrain.training.transfer import find_head, freeze, initial_model, initial_weights, parameter_groups
+from tests.helpers.gloo_processes import run_in_processes
+from tests.integration.test_exact import Recorder, _batches, config, images, make_run
+
+HEADS = {
+    "alexnet": "classifier.6",
+    "convnext_tiny": "classifier.2",
+    "densenet121": "classifier",
+    "efficientnet_b0": "classifier.1",
+    "googlenet": "fc",
+    "inception_v3": "fc",
+    "maxvit_t": "classifier.5",
+    "mnasnet0_5": "classifier.1",
+    "mobilenet_v2": "classifier.1",
+    "mobilenet_v3_small": "classifier.3",
+    "regnet_y_400mf": "fc",
+    "resnet18": "fc",
+    "shufflenet_v2_x0_5": "fc",
+    "squeezenet1_1": "classifier.1",
+    "swin_t": "head",
+    "vgg11": "classifier.6",
+    "vit_b_16": "heads.head",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_of_every_family_is_found(name: str) -> None:
+    # Without memory for the weights, but for regnet, which computes its widths with tensors.
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):
+        model = build_model(name, 7, 3, seed=0)
+    assert find_head(model, 7) == HEADS[name]
+
+
+def test_a_network_without_a_head_has_none() -> None:
+    assert find_head(nn.Sequential(nn.Linear(3, 7), nn.ReLU()), 5) is None
+
+
+# Weights
+
+
+def options(**values: Any) -> TrainConfig:
+    return TrainConfig(**{"model": "squeezenet1_1", "batch_size": 4, "learning_rate": 0.1, **values})
+
+
+def save(state: Any, path: Path) -> str:
+    torch.save(state, path)
+    return str(path)
+
+
+def loaded(settings: TrainConfig, num_classes: int) -> dict[str, Tensor]:
+    return initial_model(
+        settings, num_classes, initial_weights(settings, [str(number) for number in range(num_classes)], first_step=0)
+    ).state_dict()
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def of_head(state: dict[str, Tensor], *, inside: bool = True) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name.startswith("classifier.") == inside}
+
+
+@pytest.mark.parametrize("num_classes", [5, 7])
+def test_all_is_loaded_but_a_head_of_another_shape(tmp_path: Path, num_classes: int) -> None:
+    before = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
+    state = loaded(options(weights=save(before, tmp_path / "weights.pt")), num_classes)
+    fresh = build_model("squeezenet1_1", num_classes, 3, seed=0).state_dict()
+    assert_equal(of_head(state, inside=False), of_head(before, inside=False))
+    assert_equal(of_head(state), of_head(before if num_classes == 5 else fresh))
+
+
+@pytest.mark.parametrize("classes", [("0", "1", "2"), ("0", "1", "other")])
+def test_the_head_of_a_run_is_kept_for_the_same_classes_alone(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    before = build_model("squeezenet1_1", 3, 3, seed=1).state_dict()
+    checkpoints = Checkpoints(open_store(str(tmp_path)), Identity("squeezenet1_1", classes, "", 4, 0), 1)
+    checkpoints.save({"model": before}, Progress())
+    checkpoints.close()
+    state = loaded(options(weights=str(next(tmp_path.rglob("*.pt")))), 3)
+    fresh = build_model("squeezenet1_1", 3, 3, seed=0).state_dict()
+    assert_equal(of_head(state, inside=False), of_head(before, inside=False))
+    assert_equal(of_head(state), of_head(fresh if "other" in classes else before))
+
+
+def test_weights_without_a_head_leave_it_fresh(tmp_path: Path) -> None:
+    before = of_head(build_model("squeezenet1_1", 5, 3, seed=1).state_dict(), inside=False)
+    state = loaded(options(weights=save(before, tmp_path / "weights.pt")), 5)
+    assert_equal(of_head(state, inside=False), before)
+
+
+def test_weights_lie_in_s3(s3_url: str, tmp_path: Path) -> None:
+    before = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
+    save(before, tmp_path / "weights.pt")
+    open_store(s3_url).put("all/weights.pt", (tmp_path / "weights.pt").read_bytes())
+    assert_equal(loaded(options(weights=f"{s3_url}/all/weights.pt"), 5), before)
+
+
+def test_default_weights_are_torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.models import SqueezeNet1_1_Weights
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    kept = tmp_path / "hub" / "checkpoints"
+    kept.mkdir(parents=True)
+    before = build_model("squeezenet1_1", 1000, 3, seed=1).state_dict()
+    save(before, kept / SqueezeNet1_1_Weights.DEFAULT.url.rpartition("/")[2])
+    state = loaded(options(weights="DEFAULT"), 7)
+    assert_equal(of_head(state, inside=False), of_head(before, inside=False))
+    assert_equal(of_head(state), of_head(build_model("squeezenet1_1", 7, 3, seed=0).state_dict()))
+
+
+def test_default_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nobody listens
+    with pytest.raises(StorageError, match=r"squeezenet1_1 cannot be downloaded .*give --weights FILE"):
+        initial_weights(options(weights="DEFAULT"), (), first_step=0)
+
+
+class Code:
+    """What is unpickled leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_what_holds_no_weights_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    whole = tmp_path / "whole.pt"
+    save({"weight": torch.zeros(100)}, whole)
+    (tmp_path / "broken.pt").write_bytes(whole.read_bytes()[:num_bytes])
+    with pytest.raises(UsageError, match=r"broken\.pt holds no state_dict"):
+        initial_weights(options(weights=str(tmp_path / "broken.pt")), (), first_step=0)
+
+
+def test_code_in_weights_is_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    place = save({"conv1.weight": torch.zeros(1), "code": Code(trace)}, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match="was saved with code in it, which is never run"):
+        initial_weights(options(weights=place), (), first_step=0)
+    assert not trace.exists()
+    torch.load(place, weights_only=False)
+    assert trace.exists()  # it would have been
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda state: state.pop("features.0.bias"), r"they have no features\.0\.bias"),
+        (lambda state: state.update({"more": torch.zeros(1)}), "they have more, and the network has not"),
+        (lambda state: state.update({"features.0.weight": torch.zeros(2, 3)}), r"their features\.0\.weight is 2×3, .* is 64×3×3×3"),
+    ],
+)
+def test_weights_of_another_network_are_refused(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], sentence: str) -> None:
+    state = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
+    change(state)
+    with pytest.raises(UsageError, match=f"do not fit --model squeezenet1_1: {sentence}"):
+        loaded(options(weights=save(state, tmp_path / "weights.pt")), 5)
+
+
+def test_weights_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match=r"--weights nowhere\.pt: there is no such file"):
+        initial_weights(options(weights="nowhere.pt"), (), first_step=0)
+    with pytest.raises(UsageError, match="--weights DEFAULT are torchvision's"):
+        initial_weights(options(weights="DEFAULT", model="raytrain.models:digits"), (), first_step=0)
+
+
+# Layers that stay, and a head that learns faster
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
+
+
+def test_frozen_layers_stay_in_eval_mode() -> None:
+    model = small()
+    freeze(model, ["0", "1"])
+    model.train()
+    before = {name: value.clone() for name, value in model[:2].state_dict().items()}  # type: ignore[index]
+    model(torch.randn(8, 3, 8, 8) + 3).sum().backward()
+    assert isinstance(model[1], FrozenBatchNorm) and not model[1].training and model[3].training  # type: ignore[index]
+    assert_equal(model[:2].state_dict(), before)  # type: ignore[index]
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["3.weight", "3.bias"]
+
+
+def test_layers_that_cannot_be_frozen() -> None:
+    with pytest.raises(UsageError, match=r"--freeze laier1: the network has no such layer \(did you mean layer1.*conv1, bn1, relu"):
+        freeze(build_model("resnet18", 5, 3, 0), ["laier1"])
+    with pytest.raises(UsageError, match="leaves no layer to train"):
+        freeze(small(), ["0", "1", "3"])
+
+
+def test_the_head_has_a_learning_rate_of_its_own() -> None:
+    model = small()
+    freeze(model, ["0"])
+    body, head = parameter_groups(model, 5, 0.5, head_factor=20)
+    assert (len(body["params"]), body.get("lr")) == (2, None)
+    assert (len(head["params"]), head["lr"]) == (2, 10)
+    assert head["params"][0] is model[3].weight  # type: ignore[index]
+    freeze(model, ["1"])
+    assert [group["lr"] for group in parameter_groups(model, 5, 0.5, head_factor=20)] == [10]
+    with pytest.raises(UsageError, match="no fully connected layer or convolution with 9 outputs"):
+        parameter_groups(model, 9, 0.5, head_factor=20)
+
+
+TRANSFER = config(batch_size=7, head_learning_rate_factor=20.0, learning_rate=0.01, freeze=("0", "1"), weight_decay=0.01)
+
+
+def given_weights() -> dict[str, Tensor]:
+    """Of a network that has seen other classes, with batch norm statistics of its own."""
+    from tests.helpers.reference_loop import small_net
+
+    torch.manual_seed(3)
+    model = small_net(nn.BatchNorm2d, num_classes=6).double()
+    model(torch.randn(20, 3, 8, 8, dtype=torch.float64) + 1)
+    return {name: value.float() if value.is_floating_point() else value for name, value in model.state_dict().items()}
+
+
+def transferred(folder: str) -> dict[str, Tensor]:
+    run = dataclasses.replace(make_run(TRANSFER, images(70), folder, Recorder()), weights=given_weights())
+    train(run)
+    run.finish()
+    return {name.removeprefix("module."): value.clone() for name, value in run._models[0].state_dict().items()}
+
+
+def transferred_alone(folder: str) -> dict[str, Tensor]:
+    """The same in plain PyTorch."""
+    run = make_run(TRANSFER, images(70), folder, Recorder())
+    model = run.build_model().double()  # for its head
+    model.load_state_dict({**given_weights(), **{name: value for name, value in model.state_dict().items() if name.startswith("9.")}})
+    learning = [p for name, p in model.named_parameters() if name.split(".")[0] not in ("0", "1", "9")]
+    groups = [{"params": learning}, {"params": model.get_submodule("9").parameters(), "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.01)
+    for [[(batch, labels)]] in _batches(run, images(70), (1.0,)):
+        model.train()
+        model.get_submodule("1").eval()
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch), labels).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_workers_transfer_as_one_would(tmp_path: Path, world_size: int) -> None:
+    with tempfile.TemporaryDirectory() as fresh:
+        results = run_in_processes(world_size, transferred, fresh) if world_size > 1 else [transferred(fresh)]
+    expected = transferred_alone(str(tmp_path))
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+    assert_equal(results[0]["1.running_mean"], given_weights()["1.running_mean"].double())  # type: ignore[arg-type]
+
+
+# Whole runs on photographs
+
+
+def half(folder: Path, into: Path, wanted: slice) -> Path:
+    """``folder`` with some of its classes only."""
+    into.mkdir()
+    for name in sorted(path.name for path in folder.iterdir())[wanted]:
+        (into / name).symlink_to(folder / name)
+    return into
+
+
+def run_on(data: Path, storage: Path, name: str, *more: str) -> dict[str, Any]:
+    """Train without Ray in this process; the newest checkpoint's content."""
+    words = ["custom", "--data", str(data), "--storage", str(storage), "--name", name, "--model", "resnet18", "--image-size", "32", "32"]
+    assert torchrun.main([*words, "--epochs", "1", "--batch-size", "45", *more]) == 0
+    store = records.run_store(str(storage), name)
+    return read_checkpoint(store, max(found.path for found in records.list_checkpoints(store)))
+
+
+def test_a_run_begins_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
+    first, second = (half(cifar10_folder / "train", tmp_path / name, part) for name, part in (("a", slice(4)), ("b", slice(4, 7))))
+    before = run_on(first, tmp_path, "first")["state"]["model"]
+    weights = tmp_path / "weights.pt"
+    checkpoint = next((tmp_path / "first" / "checkpoints").glob("*.pt"))
+    checkpoint.rename(weights)
+    frozen = ("conv1", "bn1", "layer1")
+    transfer = ["--weights", str(weights), "--freeze", *frozen, "--head-learning-rate-factor", "20"]
+    content = run_on(second, tmp_path, "second", *transfer)
+    after = content["state"]["model"]
+    assert after["fc.weight"].shape == (3, 512)
+    assert_equal(*({name: value for name, value in state.items() if name.startswith(frozen)} for state in (after, before)))
+    assert not torch.equal(after["layer2.0.conv1.weight"], before["layer2.0.conv1.weight"])
+    assert not torch.equal(after["layer2.0.bn1.running_mean"], before["layer2.0.bn1.running_mean"])
+    assert [group["initial_lr"] for group in content["state"]["optimizer"]["param_groups"]] == pytest.approx([0.01, 0.2])
+    weights.unlink()  # a run that goes on has its own
+    assert run_on(second, tmp_path, "second", "--resume", "--epochs", "2")["progress"]["step"] == 2 * content["progress"]["step"]
+
+
+def test_a_run_goes_on_with_the_layers_that_it_froze(cifar10_folder: Path, tmp_path: Path) -> None:
+    run_on(cifar10_folder / "test", tmp_path, "run", "--freeze", "conv1", "--max-steps", "1")
+    settings = records.read_config(records.run_store(str(tmp_path), "run"))
+    with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was begun with \('conv1',\)"):
+        prepare(dataclasses.replace(settings, resume=True, freeze=("layer1",)))

@@ -1,0 +1,55 @@
+"""A run that waits for room is told so; one that begins again, or whose neighbour waits, is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from raytrain.backends.ray import capacity
+from raytrain.backends.ray.cluster import Placement
+from raytrain.errors import UsageError
+
+OURS, NEIGHBOUR = "0a000000", "0b000000"
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """Ray's placement groups, to fill; and no time passes between two looks."""
+    groups: dict[str, dict[str, str]] = {}
+    monkeypatch.setattr(capacity, "_PLACED_WITHIN_S", 0.0)
+    monkeypatch.setattr(capacity, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: OURS))
+    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 0.5})
+    return groups
+
+
+def wanted() -> capacity.CapacityCheck:
+    return capacity.CapacityCheck(Placement(2, 2, "cpu", cpus=1.0, data_cpus=0.5, task_cpus=0.25, threads=1), 2)
+
+
+def test_workers_that_go_on_waiting_are_told_of(table: dict[str, dict[str, str]]) -> None:
+    looked = wanted()
+    table["1f" + OURS] = {"state": "PENDING"}
+    looked.check()
+    with pytest.raises(UsageError, match=r"no room for 2 workers of 1 CPUs each: the cluster has 0.5 CPUs free"):
+        looked.check()
+
+
+def test_workers_that_begin_again_wait_for_a_moment(table: dict[str, dict[str, str]]) -> None:
+    looked = wanted()
+    table["1f" + OURS] = {"state": "PENDING"}
+    looked.check()
+    table["1f" + OURS] = {"state": "REMOVED"}
+    table["2f" + OURS] = {"state": "PENDING"}
+    looked.check()
+    table["2f" + OURS] = {"state": "CREATED"}
+    looked.check()
+
+
+def test_what_others_wait_for_is_theirs(table: dict[str, dict[str, str]]) -> None:
+    looked = wanted()
+    table["1f" + NEIGHBOUR] = {"state": "PENDING"}
+    looked.check()
+    looked.check()

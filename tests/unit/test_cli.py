@@ -1,0 +1,467 @@
+"""The command line: options arrive, errors are sentences, every command speaks JSON, and it starts at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import raytrain
+from raytrain.cli.commands import COMMANDS, main
+from raytrain.config import TrainConfig
+from raytrain.display.tables import command_line, evaluation
+from raytrain.errors import StorageError, TrainingFailed
+from raytrain.inference.metrics import scores
+from raytrain.recipes import RECIPES
+from raytrain.runs import records
+
+SUMMARY = {
+    "name": "first",
+    "status": "finished",
+    "steps": 12,
+    "epochs": 3,
+    "samples_seen": 96,
+    "test_accuracy": 0.97,
+    "test_loss": float("nan"),
+    "checkpoint": "checkpoints/step-000000012.pt",
+    "run_dir": "runs/first",
+}
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts functions in the place of a module of the package that a command imports."""
+
+    def put(name: str, **functions: Any) -> None:
+        module = ModuleType(f"raytrain.{name}")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, f"raytrain.{name}", module)
+        monkeypatch.setattr(raytrain, name, module, raising=False)
+
+    return put
+
+
+@pytest.fixture
+def trained(stand_in: Callable[..., None]) -> list[TrainConfig]:
+    """The configurations that the trainer was called with."""
+    configs: list[TrainConfig] = []
+
+    def train(config: TrainConfig, *, view: Any) -> Any:
+        configs.append(config)
+        return SimpleNamespace(summary=lambda: dict(SUMMARY))
+
+    stand_in("driver", train=train)
+    return configs
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def train(config: TrainConfig, *, view: Any) -> Any:
+        raise error
+
+    return train
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    """A storage with one run that was stopped."""
+    storage = str(tmp_path / "runs")
+    store = records.run_store(storage, "first")
+    config = dataclasses.replace(RECIPES["cifar10"](), name="first", data="my data", horizontal_flip=False, mean=(0.1, 0.2, 0.3)).resolved(
+        2
+    )
+    records.write_config(store, config)
+    records.write_status(store, records.RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9))
+    records.write_json(store, records.SUMMARY, {"status": "stopped", "test_accuracy": 0.625, "stop_reason": "Ctrl-C"})
+    row = {"kind": "step", "accuracy": 0.1}
+    rows = [{**row, "step": step, "epoch": step // 10, "loss": 2.0 / step, "elapsed_s": 3.0 * step} for step in (10, 20)]
+    store.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    store.put("skipped.jsonl", b'{"key": "cat/a.jpg", "reason": "truncated"}\n')
+    store.put("checkpoints/step-000000020.pt", bytes(3_000_000))
+    return storage
+
+
+# Options
+
+
+def test_without_flags_a_recipe_is_trained_as_it_stands(trained: list[TrainConfig]) -> None:
+    for name, recipe in RECIPES.items():
+        assert main(["train", name]) == 0
+        assert trained[-1] == recipe()
+
+
+def test_flags_override_what_the_recipe_says(trained: list[TrainConfig]) -> None:
+    flags = "--data s3://b/train --workers 3 --worker-load 1 0 1 --batch-size 256 --no-horizontal-flip --mean 0.5 0.5 0.5"
+    assert main(["train", "cifar10", *flags.split(), "--channels-last", "--image-size", "8", "9", "--resume"]) == 0
+    expected = dataclasses.replace(
+        RECIPES["cifar10"](),
+        data="s3://b/train",
+        workers=3,
+        worker_load=(1.0, 0.0, 1.0),
+        batch_size=256,
+        horizontal_flip=False,
+        mean=(0.5, 0.5, 0.5),
+        channels_last=True,
+        image_size=(8, 9),
+        resume=True,
+    )
+    assert trained == [expected]
+
+
+def test_a_resumed_run_goes_on_with_the_options_that_it_was_begun_with(trained: list[TrainConfig], tmp_path: Path) -> None:
+    begun = RECIPES["cifar10"](name="first", storage=str(tmp_path), data="s3://b/train", epochs=3, seed=7).resolved(2)
+    records.write_config(records.run_store(str(tmp_path), "first"), dataclasses.replace(begun, mean=(0.4, 0.5, 0.6), device="cpu"))
+    words = ["train", "cifar10", "--name", "first", "--storage", str(tmp_path), "--resume", "--epochs", "4"]
+    assert main(words) == 0
+    expected = dataclasses.replace(begun, mean=(0.4, 0.5, 0.6), epochs=4, resume=True, workers="auto", device="auto")
+    assert trained == [expected]
+
+
+def test_a_run_is_not_resumed_as_another_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    records.write_config(records.run_store(str(tmp_path), "first"), RECIPES["cifar10"](name="first", data="d"))
+    assert main(["train", "digits", "--name", "first", "--storage", str(tmp_path), "--resume"]) == 2
+    assert "was begun as cifar10, not as digits" in capsys.readouterr().err
+
+
+def test_workers_may_be_a_number_or_auto(trained: list[TrainConfig]) -> None:
+    main(["train", "cifar10", "--workers", "auto"])
+    main(["train", "cifar10", "--workers", "2"])
+    assert [config.workers for config in trained] == ["auto", 2]
+
+
+def test_every_option_of_a_run_is_a_flag_with_its_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        main(["train", "cifar10", "--help"])
+    assert end.value.code == 0
+    help_text = capsys.readouterr().out
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
+    assert [name for name in fields if f"--{name.replace('_', '-')}" not in help_text] == []
+    assert "Passes over the training images." in help_text
+    assert "--recipe" not in help_text
+    assert "{None}" not in help_text
+
+
+def test_the_help_lists_commands_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, names in (([], COMMANDS), (["--help"], COMMANDS), (["train", "--help"], RECIPES)):
+        with pytest.raises(SystemExit) as end:
+            main(argv)
+        assert end.value.code == 0
+        out = capsys.readouterr().out
+        assert [name for name in names if name not in out] == []
+
+
+def test_the_help_and_the_parsing_import_neither_torch_nor_ray() -> None:
+    script = """
+import sys
+from raytrain.cli.commands import COMMANDS, main
+from raytrain.cli.parser import parse
+try:
+    main(["train", "cifar10", "--help"])
+except SystemExit:
+    parse(["train", "cifar10", "--workers", "2"], COMMANDS)
+    print({"torch", "ray", "numpy", "pyarrow", "botocore"} & set(sys.modules) or "light")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "light"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "raytrain", "stop"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("raytrain: Missing from raytrain stop: NAME")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("train cifar10 --epochs 0", "--epochs is 0; it must be at least 1."),
+        ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); each must be at least 0 and one above 0."),
+        ("train cifar10 --epoch 3", "Unrecognized options: --epoch, 3; did you mean --epochs?"),
+        ("train cifar10 --epochs many", "Error parsing --epochs: invalid literal for int() with base 10: 'many'."),
+        ("train cifar10 --image-size 3", "Missing value for argument '--image-size'. Expected 2 values."),
+        ("train cifar11", "There is no recipe 'cifar11'; did you mean cifar10?"),
+        ("trian cifar10", "There is no command 'trian'; did you mean train?"),
+        ("stop", "Missing from raytrain stop: NAME Name of the run. (required)."),
+        ("stop first again", "Unrecognized options: again."),
+        ("stop ../first --storage nowhere", "letters, digits"),
+        ("stop first --storage nowhere", "There is no run 'first' in nowhere"),
+        ("show first --storage nowhere", "There is no run 'first' in nowhere"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_code_2(
+    argv: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv.split(), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("raytrain: ")
+    assert len(err.splitlines()) == 1
+    assert sentence in err
+    assert json.loads(out) == {"status": "failed", "error": err.removeprefix("raytrain: ").strip()}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_usage_is_the_same_sentence_in_a_narrow_terminal_with_colours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["train", "cifar10", "--schedule", "linear"]) == 2
+    expected = "raytrain: invalid choice 'linear' for argument '--schedule'. Expected one of ('constant', 'piecewise', 'cosine').\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(TrainingFailed("The workers died; --resume goes on."), 1), (StorageError("No such bucket: b."), 2)]
+)
+def test_an_error_that_was_foreseen_is_one_sentence(
+    error: Exception, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in("driver", train=failing(error))
+    assert main(["train", "cifar10"]) == exit_code
+    assert capsys.readouterr().err == f"raytrain: {error}\n"
+
+
+def test_an_error_that_was_not_foreseen_is_one_sentence_and_its_traceback_is_kept(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stand_in("driver", train=failing(KeyError("a long story\nin the end this")))
+    assert main(["train", "cifar10"]) == 1
+    (log,) = tmp_path.iterdir()
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "unexpected KeyError" in err
+    assert str(log) in err
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_a_traceback_is_shown_where_asked_for(
+    how: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("driver", train=failing(TrainingFailed("The workers died.")))
+    if how == "environment":
+        monkeypatch.setenv("RAYTRAIN_DEBUG", "1")
+    assert main(["train", "cifar10", *(["--debug"] if how == "flag" else [])]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_abort_is_no_traceback(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def train(config: TrainConfig, *, view: Any) -> Any:
+        raise KeyboardInterrupt
+
+    stand_in("driver", train=train)
+    assert main(["train", "cifar10"]) == 130
+    assert capsys.readouterr().err == "raytrain: aborted.\n"
+
+
+# Outcomes
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "cifar10", "--json"]) == 0
+    assert last_line(capsys) == {**SUMMARY, "test_loss": None}
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
+def test_the_exit_code_tells_how_the_run_ended(
+    status: str, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in("driver", train=lambda config, view: SimpleNamespace(summary=lambda: {**SUMMARY, "status": status}))
+    assert main(["train", "cifar10", "--data", "my images", "--workers", "2"]) == exit_code
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"status {status}" in out
+    way_on = "raytrain train cifar10 --data 'my images' --name first --workers 2 --resume"
+    assert (way_on in out) == (status != "finished")
+
+
+def test_predict_export_doctor_and_demo_hand_on_their_options(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[Any] = []
+
+    def note(result: Any) -> Callable[..., Any]:
+        return lambda *args, **named: (calls.append((args, named)), result)[1]
+
+    report = SimpleNamespace(summary=lambda: {"nodes": []}, ok=False)
+    stand_in("inference", predict=note({"images": 7}))
+    stand_in("exporting", export=note({"same_answers": 9}))
+    stand_in("doctor", diagnose=note(report))
+    stand_in("devices", list_devices=note(report))
+    stand_in("demo", demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})), outcome=lambda *_: "")
+    for argv, document, exit_code in (
+        ("export first --output m.onnx --data d --json", {"same_answers": 9}, 0),
+        ("predict first --data d --output p.csv --top-k 3 --storage s --json", {"images": 7}, 0),
+        ("doctor --data d --address auto --json", {"nodes": []}, 1),
+        ("devices --address auto --json", {"nodes": []}, 0),
+        ("demo --workers 1 --json", {"test_accuracy": 0.98}, 0),
+    ):
+        assert main(argv.split()) == exit_code
+        assert last_line(capsys) == document
+    assert calls == [
+        (("first", "m.onnx"), {"data": "d", "storage": "./runs"}),
+        (("first", "d", "p.csv"), {"storage": "s", "top_k": 3, "workers": None, "address": None}),
+        (("d", "./runs", "auto"), {}),
+        (("auto",), {}),
+        ((), {"storage": "./runs", "workers": 1}),
+    ]
+
+
+EVALUATION = {
+    "run": "first",
+    "skipped": 1,
+    **scores(np.array([0, 0, 0, 0, 1]), np.array([0, 0, 0, 1, 1]), np.array([0.0, 0.5, 0.5, 1.0, 0.5]), ("cat", "dog")),
+}
+
+
+def test_evaluate_tells_of_classes_and_confusions_and_draws_them(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    calls: list[Any] = []
+    stand_in("inference", evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
+    assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
+    assert calls == [(("first", "d"), {"storage": "./runs", "workers": 2, "address": None})]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for words in (["accuracy", "0.8000"], ["images", "5"], ["skipped", "1"], ["picture", "first-confusion.png"]):
+        assert words in lines
+    (cat,) = [line for line in lines if line[:4] == ["cat", "4", "3", "0.7500"]]
+    assert cat[-4:] == ["cat", "dog", "1", "25.0%"]
+    assert (tmp_path / "first-confusion.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["evaluate", "first", "--data", "d", "--output", "mine.png", "--json"]) == 0
+    assert last_line(capsys) == {**EVALUATION, "picture": "mine.png"}
+    assert (tmp_path / "mine.png").is_file()
+
+
+def test_evaluate_refuses_its_output_before_it_begins(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("inference", evaluate=lambda *args, **named: pytest.fail("it began"))
+    assert main(["evaluate", "first", "--data", "d", "--output", "nowhere/c.png"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_of_many_classes_the_worst_are_shown() -> None:
+    matrix = np.array([[10, 0] if label == 7 else [label + 20, 1] for label in range(30)])
+    rows = [
+        {"class": f"class-{label}", "images": int(sum(counts)), "right": int(counts[0]), "accuracy": counts[0] / sum(counts)}
+        for label, counts in enumerate(matrix)
+    ]
+    console = Console(width=150, file=io.StringIO())
+    console.print(evaluation({**EVALUATION, "per_class": rows, "confusions": []}))
+    seen = console.file.getvalue()  # pyright: ignore
+    assert "class-0 " in seen
+    assert "class-7 " not in seen
+    assert "and 10 better ones" in seen
+    assert "No image was taken for another class." in seen
+
+
+def test_stop_asks_the_driver(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Any] = []
+    stand_in("driver", stop=lambda name, **named: asked.append((name, named["storage"], named["address"])))
+    assert main(["stop", "first", "--storage", "s3://b/runs", "--address", "auto", "--json"]) == 0
+    assert asked == [("first", "s3://b/runs", "auto")]
+    assert last_line(capsys)["status"] == "stop requested"
+
+
+def test_runs_lists_what_is_there(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--storage", storage]) == 0
+    out = capsys.readouterr().out
+    for part in ("first", "cifar10", "stopped", "2/9", "20/90", "0.6250"):
+        assert part in out
+    assert main(["runs", "--storage", storage, "--json"]) == 0
+    (run,) = last_line(capsys)["runs"]
+    assert (run["name"], run["status"], run["step"], run["test_accuracy"]) == ("first", "stopped", 20, 0.625)
+
+
+def test_runs_says_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--storage", str(tmp_path / "none")]) == 0
+    assert "There are no runs" in capsys.readouterr().out
+
+
+def test_show_tells_all_about_a_run(storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["show", "first", "--storage", storage]) == 0
+    out = capsys.readouterr().out
+    for part in ("first  stopped at step 20/90, epoch 2/9", "Epoch: 2, Elapsed: 00:01:00", "train 0.100", "step 20"):
+        assert part in out
+    for part in ("stop reason", "Ctrl-C", "step-000000020.pt", "3.0 MB", "1 image skipped", "cat/a.jpg: truncated"):
+        assert part in out
+    assert "raytrain train cifar10 --data 'my data' --name first" in " ".join(out.split())
+
+
+def test_show_gives_the_same_as_json(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "first", "--storage", storage, "--json"]) == 0
+    shown = last_line(capsys)
+    assert shown["config"]["workers"] == 2
+    assert shown["status"]["status"] == "stopped"
+    assert shown["summary"]["test_accuracy"] == 0.625
+    assert [row["step"] for row in shown["metrics"]] == [10, 20]
+    assert [stored["path"] for stored in shown["checkpoints"]] == ["checkpoints/step-000000020.pt"]
+    assert shown["skipped"] == [{"key": "cat/a.jpg", "reason": "truncated"}]
+
+
+def test_show_draws_the_curves(storage: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["show", "first", "--storage", storage, "--png", str(tmp_path / "first.png")]) == 0
+    assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["show", "first", "--storage", storage, "--png", "first.svg"]) == 2
+    assert "--png is 'first.svg'; its name must end in .png." in capsys.readouterr().err
+
+
+def test_compare_puts_runs_side_by_side(
+    storage: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    second = records.run_store(storage, "second")
+    first = records.read_config(records.run_store(storage, "first"))
+    records.write_config(second, dataclasses.replace(first, name="second", weight_decay=1e-10, translate=2))
+    row = {"step": 30, "epoch": 1, "elapsed_s": 1234.5}
+    rows = [{"kind": "step", "loss": 0.5, "images_per_s": 1500.0, **row}, {"kind": "evaluation", "accuracy": 0.75, "loss": 0.25, **row}]
+    second.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert main(["compare", "first", "second", "--storage", storage, "--png", str(tmp_path / "both.png")]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    for words in (["first", "second"], ["translate", "4", "2"], ["steps", "20", "30"], ["epochs", "2", "1"], ["skipped", "1", "0"]):
+        assert words in lines
+    for words in (["test", "accuracy", "–", "0.7500"], ["training", "loss", "0.1000", "0.5000"], ["images/s", "–", "1,500"]):
+        assert words in lines
+    assert not any("weight" in line or "name" in line for line in lines)
+    assert "first 0.100" in out and "second 0.500" in out and "second 0.750" in out
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["compare", "first", "second", "--storage", storage, "--json"]) == 0
+    assert [run["options"] for run in last_line(capsys)["runs"]] == [{"translate": 4}, {"translate": 2}]
+    assert main(["compare", "first", "--storage", storage]) == 2
+    assert "takes two runs or more" in capsys.readouterr().err
+
+
+def test_the_way_on_is_a_command_that_trains_with_the_same_options(storage: str, trained: list[TrainConfig]) -> None:
+    config = records.read_config(records.open_run(storage, "first"))
+    assert main(shlex.split(command_line(config))[1:]) == 0
+    assert [again.resolved(2) for again in trained] == [config]
+
+
+def test_the_picture_of_the_readme_is_drawn_from_a_run(storage: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / ".github" / "picture.py"
+    subprocess.run([sys.executable, script, "first", "--storage", storage, "--output", tmp_path / "run.svg"], check=True)
+    svg = (tmp_path / "run.svg").read_text()
+    assert "step&#160;20/90" in svg
+    assert "url(http" not in svg
+    assert len(svg) < 100_000

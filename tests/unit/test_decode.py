@@ -1,0 +1,306 @@
+"""Files as people have them: shown as Pillow and browsers would show them, or refused with a reason, never at a great price."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import simplejpeg
+from PIL import Image, ImageFile, ImageOps
+
+from raytrain.data.decode import BadImage, ImageReader, ImageShape, decode
+from raytrain.data.manifest import build_manifest
+from raytrain.storage.base import open_store
+
+Array = npt.NDArray[np.uint8]
+
+HEIGHT, WIDTH = 24, 40
+SHAPE, GREY_SHAPE = ImageShape(HEIGHT, WIDTH, 3), ImageShape(HEIGHT, WIDTH, 1)
+
+
+def photo() -> Array:
+    """A smooth picture with no symmetry, (24, 40, 3)."""
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
+    return np.stack([6 * x, 10 * y, 3 * x + 3 * y], axis=2).astype(np.uint8)
+
+
+def alpha() -> Array:
+    """How opaque each pixel is: from not at all on the left to wholly on the right, (24, 40)."""
+    return np.broadcast_to(np.linspace(0, 255, WIDTH).astype(np.uint8), (HEIGHT, WIDTH))
+
+
+def on_white(colours: Array, opacity: Array) -> npt.NDArray[np.float64]:
+    share = opacity[..., None] / 255
+    return colours * share + 255 * (1 - share)
+
+
+def encoded(image: Image.Image | Array, format: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    picture.save(file, format, **options)
+    return file.getvalue()
+
+
+def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> bytes:
+    """A PNG file out of its compressed rows: for what Pillow cannot write."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", idat) + chunk(b"IEND", b"")
+
+
+def black_png(side: int) -> bytes:
+    """``side`` x ``side`` RGB pixels of 0, compressed without ever being there: one piece of zeros, repeated."""
+    num_bytes, pieces = side * (1 + 3 * side), 200
+    packer = zlib.compressobj(9, wbits=-15)
+    piece = packer.compress(bytes(num_bytes // pieces)) + packer.flush(zlib.Z_FULL_FLUSH)
+    checksum = struct.pack(">I", (num_bytes % 65521) << 16 | 1)  # Adler-32 of that many zeros
+    assert num_bytes % pieces == 0
+    return png(side, side, 8, 2, b"\x78\x9c" + piece * pieces + b"\x03\x00" + checksum)
+
+
+def as_pillow_shows(data: bytes, mode: str = "RGB") -> Array:
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert(mode))
+
+
+def assert_close(shown: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: float) -> None:
+    difference = np.abs(shown.astype(float).squeeze() - expected.astype(float)).max()
+    assert difference <= tolerance, f"differs by up to {difference}"
+
+
+# What is shown.
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P"])
+def test_usual_files_are_shown_as_pillow_shows_them(format: str, mode: str) -> None:
+    image = Image.fromarray(photo()).convert(mode)
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(image.convert("RGB") if (format, mode) == ("JPEG", "P") else image, format, **options)
+    tolerance = 10 if format == "JPEG" else 0
+    assert_close(decode(data, SHAPE), as_pillow_shows(data), tolerance)
+    assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), tolerance)
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"quality": 30}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}])
+def test_jpegs_of_all_kinds_are_shown_as_pillow_shows_them(options: dict[str, Any]) -> None:
+    data = encoded(photo(), "JPEG", **options)
+    assert_close(decode(data, SHAPE), as_pillow_shows(data), 3)
+    assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), 3)
+
+
+def test_cmyk_has_the_colours_that_it_was_made_from() -> None:
+    data = encoded(Image.fromarray(photo()).convert("CMYK"), "JPEG", quality=95)
+    assert b"Adobe" in data[:200]  # which says that the values are inverted
+    assert_close(decode(data, SHAPE), photo(), 16)
+    assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), 3)
+
+
+def test_cmyk_without_adobes_mark_is_shown_as_pillow_shows_it() -> None:
+    data = encoded(Image.fromarray(photo()).convert("CMYK"), "JPEG", quality=95)
+    start = data.index(b"\xff\xee")
+    plain = data[:start] + data[start + 16 :]
+    assert b"Adobe" not in plain
+    assert_close(decode(plain, SHAPE), as_pillow_shows(plain), 3)
+
+
+def test_16_bits_a_channel_become_8() -> None:
+    deep = photo().astype(np.uint16) * 256 + 77
+    assert_close(decode(encoded(Image.fromarray(deep[:, :, 0]), "PNG"), GREY_SHAPE), photo()[:, :, 0], 0)
+    assert_close(decode(encoded(Image.fromarray(deep[:, :, 0]), "PNG"), SHAPE)[:, :, 2], photo()[:, :, 0], 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in deep)
+    assert_close(decode(png(WIDTH, HEIGHT, 16, 2, zlib.compress(rows)), SHAPE), photo(), 0)
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_what_is_transparent_is_white(format: str) -> None:
+    data = encoded(np.dstack([photo(), alpha()]), format, **({"lossless": True, "exact": True} if format == "WEBP" else {}))
+    assert_close(decode(data, SHAPE), on_white(photo(), alpha()), 1)
+
+
+def test_grey_that_is_transparent_is_white() -> None:
+    grey = photo()[:, :, :1]
+    data = encoded(Image.merge("LA", [Image.fromarray(grey[:, :, 0]), Image.fromarray(alpha())]), "PNG")
+    assert_close(decode(data, GREY_SHAPE), on_white(grey, alpha()).squeeze(), 1)
+
+
+@pytest.mark.parametrize("format", ["PNG", "GIF"])
+def test_a_palettes_transparent_entry_is_white(format: str) -> None:
+    image = Image.fromarray(photo()).quantize(16)
+    hidden = np.asarray(image) == 5
+    data = encoded(image, format, transparency=5)
+    expected = np.where(hidden[:, :, None], 255, np.asarray(image.convert("RGB")))
+    assert hidden.any() and not hidden.all()
+    assert_close(decode(data, SHAPE), expected, 0)
+
+
+def test_a_transparent_colour_is_white() -> None:
+    data = encoded(photo(), "PNG", transparency=tuple(photo()[3, 4].tolist()))
+    expected = photo()
+    expected[3, 4] = 255
+    assert_close(decode(data, SHAPE), expected, 0)
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_picture_is_shown(format: str) -> None:
+    first, second = (Image.fromarray(picture) for picture in (photo(), 255 - photo()))
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(first, format, save_all=True, append_images=[second], duration=100, **options)
+    with Image.open(io.BytesIO(data)) as image:
+        assert getattr(image, "n_frames", 1) == 2
+    assert_close(decode(data, SHAPE), as_pillow_shows(encoded(first, format, **options)), 0)
+
+
+UPRIGHT: dict[int, Callable[[Array], Array]] = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: np.rot90(a, 2),
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),  # to be turned clockwise
+    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
+    8: lambda a: np.rot90(a),
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_a_camera_that_was_turned_takes_upright_pictures(format: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    lossless = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(format, {})
+    upright = UPRIGHT[orientation](photo())
+    shape = ImageShape(*upright.shape)
+    assert_close(decode(encoded(photo(), format, exif=exif, **lossless), shape), upright, 6 if format == "JPEG" else 0)
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"])
+def test_a_damaged_exif_block_turns_nothing(exif: bytes) -> None:
+    assert_close(decode(encoded(photo(), "JPEG", quality=100, subsampling=0, exif=exif), SHAPE), photo(), 6)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_one_pixel_fills_the_whole_image(format: str) -> None:
+    shown = decode(encoded(np.full((1, 1, 3), 200, np.uint8), format), SHAPE)
+    assert shown.shape == (HEIGHT, WIDTH, 3) and np.abs(shown.astype(int) - 200).max() <= 4
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_a_large_image_is_scaled_and_stretched_to_the_shape(format: str) -> None:
+    large = np.asarray(Image.fromarray(photo()).resize((WIDTH * 20, HEIGHT * 10), Image.Resampling.BICUBIC))
+    assert_close(decode(encoded(large, format, **({"quality": 95} if format == "JPEG" else {})), SHAPE), photo(), 20)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"this is no image", "not an image that can be read"),
+        (b"<!DOCTYPE html><html></html>", "not an image that can be read"),
+        (b"\xff\xd8\xff", "not an image|cannot be decoded"),
+        (bytes(1000), "not an image that can be read"),
+        (encoded(photo(), "TIFF"), "not an image that can be read"),
+        (encoded(photo(), "EPS"), "not an image that can be read"),  # Pillow would start another program for it
+    ],
+)
+def test_what_is_no_image_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(BadImage, match=reason):
+        decode(data, SHAPE)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
+def test_half_a_file_is_refused(format: str, kept: float) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    data = encoded(noise, format)
+    with pytest.raises(BadImage, match=r"cannot be decoded: \w|not an image"):
+        decode(data[: int(len(data) * kept)], SHAPE)
+
+
+def test_half_a_jpeg_with_exif_or_in_progressive_order_is_refused_too() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for options in ({"exif": exif}, {"progressive": True}):
+        data = encoded(photo(), "JPEG", **options)
+        with pytest.raises(BadImage, match="cannot be decoded"):
+            decode(data[: -len(data) // 4], SHAPE)
+
+
+def jpeg_bomb(side: int, **options: Any) -> bytes:
+    """A small JPEG whose header promises ``side`` x ``side`` pixels."""
+    data = bytearray(encoded(photo(), "JPEG", **options))
+    start = data.index(b"\xff\xc2" if options.get("progressive") else b"\xff\xc0")
+    data[start + 5 : start + 9] = struct.pack(">HH", side, side)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        pytest.param(lambda: black_png(20_000), id="png"),
+        pytest.param(lambda: black_png(12_000), id="png below Pillow's limit"),
+        pytest.param(lambda: jpeg_bomb(65_500), id="jpeg"),
+        pytest.param(lambda: jpeg_bomb(12_000, progressive=True), id="progressive jpeg below Pillow's limit"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_bomb_is_refused_by_its_header(bomb: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bomb()
+    assert len(data) < 2_000_000
+    for decoder, name in ((ImageFile.ImageFile, "load"), (simplejpeg, "decode_jpeg")):
+        monkeypatch.setattr(decoder, name, lambda *args, **options: pytest.fail("it was decoded"))
+    with pytest.raises(BadImage, match="the image is too large: "):
+        decode(data, SHAPE)
+
+
+def test_whatever_is_wrong_with_a_file_it_is_shown_or_refused() -> None:
+    chance = random.Random(0)
+    noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    files = [encoded(noise, format, **options) for format, options in FUZZED]
+    refused, reasons = 0, set[str]()
+    for round_ in range(600):
+        data = bytearray(files[round_ % len(files)])
+        for _ in range(chance.choice((1, 3, 20))):
+            data[chance.randrange(chance.choice((60, len(data))))] = chance.randrange(256)
+        try:
+            assert decode(bytes(data), SHAPE).shape == (HEIGHT, WIDTH, 3)
+        except BadImage as error:
+            refused += 1
+            reasons.add(str(error))
+    assert 100 < refused < 600 and all(reasons) and not any("\n" in reason for reason in reasons)
+
+
+FUZZED: list[tuple[str, dict[str, Any]]] = [
+    ("JPEG", {}),
+    ("JPEG", {"progressive": True}),
+    ("JPEG", {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"}),
+    ("PNG", {}),
+    ("GIF", {}),
+    ("WEBP", {"lossless": True}),
+    ("WEBP", {}),
+    ("BMP", {}),
+]
+
+
+def test_the_suffix_does_not_matter(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for name, format in (("a/1.png", "JPEG"), ("a/2.jpg", "PNG"), ("b/3.jpeg", "GIF"), ("b/4.gif", "TIFF")):
+        store.put(name, encoded(photo(), format))
+    images, bad = ImageReader(store, SHAPE).read(build_manifest(store))
+    assert bad == {3: "the file is not an image that can be read"}
+    assert_close(images[0], photo(), 30)
+    assert_close(images[1], photo(), 0)

@@ -1,0 +1,73 @@
+"""The demo's digits: balanced, repeatable, legible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raytrain.demo import digits
+from raytrain.errors import UsageError
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*.png"))}
+
+
+def test_every_class_has_the_same_number_of_images_on_each_side(tmp_path: Path) -> None:
+    paths = contents(digits.render(tmp_path, num_images=105, test_fraction=0.2))
+    assert set(paths) == {f"train/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 9)} | {
+        f"test/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 3)
+    }
+    assert len(set(paths.values())) == 100  # no two images alike
+
+
+def test_the_seed_decides_the_pixels(tmp_path: Path) -> None:
+    first, again, other = (
+        contents(digits.render(tmp_path / name, num_images=40, test_fraction=0.25, seed=seed))
+        for name, seed in (("first", 3), ("again", 3), ("other", 4))
+    )
+    assert first == again
+    assert all(first[path] != other[path] for path in first)
+
+
+def test_images_are_grey_28x28_with_ink_that_stands_out(tmp_path: Path) -> None:
+    for path in digits.render(tmp_path, num_images=300).rglob("*.png"):
+        image = Image.open(path)
+        assert (image.mode, image.size) == ("L", (28, 28))
+        pixels = np.asarray(image, dtype=float)
+        border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        assert np.percentile(pixels, 97) - np.median(pixels) > 60, path
+        assert np.median(border) < np.percentile(pixels, 97) - 60, path
+
+
+def test_digits_lean_by_up_to_45_degrees_either_way() -> None:
+    rng = np.random.default_rng(0)
+    leans = np.array([lean_degrees(digits.draw(1, rng).astype(float)) for _ in range(400)])
+    assert leans.min() < -30 and leans.max() > 30
+    assert np.abs(leans).max() < 45 + 25  # an oblique one leans by itself
+
+
+def lean_degrees(image: np.ndarray) -> float:
+    """Angle between the ink's long axis and the vertical."""
+    weight = np.clip(image - (np.median(image) + image.max()) / 2, 0, None)
+    y, x = np.indices(image.shape)
+    dy, dx = (axis - np.average(axis, weights=weight) for axis in (y, x))
+    upward = 2 * np.average(-dx * dy, weights=weight), np.average(dy * dy - dx * dx, weights=weight)
+    return float(np.degrees(np.arctan2(*upward) / 2))
+
+
+@pytest.mark.parametrize("font", digits.FONTS)
+def test_every_font_draws_ten_different_digits(font: str) -> None:
+    glyphs = [np.asarray(digits._glyph(font, digit), dtype=float) / 255 for digit in range(10)]
+    ink = [float(glyph.mean()) for glyph in glyphs]
+    assert min(ink) > 0.02
+    assert max(ink) < 0.35
+    assert min(float(np.abs(a - b).mean()) for i, a in enumerate(glyphs) for b in glyphs[:i]) > 0.01
+
+
+def test_too_few_images_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"num_images 30 and test_fraction 0\.1 leave 0 of a class's 3 images"):
+        digits.render(tmp_path, num_images=30)

@@ -1,0 +1,147 @@
+"""An exported file does without raytrain what the run does with it: on any number of images, with its classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import raytrain
+from raytrain.config import TrainConfig
+from raytrain.errors import RaytrainError, UsageError
+from raytrain.inference import export
+from raytrain.recipes import cifar10, digits
+from raytrain.runs import records
+from raytrain.runs.layout import CLASSES
+from raytrain.storage.base import open_store
+from raytrain.training.checkpoint import Checkpoints, Identity, Progress
+from raytrain.training.model import build_model
+
+ANIMALS = ("cat", "dog", "fox")
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMALS) -> None:
+    """A run called ``run`` with a checkpoint whose batch norm has seen something."""
+    store = records.run_store(storage, "run")
+    records.write_config(store, config)
+    store.put(CLASSES, json.dumps(classes).encode())
+    model = build_model(config.model, len(classes), config.channels, config.seed)
+    model(torch.randn(16, config.channels, *config.image_size))
+    checkpoints = Checkpoints(store, Identity(config.model, classes, "", 8, 0), keep=1)
+    checkpoints.save({"model": model.state_dict()}, Progress(step=1))
+    checkpoints.close()
+
+
+def small(**options: Any) -> TrainConfig:
+    return digits(mean=(0.2,), std=(0.3,), image_size=(20, 12), **options)
+
+
+def run_pt2(content: bytes, images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    module: Any = torch.export.load(io.BytesIO(content)).module()
+    return module(torch.from_numpy(images)).detach().numpy()
+
+
+def run_onnx(content: bytes, images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    (logits,) = onnxruntime.InferenceSession(content).run(None, {"images": images})
+    return np.asarray(logits)
+
+
+@pytest.mark.parametrize(("suffix", "answer"), [("pt2", run_pt2), ("onnx", run_onnx)])
+def test_the_file_answers_as_the_run_does(suffix: str, answer: Callable[..., Any], tmp_path: Path) -> None:
+    make_run(str(tmp_path), small())
+    file = tmp_path / f"model.{suffix}"
+    told = raytrain.export("run", str(file), storage=str(tmp_path))
+    classifier = raytrain.load("run", storage=str(tmp_path))
+    for num_images in (1, 2, 7):
+        images = np.random.default_rng(1).integers(0, 256, (num_images, 20, 12, 1), np.uint8)
+        with torch.no_grad():
+            expected = classifier(torch.from_numpy(images)).numpy()
+        np.testing.assert_allclose(answer(file.read_bytes(), images), expected, atol=1e-4)
+    assert told["input"].startswith("uint8 (batch, 20, 12, 1)")
+    assert (told["size_bytes"], told["classes"]) == (file.stat().st_size, list(ANIMALS))
+    assert (told["images"], told["same_answers"]) == (64, 64)
+    assert told["largest_difference"] < 1e-4
+
+
+def test_the_file_knows_its_classes(tmp_path: Path) -> None:
+    make_run(str(tmp_path), small())
+    for suffix in ("pt2", "onnx"):
+        raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
+    extra = {"classes.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    assert json.loads(extra["classes.json"]) == list(ANIMALS)
+    about = onnxruntime.InferenceSession(tmp_path / "model.onnx").get_modelmeta()
+    assert json.loads(about.custom_metadata_map["classes"]) == list(ANIMALS)
+
+
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_it_is_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_path: Path) -> None:
+    make_run(str(tmp_path), cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3)), CIFAR10)
+    told = raytrain.export("run", str(tmp_path / f"m.{suffix}"), data=str(cifar10_folder / "test"), storage=str(tmp_path))
+    assert (told["images"], told["same_answers"]) == (64, 64)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "a.jpg").write_bytes(b"no image")
+    with pytest.raises(UsageError, match=r"None of 1 images looked at in .* can be read"):
+        raytrain.export("run", str(tmp_path / "other.pt2"), data=str(tmp_path / "broken"), storage=str(tmp_path))
+    assert not (tmp_path / "other.pt2").exists()
+
+
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_resizing_is_exported_too(suffix: str, tmp_path: Path) -> None:
+    make_run(str(tmp_path), small(random_resized_crop=True))
+    told = raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
+    assert told["input"].startswith("uint8 (batch, 23, 14, 1)")
+
+
+def test_it_may_go_to_s3(s3_url: str) -> None:
+    make_run(s3_url, small())
+    raytrain.export("run", f"{s3_url}/model.pt2", storage=s3_url)
+    assert run_pt2(open_store(s3_url).get("model.pt2"), np.zeros((1, 20, 12, 1), np.uint8)).shape == (1, 3)
+
+
+def test_a_file_that_answers_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(str(tmp_path), small())
+    monkeypatch.setattr(export, "_original", lambda classifier, images: np.ones((len(images), 3)))
+    with pytest.raises(RaytrainError, match=r"off by up to .*model\.pt2 was not written"):
+        raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
+    assert not (tmp_path / "model.pt2").exists()
+
+
+def test_a_network_that_cannot_be_followed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "winding_networks.py").write_text(
+        "from torch import nn\n"
+        "class Winding(nn.Linear):\n"
+        "    def forward(self, images):\n"
+        "        flat = images.mean(dim=(2, 3))\n"
+        "        return super().forward(flat if flat.sum() > 0 else -flat)\n"
+        "def winding(num_classes, channels):\n    return Winding(channels, num_classes)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    make_run(str(tmp_path), small(model="winding_networks:winding"))
+    with pytest.raises(UsageError, match=r"network of run 'run' is none that torch\.export can follow \(.+\)"):
+        raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
+
+
+def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(str(tmp_path), small())
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more))
+    with pytest.raises(UsageError, match=r"and onnxscript is not installed: install raytrain\[onnx\]"):
+        raytrain.export("run", str(tmp_path / "model.onnx"), storage=str(tmp_path))
+    raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
+
+
+def test_the_name_says_the_kind(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--output is 'model.pth'; its name must end in \.pt2 or \.onnx\."):
+        raytrain.export("run", "model.pth", storage=str(tmp_path))
+    with pytest.raises(UsageError, match="There is no run 'run'"):
+        raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))

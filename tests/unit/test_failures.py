@@ -1,0 +1,48 @@
+"""One line out of what Ray makes of an exception that crossed processes."""
+
+from __future__ import annotations
+
+import pytest
+from ray.exceptions import RayTaskError, UserCodeException
+
+from raytrain.backends.ray.failures import root_cause
+from raytrain.errors import StorageError
+
+SENTENCE = "S3 does not know the access key …1db1; check AWS_ACCESS_KEY_ID."
+WITH_ITS_CAUSE = f"""obstore.exceptions.GenericError: Generic S3 error {{
+    source: None,
+}}
+
+The above exception was the direct cause of the following exception:
+
+raytrain.errors.StorageError: {SENTENCE}"""
+OF_A_TASK = """ray::MapBatches(read_block)() (pid=18071, ip=192.0.2.2)
+  File "ingest.py", line 5, in read_block
+{}
+
+The above exception was the direct cause of the following exception:
+
+ray::MapBatches(read_block)() (pid=18071, ip=192.0.2.2)
+ray.exceptions.UserCodeException: UDF failed to process a data block.
+Failed to apply UDF transform after 1/1 attempts (total backoff 0.0s).
+To change retry attempts, backoff, or which errors are retried, configure `ray.data.DataContext.get_current()`."""
+
+
+def wrapped(text: str, cause: Exception) -> Exception:
+    return RayTaskError("f", text, cause).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StorageError(SENTENCE), SENTENCE),
+        (wrapped(f"Traceback\nraytrain.errors.StorageError: {SENTENCE}", StorageError(SENTENCE)), SENTENCE),
+        (wrapped(OF_A_TASK.format(f"raytrain.errors.StorageError: {SENTENCE}"), UserCodeException("UDF failed")), SENTENCE.rstrip(".")),
+        (wrapped(OF_A_TASK.format(WITH_ITS_CAUSE), UserCodeException("UDF failed")), SENTENCE.rstrip(".")),
+        (wrapped(OF_A_TASK.format("ValueError: 3 channels"), UserCodeException("UDF failed")), "ValueError: 3 channels"),
+        (wrapped("Traceback\n  line\nValueError: 3 channels", ValueError("3 channels")), "ValueError: 3 channels"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_the_reason_is_one_line(error: Exception, reason: str) -> None:
+    assert root_cause(error) == reason

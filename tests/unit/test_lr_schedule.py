@@ -1,0 +1,57 @@
+"""Learning-rate schedules at the steps where something changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain.config import TrainConfig
+from raytrain.training.lr_schedule import factor
+
+STEPS_PER_EPOCH = 10
+
+
+def rates(num_steps: int = 100, **options: Any) -> list[float]:
+    config = TrainConfig(batch_size=1, learning_rate=0.8, **options)
+    return [0.8 * factor(config, step, STEPS_PER_EPOCH, num_steps) for step in range(num_steps)]
+
+
+def test_constant() -> None:
+    assert rates() == [0.8] * 100
+
+
+def test_piecewise_drops_at_the_first_step_of_every_period() -> None:
+    found = rates(schedule="piecewise", drop_factor=0.5, drop_period=3)
+    assert found == [0.8] * 30 + [0.4] * 30 + [0.2] * 30 + [0.1] * 10
+
+
+def test_cosine_falls_from_the_full_rate_to_nothing() -> None:
+    found = rates(schedule="cosine")
+    assert found[0] == 0.8
+    assert found[25] == pytest.approx(0.8 * 0.8535533905932737)
+    assert found[50] == pytest.approx(0.4)
+    assert 0 < found[99] < 0.001
+    assert found == sorted(found, reverse=True)
+
+
+def test_warm_up_rises_linearly_to_the_full_rate() -> None:
+    found = rates(warmup_epochs=0.4)
+    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert found[5:] == [0.8] * 95
+
+
+def test_cosine_begins_where_the_warm_up_ends() -> None:
+    found = rates(schedule="cosine", warmup_epochs=2)
+    assert found[19] == pytest.approx(0.8)
+    assert found[20] == pytest.approx(0.8)
+    assert found[60] == pytest.approx(0.4)
+    assert max(found) == pytest.approx(0.8)
+
+
+def test_piecewise_counts_epochs_from_the_beginning_of_the_run() -> None:
+    assert rates(schedule="piecewise", drop_period=3, warmup_epochs=1)[30] == pytest.approx(0.08)
+
+
+def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
+    assert rates(num_steps=5, schedule="cosine", warmup_epochs=1) == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.4])

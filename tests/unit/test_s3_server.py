@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from obstore.store import S3Store
+
+from raytrain.demo.s3_server import EmbeddedS3, serve
+from raytrain.errors import StorageError
+
+DEADLINE_S = 20.0
+
+
+def bucket(environment: dict[str, str], **changes: str) -> S3Store:
+    keys = {
+        "endpoint": environment["AWS_ENDPOINT_URL"],
+        "region": environment["AWS_REGION"],
+        "access_key_id": environment["AWS_ACCESS_KEY_ID"],
+        "secret_access_key": environment["AWS_SECRET_ACCESS_KEY"],
+    }
+    return S3Store("bucket", client_options={"allow_http": True}, config={**keys, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def listens(url: str) -> bool:
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname, address.port or 0), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_what_is_written_is_in_the_folder_when_the_server_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    with serve(tmp_path) as server:
+        bucket(server.environment()).put("a/b.bin", b"x" * 6_000_000)
+    assert (tmp_path / "bucket/a/b.bin").read_bytes() == b"x" * 6_000_000
+    assert not listens(server.endpoint_url)
+
+
+def test_a_wrong_secret_is_refused_and_keys_differ_at_each_start(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    with serve(tmp_path) as first, serve(tmp_path) as second:
+        bucket(first.environment()).put("a", b"1")
+        with pytest.raises(Exception, match="SignatureDoesNotMatch"):
+            bucket(first.environment(), secret_access_key="wrong").put("a", b"1")
+        assert first.environment()["AWS_SECRET_ACCESS_KEY"] != second.environment()["AWS_SECRET_ACCESS_KEY"]
+
+
+def test_the_secret_stands_in_no_command_line(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        secret = server.environment()["AWS_SECRET_ACCESS_KEY"]
+        assert len(secret) >= 40 and secret not in repr(vars(server)["_process"].args) + repr(server)
+        assert not [p for p in psutil.process_iter(["cmdline"]) if secret in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_taken_port_is_said(tmp_path: Path) -> None:
+    with serve(tmp_path) as server, pytest.raises(StorageError, match=r"did not start.*address already in use"):
+        EmbeddedS3(tmp_path, port=urlsplit(server.endpoint_url).port or 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the server with its parent on Linux only")
+def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    start = "from raytrain.demo.s3_server import EmbeddedS3; print(EmbeddedS3(sys.argv[1]).endpoint_url, flush=True)"
+    program = f"import sys, time; {start}; time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    url = parent.stdout.readline().strip()
+    assert listens(url)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert eventually(lambda: not listens(url))
+
+
+def test_a_ctrl_c_of_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    with serve(tmp_path):
+        (server,) = set(psutil.Process().children()) - before
+        assert os.getpgid(server.pid) != os.getpgid(0)  # a terminal sends Ctrl-C to the group in its foreground
+    assert not server.is_running()

@@ -1,0 +1,123 @@
+"""What --vary says: the space, the points that are tried, and the sentence for what is no space."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain import TrainConfig, UsageError, recipes
+from raytrain.experiments.sweep.search_space import Choices, Range, parse, points
+from raytrain.experiments.sweep.trials import plan_sweep, trials_of
+
+POSITIVE = st.floats(1e-6, 1e6)
+
+
+def test_lists_make_every_combination() -> None:
+    space = parse(["learning-rate=0.01,0.1", "optimizer=sgd,adamw", "horizontal-flip=true,no"])
+    assert space["learning_rate"] == Choices((0.01, 0.1))
+    tried = points(space, None, 0)
+    assert len(tried) == 8
+    assert tried[0] == {"learning_rate": 0.01, "optimizer": "sgd", "horizontal_flip": True}
+    assert tried[-1] == {"learning_rate": 0.1, "optimizer": "adamw", "horizontal_flip": False}
+
+
+@given(low=POSITIVE, factor=st.floats(1.001, 1e6), log=st.booleans(), seed=st.integers(0, 2**31), count=st.integers(1, 8))
+def test_a_range_of_numbers_is_kept_to(low: float, factor: float, log: bool, seed: int, count: int) -> None:
+    high = low * factor
+    space = parse([f"weight-decay={'log:' if log else ''}{low!r}..{high!r}"])
+    generator = random.Random(seed)
+    assert all(low <= float(space["weight_decay"].draw(generator)) <= high for _ in range(count))
+
+
+@given(low=st.integers(1, 50), more=st.integers(1, 9), log=st.booleans(), seed=st.integers(0, 2**31))
+def test_whole_numbers_stay_whole_and_any_of_them_can_come(low: int, more: int, log: bool, seed: int) -> None:
+    space = parse([f"epochs={'log:' if log else ''}{low}..{low + more}"])
+    assert space["epochs"] == Range(low, low + more, log, whole=True)
+    tried = [point["epochs"] for point in points(space, more + 1, seed)]
+    assert sorted(tried, key=int) == list(range(low, low + more + 1))
+    assert all(isinstance(value, int) for value in tried)
+
+
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 12))
+def test_points_are_different_and_the_seed_decides_them(seed: int, count: int) -> None:
+    space = parse(["learning-rate=log:1e-4..1", "batch-size=64,128,256"])
+    tried = points(space, count, seed)
+    assert len({tuple(point.values()) for point in tried}) == count
+    assert tried == points(space, count, seed)
+
+
+def test_a_logarithmic_range_favours_no_decade() -> None:
+    tried = points(parse(["learning-rate=log:1e-4..1"]), 400, seed=0)
+    decades = [math.floor(math.log10(float(point["learning_rate"]))) for point in tried]
+    assert all(60 < decades.count(decade) < 140 for decade in (-4, -3, -2, -1))
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("lerning-rate=1", "no option 'lerning-rate' (did you mean learning-rate"),
+        ("data=a,b", "data is the same for all trials"),
+        ("image-size=32,64", "image-size is the same for all trials"),
+        ("learning-rate", "learning-rate has no values"),
+        ("learning-rate=fast", "'fast' is not a number"),
+        ("learning-rate=0.1,", "'' is not a number"),
+        ("learning-rate=nan", "'nan' is not a number"),
+        ("epochs=1.5", "'1.5' is not a whole number"),
+        ("horizontal-flip=maybe", "'maybe' is not true or false"),
+        ("optimizer=adam", "'adam' is none of sgd, adamw"),
+        ("learning-rate=1..0.1", "from a number to a larger one"),
+        ("learning-rate=log:0..1", "begins above 0"),
+    ],
+)
+def test_what_is_no_space_is_said_in_one_sentence(word: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse([word])
+    assert sentence in str(raised.value)
+
+
+def config(**options: object) -> TrainConfig:
+    return recipes.digits(name="s", data="images", **options)
+
+
+@pytest.mark.parametrize(
+    ("vary", "trials", "sentence"),
+    [
+        ([], None, "--vary is missing"),
+        (["epochs=1", "epochs=2"], None, "names epochs twice"),
+        (["learning-rate=0.1..1"], None, "say how many with --trials"),
+        (["epochs=1,2"], 3, "2 different points only"),
+        (["epochs=1,2"], 0, "at least 1"),
+    ],
+)
+def test_what_makes_no_sweep_is_refused(vary: list[str], trials: int | None, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        plan_sweep(config(), vary, trials)
+    assert sentence in str(raised.value)
+
+
+def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
+    sweep = plan_sweep(config(workers=3), ["batch-size-per-worker=32,64", "learning-rate=0.5"], None)
+    first, second = trials_of(sweep, config(workers=3), "s")
+    assert (first.name, second.name) == ("s-00", "s-01")
+    assert (second.config.batch_size, second.config.learning_rate, second.config.workers) == (64, 0.5, 1)
+    assert (second.config.name, second.values) == ("s-01", {"batch_size_per_worker": 64, "learning_rate": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("vary", "options", "sentence"),
+    [
+        (["epochs=1,0"], {}, "--epochs is 0; it must be at least 1"),
+        (["learning-rate-per-worker=0.1,0.2"], {}, "come to the same options"),
+        (["learning-rate=0.1,0.10"], {}, "come to the same options"),
+        (["epochs=1,2"], {"workers": "1..2"}, "--workers is how many trials"),
+        (["epochs=1,2"], {"cache": "none"}, "--cache is none"),
+    ],
+)
+def test_options_that_no_trial_can_have_are_refused(vary: list[str], options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        trials_of(plan_sweep(config(), vary, None), config(**options), "s")
+    assert sentence in str(raised.value)

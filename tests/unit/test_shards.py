@@ -1,0 +1,354 @@
+"""Packed data sets: the same images, read shard by shard, by any number of workers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from raytrain.backends.ray import ingest
+from raytrain.cli.commands import main
+from raytrain.config import TrainConfig
+from raytrain.data import shards as shard_files
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.block_order import WorkerOrder
+from raytrain.data.dataset import open_dataset
+from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.manifest import INDEX, UNLABELLED, Manifest, build_manifest, list_images, split
+from raytrain.data.partition import LocalBatch, Partition, batches_from_stream
+from raytrain.datasets.pack import pack
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.base import open_store
+from raytrain.storage.local import FolderStore
+
+SHAPE = ImageShape(8, 8, 3)
+
+
+def quietly(source: str | Path, destination: str | Path) -> dict[str, Any]:
+    return pack(str(source), str(destination), Console(file=io.StringIO()))
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of some ten images, and none kept from another test."""
+    monkeypatch.setattr(shard_files, "SHARD_BYTES", 5_000)
+    monkeypatch.setattr(shard_files, "_kept", shard_files._Kept())
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """150 images of 3 classes, each a file of its own length and grey."""
+    from PIL import Image
+
+    for number in range(150):
+        file = tmp_path / "images" / f"{['cat', 'dog', 'owl'][number % 3]}" / f"{number:03d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8 + number % 5, 3), number, np.uint8)).save(file)
+        file.write_bytes(file.read_bytes() + b"\0" * (3 * number))
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def shards(images: Path, tmp_path: Path) -> Path:
+    quietly(images, tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each file was read from a folder."""
+    counted: Counter[str] = Counter()
+    get = FolderStore.get
+
+    def count(self: FolderStore, path: str, etag: str = "") -> bytes:
+        counted[path] += 1
+        return get(self, path, etag)
+
+    monkeypatch.setattr(FolderStore, "get", count)
+    return counted
+
+
+def labelled_contents(manifest: Manifest) -> dict[str, tuple[str, bytes | Exception]]:
+    store = open_store(manifest.url)
+    keys: list[str] = manifest.keys.to_pylist()
+    contents = store.get_many(keys) if manifest.packing is None else shard_files.read_packed(store, manifest.packing)
+    return {key: (manifest.classes[label], data) for key, label, data in zip(keys, manifest.labels, contents, strict=True)}
+
+
+def test_packed_images_are_the_images(images: Path, shards: Path) -> None:
+    manifest = build_manifest(open_store(str(shards)))
+    assert labelled_contents(manifest) == labelled_contents(build_manifest(open_store(str(images))))
+    assert manifest.packing is not None and len(manifest.packing.shards) > 5
+    assert max(Counter(manifest.packing.shard.tolist()).values()) < 40
+
+
+def test_real_images_are_packed_from_s3_into_s3(cifar10_folder: Path, s3_url: str) -> None:
+    folder, bucket = open_store(str(cifar10_folder / "train")), open_store(f"{s3_url}/images")
+    for found in folder.list():
+        bucket.put(found.path, folder.get(found.path))
+    result = quietly(f"{s3_url}/images", f"{s3_url}/packed")
+    manifest = build_manifest(open_store(f"{s3_url}/packed"))
+    assert labelled_contents(manifest) == labelled_contents(build_manifest(folder))
+    assert result["num_images"] == 300 and result["num_classes"] == 10 and result["num_written"] == result["num_shards"]
+    assert result["digest"] == manifest.digest
+    pixels, bad = ImageReader(open_store(f"{s3_url}/packed"), ImageShape(32, 32, 3)).read(manifest)
+    assert not bad
+    alone, _ = ImageReader(bucket, ImageShape(32, 32, 3)).read(build_manifest(bucket))
+    keys: list[str] = manifest.keys.to_pylist()
+    assert (pixels[np.argsort(keys)] == alone).all()
+
+
+def test_classes_are_mixed_over_the_shards(shards: Path) -> None:
+    manifest = build_manifest(open_store(str(shards)))
+    assert manifest.packing is not None
+    assert all(len(set(manifest.labels[manifest.packing.shard == number])) == 3 for number in range(len(manifest.packing.shards) - 1))
+
+
+def test_a_packed_data_set_may_be_copied(images: Path, shards: Path, tmp_path: Path) -> None:
+    shards.rename(tmp_path / "elsewhere")
+    manifest = build_manifest(open_store(str(tmp_path / "elsewhere")))
+    assert manifest.url == str(tmp_path / "elsewhere") and len(labelled_contents(manifest)) == 150
+
+
+def test_other_programs_read_the_shards(shards: Path) -> None:
+    table = pq.read_table(next((shards / "shards").iterdir()))
+    assert table.column_names == ["key", "label", "image"]
+    assert json.loads((table.schema.metadata or {})[b"raytrain.shard"]) == {"classes": ["cat", "dog", "owl"]}
+
+
+# Going on.
+
+
+def test_packing_again_writes_only_what_is_missing_or_damaged(images: Path, shards: Path) -> None:
+    first, second, third = sorted((shards / "shards").iterdir())[:3]
+    before = {path.name: path.read_bytes() for path in (first, second, third)}
+    (shards / INDEX).unlink()
+    first.unlink()
+    second.write_bytes(before[second.name][:-100])
+    third.write_bytes(before[third.name].replace(b"IDAT", b"TADI", 1))
+    assert quietly(images, shards)["num_written"] == 3
+    assert {path.name: path.read_bytes() for path in (first, second, third)} == before
+    assert quietly(images, shards)["num_written"] == 0
+
+
+def test_an_image_that_changed_makes_one_new_shard(images: Path, shards: Path) -> None:
+    file = images / "dog" / "001.png"
+    file.write_bytes(file.read_bytes()[::-1])
+    assert quietly(images, shards)["num_written"] == 1
+    assert labelled_contents(build_manifest(open_store(str(shards))))["dog/001.png"] == ("dog", file.read_bytes())
+
+
+def test_an_interrupted_packing_is_no_data_set_yet(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FolderStore.put
+
+    def full(self: FolderStore, path: str, data: bytes) -> None:
+        if "000004" in path:
+            raise StorageError("The disk is full.")
+        put(self, path, data)
+
+    monkeypatch.setattr(FolderStore, "put", full)
+    with pytest.raises(StorageError, match="The disk is full"):
+        quietly(images, tmp_path / "packed")
+    monkeypatch.setattr(FolderStore, "put", put)
+    with pytest.raises(UsageError, match="no images below"):
+        build_manifest(open_store(str(tmp_path / "packed")))
+    result = quietly(images, tmp_path / "packed")
+    assert 0 < result["num_written"] < result["num_shards"]
+
+
+# What is wrong is said.
+
+
+def test_an_image_that_goes_away_meanwhile_is_said(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = build_manifest(open_store(str(images)))
+    monkeypatch.setattr("raytrain.datasets.pack.build_manifest", lambda _: listed)
+    (images / "owl" / "002.png").unlink()
+    with pytest.raises(StorageError, match=r"owl/002.png was changed or deleted since the images were listed; run the command again\."):
+        quietly(images, tmp_path / "packed")
+
+
+def test_a_store_that_keeps_something_else_is_said(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FolderStore.put
+    monkeypatch.setattr(FolderStore, "put", lambda self, path, data: put(self, path, data[:-1] if "000002" in path else data))
+    with pytest.raises(StorageError, match=r"000002-\w+.parquet is not what was written to it"):
+        quietly(images, tmp_path / "packed")
+
+
+def test_what_cannot_be_packed_is_said(images: Path, shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="packed already"):
+        quietly(shards, tmp_path / "again")
+    with pytest.raises(UsageError, match="cannot be packed into itself"):
+        quietly(images, images)
+
+
+def test_a_damaged_index_is_said(shards: Path) -> None:
+    (shards / INDEX).write_bytes(b"no index")
+    with pytest.raises(StorageError, match=f"{INDEX}, is damaged; delete it, and pack them again"):
+        build_manifest(open_store(str(shards)))
+
+
+# A manifest like any other.
+
+
+def test_labels_are_those_of_the_training_images(shards: Path) -> None:
+    store = open_store(str(shards))
+    assert {name for name, _ in labelled_contents(build_manifest(store, classes=("owl", "elk", "dog", "cat"))).values()} == {
+        "cat",
+        "dog",
+        "owl",
+    }
+    one = build_manifest(store, classes=("owl", "elk", "dog", "cat"))
+    assert labelled_contents(one) == labelled_contents(build_manifest(store))
+    with pytest.raises(UsageError, match="classes that the training images lack: owl"):
+        build_manifest(store, classes=("cat", "dog"))
+    assert set(list_images(store).labels.tolist()) == {UNLABELLED}
+
+
+def test_parquet_brings_a_packed_manifest_back_and_its_digest_tells_the_shards_apart(
+    images: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = build_manifest(open_store(str(shards))).select(np.arange(0, 150, 2))
+    again = Manifest.from_parquet(manifest.to_parquet())
+    assert again.digest == manifest.digest and labelled_contents(again) == labelled_contents(manifest)
+    monkeypatch.setattr(shard_files, "SHARD_BYTES", 7_000)
+    others = [build_manifest(open_store(str(images))).digest, quietly(images, tmp_path / "others")["digest"]]
+    assert len({build_manifest(open_store(str(shards))).digest, *others}) == 3
+
+
+def test_a_run_opens_a_packed_data_set_and_keeps_it(shards: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(shards), image_size=(8, 8), batch_size=16, learning_rate=0.1)
+    run_store = open_store(str(tmp_path / "run"))
+    data = open_dataset(config, run_store)
+    data.write(run_store)
+    (shards / INDEX).unlink()  # a run that goes on has its own
+    again = open_dataset(config, run_store)
+    for one, other in ((data.train, again.train), (data.test, again.test)):
+        assert one.digest == other.digest and one.lanes is not None and int(one.lanes.shard_sizes.sum()) == len(one)
+    assert len(data.train) + len(data.test) == 150
+    assert 0.2 < data.mean[0] < 0.4  # the greys are 0 to 149 of 255
+
+
+# Reading.
+
+
+@pytest.fixture
+def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.ImageSet]:
+    """What a data task is given; the manifest travels by no object store, and what is skipped is kept in ``monitor.rows``."""
+    monkeypatch.setattr(ingest, "_manifest", lambda manifest: manifest)
+
+    def make(manifest: Manifest) -> ingest.ImageSet:
+        rows: list[dict[str, str]] = []
+        monitor = SimpleNamespace(rows=rows, skipped=SimpleNamespace(remote=rows.extend))
+        return ingest.ImageSet(open_store(manifest.url), SHAPE, manifest, len(manifest), monitor, manifest.packing is not None)
+
+    return make
+
+
+def read_shares(images: ingest.ImageSet, plan: BatchPlan, num_workers: int, rows_per_block: int, first_step: int = 0) -> list[list[LocalBatch]]:
+    """The shares of all workers, as data tasks would read them one after the other."""
+
+    def read(rank: int) -> list[LocalBatch]:
+        shares = Partition(plan, rank, [1.0] * num_workers)
+        order = WorkerOrder(shares, first_step, rows_per_block)
+        tables = (ingest.read_table(images, order.samples(number)) for number in range(len(order)))
+        return list(batches_from_stream(shares, (ingest.to_block(table, SHAPE) for table in tables), first_step))
+
+    return [read(rank) for rank in range(num_workers)]
+
+
+@pytest.mark.parametrize("first_step", [0, 4])
+def test_any_workers_read_the_same_batches_with_their_pixels(
+    shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], first_step: int
+) -> None:
+    manifest = build_manifest(open_store(str(shards)))
+    plan = BatchPlan(len(manifest), 32, 2, 5, lanes=manifest.lanes)
+    seen: list[Any] = []
+    for num_workers in (1, 3):
+        shares = read_shares(image_set(manifest), plan, num_workers, 20, first_step)
+        batches = [
+            {name: np.concatenate([getattr(part, name) for part in parts]).tolist() for name in ("samples", "labels", "images")}
+            for parts in zip(*shares, strict=True)
+        ]
+        seen.append(batches)
+    assert seen[0] == seen[1]
+    greys = [int(key[-7:-4]) for key in manifest.keys.to_pylist()]
+    for batch in seen[0]:
+        assert [np.max(image) for image in batch["images"]] == [greys[sample] for sample in batch["samples"]]
+        assert batch["labels"] == manifest.labels[batch["samples"]].tolist()
+    last_epoch = [sample for batch in seen[0][-plan.steps_per_epoch :] for sample in batch["samples"]]
+    assert sorted(last_epoch) == list(range(150))
+
+
+def test_an_epoch_reads_each_shard_once(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], reads: Counter[str]) -> None:
+    manifest = build_manifest(open_store(str(shards)))
+    assert manifest.packing is not None
+    read_shares(image_set(manifest), BatchPlan(150, 32, 1, 0, lanes=manifest.lanes), 2, 20)
+    assert {path: reads[path] for path in manifest.packing.shards} == dict.fromkeys(manifest.packing.shards, 1)
+
+
+def test_what_is_kept_has_its_bounds_and_never_lacks_what_a_block_needs(
+    shards: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = build_manifest(open_store(str(shards)))
+    assert manifest.packing is not None
+    of = manifest.packing.shard
+    monkeypatch.setattr(shard_files, "_KEPT_BYTES", 3 * 5_700)
+    store = open_store(str(shards))
+    for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # 1 is the one that was not asked for longest when 3 comes
+        shard_files.read_packed(store, manifest.packing.select(np.flatnonzero(np.isin(of, numbers))))
+    assert [reads[manifest.packing.shards[number]] for number in range(4)] == [1, 2, 1, 1]
+    shard_files.read_packed(store, manifest.packing)
+    shard_files.read_packed(store, manifest.packing)
+    assert [reads[path] for path in manifest.packing.shards[4:]] == [1] * (len(manifest.packing.shards) - 4)
+
+
+def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
+    manifest = build_manifest(open_store(str(shards)))
+    assert manifest.packing is not None
+    damaged, missing = (shards / path for path in manifest.packing.shards[:2])
+    damaged.write_bytes(damaged.read_bytes().replace(b"IDAT", b"TADI", 1))
+    missing.unlink()
+    images = image_set(manifest)
+    table = ingest.read_table(images, np.arange(150))
+    lost = np.isin(manifest.packing.shard, [0, 1])
+    assert ((table["label"].to_numpy() < 0) == lost).all()
+    reasons = {row["key"]: row["reason"] for row in images.monitor.rows}
+    assert set(reasons) == set(np.array(manifest.keys.to_pylist())[lost])
+    assert set(reasons.values()) == {"its shard is damaged; pack the images again", "the object is gone"}
+
+
+def test_held_out_packed_images_are_read_too(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
+    train, test = split(build_manifest(open_store(str(shards))), 0.2, seed=1)
+    plan = BatchPlan(len(test), 8, 1, 0, shuffle=False, lanes=test.lanes)
+    shares = read_shares(image_set(test), plan, 2, 7)
+    samples = np.concatenate([share.samples for worker in shares for share in worker])
+    assert sorted(samples.tolist()) == list(range(len(test))) and len(train) + len(test) == 150
+    keys: list[str] = test.keys.to_pylist()
+    greys = [int(share.images[i].max()) for worker in shares for share in worker for i in range(len(share.samples))]
+    assert greys == [int(keys[sample][-7:-4]) for sample in samples]
+
+
+def test_a_table_of_packed_images_is_an_arrow_table(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
+    from raytrain.inference.predictor import read_block
+
+    manifest = list_images(open_store(str(shards)))
+    table: pa.Table = read_block({"id": [0]}, image_set(manifest))
+    assert table["key"].to_pylist() == manifest.keys.to_pylist()
+    assert table["error"].null_count == 150
+
+
+def test_the_command_tells_what_it_did(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(images), str(tmp_path / "packed"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["num_images"] == 150
+    assert "Packing into" in err

@@ -1,0 +1,610 @@
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+from botocore import exceptions
+from obstore.exceptions import GenericError
+
+from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.base import S3Settings, Store, open_store
+from raytrain.storage.credentials import Credentials
+from raytrain.storage.errors import explain
+from tests.helpers.key_issuer import Issuer, issuing_s3
+from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
+
+KEYS = Credentials("AKIATESTKEY1", "secret-one")
+OLD_SESSION, NEW_SESSION = (Credentials(f"ASIA{name}", "secret", "token") for name in ("OLD1", "NEW1"))
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store of either kind: what holds for one holds for the other."""
+    url = str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("s3_url")
+    return open_store(url)
+
+
+def source(keys: Credentials | None = KEYS) -> Callable[[], Credentials | None]:
+    return lambda: keys
+
+
+def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = None) -> Store:
+    return open_store("s3://bucket/prefix", keys or source(), S3Settings(endpoint_url, "us-east-1"))
+
+
+def botocore_error(code: str) -> exceptions.ClientError:
+    return exceptions.ClientError({"Error": {"Code": code, "Message": "Words."}}, "ListObjectsV2")
+
+
+def sentence(raised: pytest.ExceptionInfo[StorageError]) -> str:
+    """What the user reads: one line that names no secret and no source code."""
+    text = str(raised.value)
+    assert text.endswith(".") and "\n" not in text and "source:" not in text and "secret-one" not in text
+    return text
+
+
+# What every store does.
+
+
+def test_what_is_put_is_got_listed_found_and_deleted(store: Store) -> None:
+    store.put("a/b.bin", b"one")
+    store.put("a/b.bin", b"three")
+    (listed,) = store.list()
+    assert store.get("a/b.bin") == b"three"
+    assert (listed.path, listed.size_bytes) == ("a/b.bin", 5)
+    assert abs(listed.modified - datetime.now(timezone.utc)) < timedelta(minutes=5)
+    assert store.exists("a/b.bin") and not store.exists("a") and not store.exists("b.bin")
+    store.delete("a/b.bin")
+    store.delete("a/b.bin")
+    assert not store.exists("a/b.bin") and not list(store.list())
+
+
+def test_what_is_not_there_is_not_found(store: Store) -> None:
+    store.put("a/b", b"1")
+    for path in ("c", "a", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match=path):
+            store.get(path)
+    assert list(store.list("nowhere")) == []
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_every_object_is_listed_once_however_deep_it_lies(store: Store, depth: int) -> None:
+    paths = {"/".join([f"{a}", *["x"] * level, f"{b}.jpg"]) for a in range(3) for b in range(4) for level in range(depth + 1)}
+    for path in paths | {"top.txt"}:
+        store.put(path, b"1")
+    assert sorted(found.path for found in store.list()) == sorted(paths | {"top.txt"})
+    for prefix in ("1", "1/"):
+        assert sorted(found.path for found in store.list(prefix)) == sorted(path for path in paths if path.startswith("1/"))
+
+
+def test_the_etag_tells_a_replaced_object(store: Store) -> None:
+    etags: set[str] = set()
+    for content in (b"one", b"two", b"three"):
+        store.put("a", content)
+        etags |= {found.etag for found in store.list()}
+    assert len(etags) == 3
+
+
+@pytest.mark.parametrize("name", ["a b", "ü/ä", "a%20b", "x#1", "q?x", "a+b=c&d", "it's", "[1]*", "back\\slash", ".hidden", "日本"])
+def test_names_come_back_as_they_are(store: Store, name: str) -> None:
+    store.put(f"{name}/{name}.jpg", b"1")
+    assert [found.path for found in store.list()] == [f"{name}/{name}.jpg"]
+    assert store.get_many([f"{name}/{name}.jpg"]) == [b"1"]
+
+
+def test_many_are_got_in_order_with_what_failed_in_its_place(store: Store) -> None:
+    for i in range(0, 200, 2):
+        store.put(f"{i}", str(i).encode())
+    got = store.get_many([f"{i}" for i in range(200)], concurrency=7)
+    assert got[::2] == [str(i).encode() for i in range(0, 200, 2)]
+    assert all(isinstance(missing, FileNotFoundError) for missing in got[1::2])
+    assert isinstance(pickle.loads(pickle.dumps(got))[1], FileNotFoundError)
+    assert store.get_many([]) == []
+
+
+def test_a_reader_never_sees_a_part(store: Store) -> None:
+    contents = [bytes([i]) * 6_000_000 for i in range(2)]  # more than one part of an upload
+    store.put("a", contents[0])
+    written = threading.Event()
+
+    def write() -> None:
+        for i in range(6):
+            store.put("a", contents[i % 2])
+        written.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = {store.get("a")}
+    while not written.is_set():
+        seen.add(store.get("a"))
+    writer.join()
+    assert seen <= set(contents)
+
+
+def test_a_pickled_store_reads_and_holds_no_secret(store: Store, s3_server: EmbeddedS3) -> None:
+    store.put("a", b"1")
+    pickled = pickle.dumps(store)
+    assert pickle.loads(pickled).get("a") == b"1"
+    assert pickle.loads(pickled).url == store.url
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        assert s3_server.environment()[name].encode() not in pickled + repr(store).encode()
+
+
+def test_readable_and_writable_stores_pass_their_checks(store: Store) -> None:
+    store.check_writable()
+    store.check_readable()
+    assert list(store.list()) == []
+
+
+# Folders.
+
+
+def test_a_folder_is_meant_from_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store("runs")
+    monkeypatch.chdir("/")
+    store.put("a", b"1")
+    assert (tmp_path / "runs/a").read_bytes() == b"1" and store.url == str(tmp_path / "runs")
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+    store.put("a", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=f"disk of {tmp_path}/a is full; free space") as raised:
+        store.put("a", b"new")
+    assert sentence(raised)
+    assert store.get("a") == b"old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_what_a_killed_writer_left_is_no_object(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    (tmp_path / f"a.{'0f' * 16}.part").write_bytes(b"half")
+    (tmp_path / "music.part").write_bytes(b"whole")
+    assert [found.path for found in store.list()] == ["music.part"]
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/more").mkdir(parents=True)
+    (tmp_path / "elsewhere/more/1.jpg").write_bytes(b"1")
+    (tmp_path / "data/cat").mkdir(parents=True)
+    (tmp_path / "data/dog").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/hen").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/cat/back").symlink_to(tmp_path / "data")
+    assert sorted(found.path for found in open_store(str(tmp_path / "data")).list()) == [
+        "dog/more/1.jpg",
+        "hen/more/1.jpg",
+    ]
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=f"There is no folder {tmp_path}/none") as raised:
+        open_store(str(tmp_path / "none")).check_readable()
+    assert sentence(raised)
+    assert list(open_store(str(tmp_path / "none")).list()) == []
+
+
+def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for check in (open_store(str(tmp_path / "file")).check_readable, open_store(str(tmp_path / "file/runs")).check_writable):
+        with pytest.raises(StorageError, match=r"below a file|a file") as raised:
+            check()
+        assert sentence(raised)
+
+
+# URLs.
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://AKIAKEY:hunter2@bucket/data", "s3://AKIAKEY%3Ahunter2@bucket", "https://AKIAKEY:hunter2@host/bucket"]
+)
+def test_a_url_with_credentials_is_refused_without_showing_them(url: str) -> None:
+    with pytest.raises(UsageError, match="must not carry credentials") as raised:
+        open_store(url)
+    assert "hunter2" not in str(raised.value) and "AKIAKEY" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/data", "https://host/bucket", "s3://", "s3:///prefix", "s3://bucket//prefix"])
+def test_a_url_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="s3://bucket/prefix"):
+        open_store(url)
+
+
+# The AWS configuration.
+
+
+def write_aws_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch, config: str, credentials: str) -> None:
+    for name, text in (("AWS_CONFIG_FILE", config), ("AWS_SHARED_CREDENTIALS_FILE", credentials)):
+        (folder / name).write_text(text)
+        monkeypatch.setenv(name, str(folder / name))
+
+
+def test_a_profile_names_endpoint_region_and_keys(s3_server: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = s3_server.environment()
+    config = f"[profile lab]\nregion = eu-lab-1\nendpoint_url = {there['AWS_ENDPOINT_URL']}\n"
+    keys = f"aws_access_key_id = {there['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {there['AWS_SECRET_ACCESS_KEY']}\n"
+    write_aws_configuration(tmp_path, monkeypatch, config, f"[lab]\n{keys}")
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    store = open_store("s3://tests/of-a-profile")
+    store.put("a", b"1")
+    assert store.settings == S3Settings(there["AWS_ENDPOINT_URL"], "eu-lab-1")
+    assert (s3_server.directory / "tests/of-a-profile/a").read_bytes() == b"1"
+
+
+def test_the_more_special_endpoint_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endpoint() -> str | None:
+        settings = open_store("s3://bucket").settings
+        assert settings is not None
+        return settings.endpoint_url
+
+    config = "[default]\nendpoint_url = http://profile:1\nservices = mine\n[services mine]\ns3 =\n  endpoint_url = http://service:1\n"
+    assert endpoint() is None
+    write_aws_configuration(tmp_path, monkeypatch, config, "")
+    assert endpoint() == "http://service:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all:1")
+    assert endpoint() == "http://all:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3:1")
+    assert endpoint() == "http://s3:1"
+
+
+def test_an_endpoint_that_is_no_url_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(UsageError, match=r"'localhost:9000'; it must look like https://host"):
+        open_store("s3://bucket")
+
+
+def test_an_unknown_profile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "lba")
+    with pytest.raises(StorageError, match=r"no profile lba; check AWS_PROFILE") as raised:
+        open_store("s3://bucket")
+    assert sentence(raised)
+
+
+@pytest.mark.parametrize("content", [None, b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n"])
+def test_certificates_that_cannot_be_read_are_said(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tmp_path / "ca.pem"
+    if content is not None:
+        bundle.write_bytes(content)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    store = scripted("https://127.0.0.1:9")
+    for ask in (store.check_readable, lambda: store.get("a"), lambda: store.exists("a")):
+        with pytest.raises(StorageError, match=f"AWS_CA_BUNDLE is {bundle}, where no certificates can be read") as raised:
+            ask()
+        assert sentence(raised)
+
+
+def test_given_credentials_stand_above_those_of_the_environment(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = s3.environment()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "else")
+    keys = Credentials(there["AWS_ACCESS_KEY_ID"], there["AWS_SECRET_ACCESS_KEY"])
+    open_store(s3_url, source(keys)).put("a", b"1")
+    with pytest.raises(StorageError, match="does not know the access key …body"):
+        open_store(s3_url).put("a", b"1")
+    open_store(s3_url).with_credentials(source(keys)).put("a", b"2")
+
+
+# What a healthy server refuses.
+
+
+def test_a_bucket_that_is_not_there_is_said(s3: EmbeddedS3) -> None:
+    store = open_store("s3://nobucket/data")
+    for ask in (store.check_readable, store.check_writable, lambda: store.get("a"), lambda: list(store.list())):
+        with pytest.raises(StorageError, match=f"There is no bucket nobucket at {s3.endpoint_url}") as raised:
+            ask()
+        assert sentence(raised)
+    (problem,) = store.get_many(["a"])
+    assert isinstance(problem, StorageError)
+
+
+def test_wrong_keys_are_said(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = "…" + s3.environment()["AWS_ACCESS_KEY_ID"][-4:]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-one")
+    with pytest.raises(StorageError, match=f"secret key does not belong to the access key {identity}") as raised:
+        open_store(s3_url).check_readable()
+    assert sentence(raised)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIANOBODY")
+    with pytest.raises(StorageError, match=f"{s3.endpoint_url} does not know the access key …BODY") as raised:
+        open_store(s3_url).check_readable()
+    assert sentence(raised)
+
+
+def test_no_keys_are_said(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StorageError, match=f"no AWS credentials for {s3_url}/data; set AWS_ACCESS_KEY_ID") as raised:
+        open_store(f"{s3_url}/data").check_readable()
+    assert sentence(raised)
+
+
+def test_nothing_behind_the_endpoint_is_said() -> None:
+    for ask in ("check_readable", "check_writable"):
+        with pytest.raises(StorageError, match=r"http://127.0.0.1:9 cannot be reached: nothing answers there") as raised:
+            getattr(scripted("http://127.0.0.1:9"), ask)()
+        assert sentence(raised)
+    with pytest.raises(StorageError, match="there is no such host") as raised:
+        scripted("http://no-such-host.invalid:9").check_readable()
+    assert sentence(raised)
+
+
+def test_https_to_a_server_that_speaks_http_is_said() -> None:
+    with scripted_s3(lambda request: Answer()) as (url, _), pytest.raises(StorageError, match="does not speak https") as raised:
+        scripted(url.replace("http:", "https:")).check_readable()
+    assert sentence(raised)
+
+
+@pytest.mark.parametrize("ask", ["check_readable", "check_writable"])
+def test_a_check_does_not_wait_for_a_sick_server_as_other_requests_do(ask: str) -> None:
+    with scripted_s3(lambda request: refusal(503, "SlowDown")) as (url, requests):
+        with pytest.raises(StorageError, match="too busy"):
+            getattr(scripted(url), ask)()
+        assert len(requests) == 3
+
+
+def test_a_broken_credential_source_is_said_in_its_own_words() -> None:
+    def broken() -> Credentials | None:
+        raise StorageError("The driver is gone.")
+
+    with scripted_s3(lambda request: Answer()) as (url, _), pytest.raises(StorageError, match=r"^The driver is gone\.$"):
+        scripted(url, broken).get("a")
+
+
+# What only a sick or a distant server answers.
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (refusal(403, "AccessDenied"), "access key …KEY1 has no permission for s3://bucket/prefix"),
+        (Answer(403), "access key …KEY1 has no permission for s3://bucket/prefix"),
+        (refusal(400, "ExpiredToken"), "session of the access key …KEY1 has expired; sign in"),
+        (refusal(400, "InvalidToken"), "session token does not belong to the access key …KEY1"),
+        (refusal(403, "RequestTimeTooSkewed"), "clock is wrong"),
+        (refusal(301, "PermanentRedirect"), "bucket bucket is in another region .* set AWS_REGION"),
+        (refusal(400, "AuthorizationHeaderMalformed", "wrong; expecting 'eu-west-1'"), "in the region eu-west-1; set AWS_REGION=eu-west-1"),
+        (refusal(503, "SlowDown"), "too busy"),
+        (refusal(400, "Oddity", "Nobody has seen this."), "cannot be used: Nobody has seen this"),
+        (Answer(404, b"<html>Welcome to nginx!</html>"), "does not answer as S3 does; check AWS_ENDPOINT_URL"),
+    ],
+)
+def test_a_refusal_becomes_one_sentence(answer: Answer, expected: str) -> None:
+    with scripted_s3(lambda request: answer) as (url, _), pytest.raises(StorageError, match=expected) as raised:
+        scripted(url).check_readable()
+    assert sentence(raised)
+
+
+@pytest.mark.parametrize("failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)])
+def test_what_fails_in_passing_is_asked_again(failure: Answer) -> None:
+    with scripted_s3(lambda request: failure if request.number % 3 else Answer(body=b"1")) as (url, requests):
+        assert scripted(url).get_many([str(i) for i in range(20)]) == [b"1"] * 20
+    assert len(requests) > 20
+
+
+def test_a_content_that_breaks_off_is_got_whole() -> None:
+    def answer(request: Request) -> Answer:
+        return Answer(body=b"0123456789", cut_after_bytes=4 if request.number < 3 else None)
+
+    with scripted_s3(answer) as (url, _):
+        assert scripted(url).get("a") == b"0123456789"
+
+
+def test_an_object_in_parts_that_arrived_without_an_answer_is_sent_again() -> None:
+    begun, done = Counter[str](), Counter[str]()
+
+    def answer(request: Request) -> Answer:
+        query = urlsplit(request.path).query
+        if request.method == "POST" and "uploadId" not in query:
+            begun["uploads"] += 1
+            return Answer(body=b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
+        if request.method == "POST":
+            done["asked"] += 1
+            lost = {1: Answer(cut_after_bytes=0), 2: refusal(404, "NoSuchUpload")}
+            whole = b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>"
+            return lost.get(done["asked"], Answer(body=whole))
+        return Answer()
+
+    with scripted_s3(answer) as (url, _):
+        scripted(url).put("a", bytes(12_000_000))
+    assert (begun["uploads"], done["asked"]) == (2, 3)
+
+
+def listing(keys: list[str], request: Request) -> bytes:
+    """S3's answer to a listing of ``keys``, 60 to a page."""
+    query = dict(parse_qsl(urlsplit(request.path).query))
+    prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
+    rests = [key.removeprefix(prefix) for key in sorted(keys) if key.startswith(prefix) and key > after]
+    folders = sorted({rest.partition("/")[0] for rest in rests if "/" in rest} if "delimiter" in query else [])
+    objects = [prefix + rest for rest in rests if not folders or "/" not in rest]
+    times = "<LastModified>2024-01-01T00:00:00.000Z</LastModified><Size>1</Size>"
+    more = len(objects) > 60
+    return (
+        f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>"
+        + (f"<NextContinuationToken>{objects[59]}</NextContinuationToken>" if more else "")
+        + "".join(f"<Contents><Key>{key}</Key>{times}</Contents>" for key in objects[:60])
+        + "".join(f"<CommonPrefixes><Prefix>{prefix}{folder}/</Prefix></CommonPrefixes>" for folder in folders)
+        + "</ListBucketResult>"
+    ).encode()
+
+
+def test_a_listing_that_breaks_off_goes_on_where_it_was() -> None:
+    keys = [f"prefix/{folder}/{i:03d}" for folder in "abc" for i in range(150)]
+    seen: dict[str, int] = {}
+
+    def answer(request: Request) -> Answer:
+        seen[request.path] = seen.get(request.path, 0) + 1
+        return Answer(body=listing(keys, request), cut_after_bytes=100 if seen[request.path] == 1 else None)
+
+    with scripted_s3(answer) as (url, _):
+        assert sorted(f"prefix/{found.path}" for found in scripted(url).list()) == keys
+    assert [path for path in seen if "start-after" in path]
+
+
+def test_the_markers_that_consoles_make_for_folders_are_no_harm() -> None:
+    keys = ["prefix/", "prefix/cat/", "prefix/cat/1.jpg"]
+    with scripted_s3(lambda request: Answer(body=listing(keys, request))) as (url, _):
+        assert [found.path for found in scripted(url).list()] == ["cat", "cat/1.jpg"]
+
+
+def test_a_name_that_cannot_be_used_is_said() -> None:
+    with scripted_s3(lambda request: Answer(body=listing(["prefix/a//b.jpg"], request))) as (url, _):
+        with pytest.raises(StorageError, match=r"An object below s3://bucket/prefix/a has a name that cannot be used") as raised:
+            list(scripted(url).list())
+        assert sentence(raised)
+
+
+def test_expired_keys_are_asked_for_again_once_for_all_threads() -> None:
+    asked: list[Credentials] = []
+
+    def keys() -> Credentials:
+        asked.append(NEW_SESSION if asked else OLD_SESSION)
+        return asked[-1]
+
+    def answer(request: Request) -> Answer:
+        return Answer(body=b"1") if request.access_key_id == NEW_SESSION.access_key_id else refusal(400, "ExpiredToken")
+
+    with scripted_s3(answer) as (url, _):
+        store = scripted(url, keys)
+        assert store.get_many([str(i) for i in range(200)]) == [b"1"] * 200
+        assert asked == [OLD_SESSION, NEW_SESSION]
+
+
+def test_keys_are_asked_for_again_before_they_expire() -> None:
+    asked: dict[str, datetime] = {}
+
+    def keys() -> Credentials:
+        name, expires_at = f"ASIA{len(asked)}", datetime.now(timezone.utc) + timedelta(seconds=2)
+        asked[name] = expires_at
+        return Credentials(name, "secret", "token", expires_at)
+
+    def answer(request: Request) -> Answer:
+        name = request.access_key_id
+        return Answer(body=name.encode()) if datetime.now(timezone.utc) < asked[name] else refusal(403, "AccessDenied")
+
+    with scripted_s3(answer) as (url, _):
+        store = scripted(url, keys)
+        deadline = time.monotonic() + 20
+        while store.get("a") != b"ASIA2" and time.monotonic() < deadline:
+            pass
+    assert len(asked) == 3
+
+
+def test_a_reader_of_many_objects_never_notices_that_keys_expire() -> None:
+    issued: dict[str, datetime] = {}
+
+    def issuer() -> Credentials:
+        name, expires_at = f"ASIA{len(issued)}", datetime.now(timezone.utc) + timedelta(seconds=1)
+        issued[name] = expires_at
+        return Credentials(name, "secret", "token", expires_at)
+
+    def answer(request: Request) -> Answer:
+        expired = datetime.now(timezone.utc) >= issued[request.access_key_id]
+        return refusal(400, "ExpiredToken") if expired else Answer(body=request.path.encode())
+
+    paths = [f"{number:03d}" for number in range(100)]
+    with scripted_s3(answer) as (url, requests):
+        store = scripted(url, issuer)
+        deadline = time.monotonic() + 30
+        while len(issued) < 4 and time.monotonic() < deadline:
+            assert store.get_many(paths) == [f"/bucket/prefix/{path}".encode() for path in paths]
+    assert len(issued) == 4 and len({request.access_key_id for request in requests}) == 4
+
+
+def test_keys_that_a_program_of_the_configuration_issues_open_s3_until_they_are_taken_back(
+    s3: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = Issuer(tmp_path)
+    with issuing_s3(s3, issuer) as url:
+        for name in s3.environment():
+            monkeypatch.delenv(name)
+        for name, value in issuer.environment(url).items():
+            monkeypatch.setenv(name, value)
+        store = open_store("s3://tests/issued")
+        store.put("a", b"1")
+        assert store.get("a") == b"1" and issuer.issued()
+        issuer.revoke()
+        with pytest.raises(StorageError, match=r"could not be obtained \(.*AssumeRole") as raised:
+            store.get("a")
+        assert sentence(raised)
+        issuer.revoke(False)
+        assert store.get("a") == b"1"
+
+
+def test_keys_that_are_revoked_are_said_by_their_identity_and_not_asked_for_again_for_ever() -> None:
+    revoked = threading.Event()
+    asked: list[int] = []
+
+    def keys() -> Credentials:
+        asked.append(1)
+        return KEYS
+
+    with scripted_s3(lambda request: refusal(403, "InvalidAccessKeyId") if revoked.is_set() else Answer(body=b"1")) as (url, requests):
+        store = scripted(url, keys)
+        assert store.get_many(["a"] * 10) == [b"1"] * 10
+        revoked.set()
+        problems = store.get_many(["a"] * 100)
+        (said,) = {str(problem) for problem in problems}
+        assert said == f"{url} does not know the access key …KEY1; check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
+        assert all(isinstance(problem, StorageError) for problem in problems)
+        assert len(requests) <= 10 + 2 * 100 and len(asked) <= 1 + 100
+
+
+def test_one_process_has_one_client_for_a_store_and_its_copies() -> None:
+    asked: list[int] = []
+
+    def keys() -> Credentials:
+        asked.append(1)
+        return KEYS
+
+    with scripted_s3(lambda request: Answer(body=b"1")) as (url, _):
+        store = scripted(url, keys)
+        for copy in (store, store, store):
+            copy.get("a")
+        store.with_credentials(keys).get("a")
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (botocore_error("AccessDenied"), "no permission for s3://bucket/data"),
+        (botocore_error("ExpiredToken"), "has expired; sign in"),
+        (exceptions.NoCredentialsError(), "no AWS credentials for s3://bucket/data"),
+        (
+            exceptions.PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
+            "incomplete: AWS_SECRET_ACCESS_KEY is missing",
+        ),
+        (exceptions.SSOTokenLoadError(error_msg="x"), "sign-in has expired"),
+        (exceptions.CredentialRetrievalError(provider="container-role", error_msg="no luck"), r"could not be obtained \(.*no luck"),
+        (
+            exceptions.CredentialRetrievalError(provider="custom-process", error_msg="(AccessDenied) when calling AssumeRole"),
+            r"could not be obtained \(.*AssumeRole",
+        ),
+        (exceptions.EndpointConnectionError(endpoint_url="http://x"), "cannot be reached"),
+        (GenericError("error sending request\n\nerror: InvalidCertificate(UnknownIssuer)"), "certificate of .* cannot be trusted"),
+        (OSError(30, "Read-only file system"), "s3://bucket/data lies on a disk that can only be read"),
+        (OSError(5, "Input/output error"), "cannot be used: Input/output error"),
+        (RuntimeError("odd {thing}\nmore"), r"cannot be used: RuntimeError: odd \{thing\}\.$"),
+    ],
+)
+def test_other_errors_become_one_sentence_too(error: Exception, expected: str) -> None:
+    with pytest.raises(StorageError, match=expected) as raised:
+        raise explain(error, "s3://bucket/data")
+    assert sentence(raised)
+
+
+def test_explaining_a_sentence_leaves_it() -> None:
+    error = StorageError("Said already.")
+    assert explain(error, "s3://bucket") is error

@@ -1,0 +1,126 @@
+"""Blocks come to each worker in its order, bounded, whatever the workers' shares, and a worker group that is over gets none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from raytrain.backends.ray.stream_queues import Stream, StreamQueues
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.block_order import WorkerOrder, in_turn
+from raytrain.data.partition import Partition
+from raytrain.errors import RaytrainError
+
+STREAM = Stream(group=0, number=0, name="train", first_step=0, num_workers=2)
+
+
+def opened(*streams: Stream) -> StreamQueues:
+    all_of_them = StreamQueues()
+    for stream in streams:
+        all_of_them.open_stream(stream)
+    return all_of_them
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 60),
+    st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=5).filter(any),
+    st.integers(1, 50),
+    st.integers(0, 600),
+)
+@example(num_samples=55, batch_size=54, loads=[0.5, 0.5], rows_per_block=2, first=3)
+def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
+    num_samples: int, batch_size: int, loads: list[float], rows_per_block: int, first: int
+) -> None:
+    """Else a bounded queue that is full would stand before the block that all of them wait for."""
+    plan = BatchPlan(num_samples, batch_size, 2, seed=3)
+    first_step = first % plan.num_steps
+    orders = [WorkerOrder(Partition(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
+    turns = in_turn(orders)
+    read: Counter[int] = Counter()
+    rows_there = [0] * len(loads)
+    rows_used = [0] * len(loads)
+    for step in range(first_step, plan.num_steps):
+        for rank, order in enumerate(orders):
+            rows_used[rank] += sum(order.shares.epoch_partition.part_sizes(plan.batch(step)))
+            while rows_there[rank] < rows_used[rank]:
+                which, number = next(turns)
+                assert number == read[which]
+                rows_there[which] += len(orders[which].samples(number))
+                read[which] += 1
+        ahead = [-(-(there - used) // rows_per_block) for there, used in zip(rows_there, rows_used, strict=True)]
+        assert max(ahead) <= 1  # what is left of the block that it began
+    assert all(read[rank] == len(order) for rank, order in enumerate(orders) if order.shares.loads[rank])
+
+
+def test_a_worker_takes_its_own_in_order() -> None:
+    streams = opened(STREAM)
+    for number in range(3):
+        assert streams.push(STREAM, 0, [number], depth=8)
+        assert streams.push(STREAM, 1, [-number], depth=8)
+    assert streams.take(STREAM, 0, timeout_s=0) == [0, 1, 2]
+    assert streams.take(STREAM, 1, timeout_s=0) == [0, -1, -2]
+    assert streams.take(STREAM, 0, timeout_s=0) == []
+
+
+def test_a_full_queue_holds_up_who_fills_it() -> None:
+    streams = opened(STREAM)
+    streams.push(STREAM, 0, [1], depth=1)
+    with ThreadPoolExecutor() as pool:
+        pushed = pool.submit(streams.push, STREAM, 0, [2], 1)
+        assert streams.take(STREAM, 0, timeout_s=10) == [1]
+        assert pushed.result(timeout=10)
+    assert streams.take(STREAM, 0, timeout_s=0) == [2]
+
+
+def test_a_stream_that_nobody_foresaw_is_asked_for_once() -> None:
+    streams = StreamQueues()
+    with ThreadPoolExecutor() as pool:
+        taken = [pool.submit(streams.take, STREAM, rank, 10.0) for rank in range(2)]
+        assert streams.wanted(timeout_s=10) == STREAM
+        for rank in range(2):
+            streams.push(STREAM, rank, [rank], depth=1)
+        assert [each.result(timeout=10) for each in taken] == [[0], [1]]
+    assert streams.wanted(timeout_s=0) is None
+
+
+def test_a_new_worker_group_ends_the_streams_of_the_one_before() -> None:
+    streams = opened(STREAM)
+    assert [streams.join_group(), streams.join_group()] == [0, 1]
+    again = Stream(group=1, number=0, name="test", first_step=0, num_workers=3)
+    streams.open_stream(again)
+    assert not streams.push(STREAM, 0, [1], depth=1)
+    assert streams.push(again, 2, [1], depth=1)
+    with pytest.raises(RuntimeError, match="another worker group"):
+        streams.take(STREAM, 0, timeout_s=0)
+
+
+def test_test_images_are_read_beside_the_training_images_and_again() -> None:
+    first, second = (Stream(0, number, "test", 0, 2) for number in range(2))
+    streams = opened(STREAM, first)
+    assert streams.push(STREAM, 0, [1], depth=1)
+    streams.open_stream(second)
+    assert not streams.push(first, 0, [1], depth=1)
+    assert streams.take(STREAM, 0, timeout_s=0) == [1]
+
+
+def test_who_waits_hears_of_a_failure_after_what_came_before_it() -> None:
+    streams = opened(STREAM)
+    streams.push(STREAM, 0, [1], depth=1)
+    streams.fail_stream(STREAM, "The bucket is gone.")
+    assert streams.take(STREAM, 0, timeout_s=10) == [1]
+    with pytest.raises(RaytrainError, match="bucket is gone"):
+        streams.take(STREAM, 0, timeout_s=10)
+
+
+def test_closing_lets_everybody_go() -> None:
+    streams = opened(STREAM)
+    streams.push(STREAM, 0, [1], depth=1)
+    with ThreadPoolExecutor() as pool:
+        pushed = pool.submit(streams.push, STREAM, 0, [2], 1)
+        streams.close_streams()
+        assert not pushed.result(timeout=10)

@@ -1,0 +1,198 @@
+"""What a person sees of a run: the live picture, the plain lines, the plots."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from raytrain.display.plots import Plot, Series
+from raytrain.display.terminal import TerminalView, curves, dashboard
+from raytrain.runs.monitor import Event, Snapshot
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def step_row(step: int, **more: Any) -> dict[str, Any]:
+    row = {"kind": "step", "step": step, "loss": 1.234, "accuracy": 0.567, "images_per_s": 8512.3}
+    return {**row, "learning_rate": 0.2, "data_wait_fraction": 0.034, **more}
+
+
+def snapshot(rows: list[dict[str, Any]], first_row: int = 0, **more: Any) -> Snapshot:
+    values: dict[str, Any] = {
+        "name": "first",
+        "status": "running",
+        "step": rows[-1]["step"] if rows else 0,
+        "num_steps": 1000,
+        "steps_per_epoch": 100,
+        "num_workers": 2,
+        "elapsed_s": 754.9,
+        "time_left_s": 80.0,
+        "attempt": 1,
+        "first_row": first_row,
+        "rows": tuple(rows),
+        "latest": rows[-1] if rows else None,
+        "evaluation": None,
+        "num_skipped": 0,
+        "num_retries": 0,
+        "stop_reason": None,
+        "events": (),
+        "summary": None,
+    }
+    return Snapshot(**{**values, **more})
+
+
+def text(renderable: RenderableType, width: int = 110) -> str:
+    console = Console(width=width, height=50, file=io.StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_the_picture_shows_where_the_run_is() -> None:
+    rows = [step_row(10), step_row(230)]
+    seen = text(
+        dashboard(
+            snapshot(rows, num_skipped=3, num_retries=4_096, events=(Event(0, 62, "checkpoint of step 200 written"),)), rows
+        )
+    )
+    for part in ("first", "running", "Epoch: 3, Elapsed: 00:12:34", "23%", "step 230/1,000", "epoch 3/10", "00:01:20 left"):
+        assert part in seen
+    for part in ("2 workers", "8,512 images/s", "learning rate 0.2", "waiting for data 3%", "3 skipped", "4,096 retries"):
+        assert part in seen
+    assert "00:01:02  checkpoint of step 200 written" in seen
+    assert "Ctrl-C stops with a checkpoint" in seen
+
+
+def test_the_picture_says_that_a_stop_is_on_its_way() -> None:
+    rows = [step_row(10)]
+    assert "stopping" in text(dashboard(snapshot(rows, stop_reason="Ctrl-C"), rows))
+    over = text(dashboard(snapshot(rows, stop_reason="Ctrl-C", status="stopped"), rows))
+    assert "stopped" in over
+    assert "Ctrl-C stops" not in over
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_picture_keeps_to_its_width_and_height(width: int) -> None:
+    rows = [step_row(step) for step in range(10, 500, 10)]
+    events = tuple(Event(k, 0.0, "something long that happened " * 20) for k in range(10))
+    few, many = text(dashboard(snapshot(rows[:1]), rows[:1]), width), text(dashboard(snapshot(rows, events=events), rows), width)
+    assert max(len(line) for line in many.splitlines()) == width
+    assert len(few.splitlines()) == len(many.splitlines())
+
+
+def test_a_loop_may_log_what_it_likes() -> None:
+    row = {"kind": "step", "step": 10, "generator_loss": 0.5}
+    assert "step 10/1,000" in text(dashboard(snapshot([row]), [row]))
+    terminal, out, _ = view()
+    terminal.update(snapshot([row]))
+    assert out.getvalue() == "step 10/1,000  epoch 1/10  00:01:20 left\n"
+
+
+def test_a_run_without_rows_has_a_picture_too() -> None:
+    assert "starting" in text(dashboard(snapshot([], status="starting", time_left_s=None), []))
+
+
+def plotted(ys: list[float | None], height: int = 4) -> list[str]:
+    """The lines of cells of a plot of ``ys`` over 0, 1, 2 …, without axis and heading."""
+    lines = text(Plot("loss", [Series("train", "cyan", range(len(ys)), ys)], height), width=28).splitlines()
+    return [line.partition("┤" if "┤" in line else "│")[2] for line in lines[1:-1]]
+
+
+def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right() -> None:
+    lines = plotted([3.0, 2.0, 1.0, 0.0])
+    starts = [len(line) - len(line.lstrip()) for line in lines]
+    assert starts == sorted(starts)
+    assert starts[0] == 0
+    assert len(lines[-1].rstrip()) == 20
+
+
+def test_a_flat_line_and_a_single_point_are_drawn() -> None:
+    assert sum(bool(line.strip()) for line in plotted([1.0, 1.0, 1.0])) == 1
+    assert sum(len(line.strip()) for line in plotted([1.0])) == 1
+
+
+def test_every_column_of_a_line_is_drawn_however_many_points_there_are() -> None:
+    for num_points in (2, 7, 10_000):
+        lines = plotted([float(k % 7) for k in range(num_points)])
+        assert all(any(line[column : column + 1].strip() for line in lines) for column in range(20))
+
+
+def test_losses_that_are_not_numbers_leave_the_rest_of_the_curve() -> None:
+    assert plotted([3.0, None, float("nan"), 0.0]) == plotted([3.0, 2.0, 1.0, 0.0])
+    assert "train nan" not in text(curves([step_row(1, loss=None)]))
+
+
+def test_axes_and_heading_carry_the_figures() -> None:
+    rows = [step_row(10, loss=2.5), step_row(1200, loss=0.5), {"kind": "evaluation", "step": 1200, "loss": 0.75, "accuracy": 0.8}]
+    seen = text(curves(rows))
+    for part in ("loss", "train 0.500", "test 0.750", "2.5 ┤", "0.5 ┤", "10", "step 1,200", "●"):
+        assert part in seen
+
+
+def view() -> tuple[TerminalView, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    return TerminalView(Console(file=out, width=60), interval_s=10, clock=clock), out, clock
+
+
+def test_where_there_is_no_terminal_a_plain_line_comes_once_an_interval() -> None:
+    terminal, out, clock = view()
+    terminal.update(snapshot([step_row(120)]))
+    clock.now_s += 5
+    terminal.update(snapshot([step_row(130)], first_row=1))
+    clock.now_s += 6
+    terminal.update(snapshot([step_row(140, loss=None)], first_row=2))
+    clock.now_s += 11
+    terminal.update(snapshot([], first_row=3))
+    first, second = out.getvalue().splitlines()
+    assert first == (
+        "step 120/1,000  epoch 2/10  loss 1.234  accuracy 0.567  8,512 images/s  learning rate 0.2  waiting for data 3%  00:01:20 left"
+    )
+    assert second.startswith("step 140/1,000  epoch 2/10  loss nan")
+
+
+def test_where_there_is_no_terminal_each_event_is_one_line() -> None:
+    terminal, out, _ = view()
+    events = (Event(0, 62.0, "checkpoint [of] step 200 written"), Event(1, 63.0, "stop requested: Ctrl-C"))
+    terminal.update(snapshot([], events=events[:1]))
+    terminal.update(snapshot([], events=events))
+    terminal.update(snapshot([], events=events))
+    assert out.getvalue().splitlines() == ["00:01:02  checkpoint [of] step 200 written", "00:01:03  stop requested: Ctrl-C"]
+
+
+def test_the_last_rows_are_told_when_the_run_is_over() -> None:
+    terminal, out, _ = view()
+    terminal.update(snapshot([step_row(120)]))
+    terminal.update(snapshot([step_row(1000)], first_row=1, status="finished"))
+    assert "step 1,000/1,000" in out.getvalue()
+
+
+def screen(out: io.StringIO) -> str:
+    """What stands on the screen at the end: what came after the last erasing of a line, without control sequences."""
+    return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue().rpartition("\x1b[2K")[2])
+
+
+def test_in_a_terminal_the_picture_is_drawn_in_place_and_stays() -> None:
+    out = io.StringIO()
+    with TerminalView(Console(file=out, force_terminal=True, width=100, height=40)) as terminal:
+        assert "starting the workers" in out.getvalue()
+        terminal.update(snapshot([step_row(120)]))
+        terminal.update(snapshot([step_row(130)], first_row=1))
+    assert "\x1b[1A" in out.getvalue()  # the cursor goes up, to draw over the first picture
+    assert "step 130/1,000" in screen(out)
+    assert "step 120/1,000" not in screen(out)
+
+
+def test_a_run_that_never_started_leaves_nothing_on_the_screen() -> None:
+    out = io.StringIO()
+    with TerminalView(Console(file=out, force_terminal=True, width=100, height=40)):
+        pass
+    assert screen(out).strip() == ""
