@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from raytrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,20 +169,27 @@ class TrainConfig:
         fewest, dots, most = str(self.workers).partition("..")
         return (int(fewest), int(most)) if dots else None
 
-    def resolved(self, num_workers: int) -> TrainConfig:
-        """The same options with the number of workers settled (but for a range) and batch size and learning rate made global."""
+    def scaled_to(self, num_workers: int) -> TrainConfig:
+        """The same options with the batch size and the learning rate made global: those of all ``num_workers`` together."""
         per_worker, rate = self.batch_size_per_worker, self.learning_rate_per_worker
-        config = dataclasses.replace(
+        return dataclasses.replace(
             self,
-            workers=self.workers if self.elastic_workers else num_workers,
             batch_size=self.batch_size or (per_worker or 0) * num_workers,
             batch_size_per_worker=None,
             learning_rate=(rate or 0) * num_workers if self.learning_rate is None else self.learning_rate,
             learning_rate_per_worker=None,
         )
-        if config.worker_load is not None and len(config.worker_load) != num_workers:
-            raise UsageError(f"--worker-load has {len(config.worker_load)} numbers for {num_workers} workers; give one a worker.")
-        return config
+
+    def resolve(
+        self, *, name: str, num_workers: int, device: str, mean: tuple[float, ...], std: tuple[float, ...]
+    ) -> ResolvedConfig:
+        """The options of a run that starts: nothing is left to decide. Raises UsageError if the loads don't fit the workers."""
+        if self.worker_load is not None and len(self.worker_load) != num_workers:
+            raise UsageError(f"--worker-load has {len(self.worker_load)} numbers for {num_workers} workers; give one per worker.")
+        options: dict[str, Any] = dict(vars(self.scaled_to(num_workers)))
+        options |= {"name": name, "device": device, "mean": self.mean or mean, "std": self.std or std}
+        options["workers"] = self.workers if self.elastic_workers else num_workers
+        return ResolvedConfig(**options)
 
     def check_learning_rate(self) -> None:
         """Raise UsageError without one; only a loop of one's own can do so."""
@@ -190,13 +200,28 @@ class TrainConfig:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
+    def from_json(cls, text: str) -> Self:
         """The inverse of :meth:`to_json`."""
         values: dict[str, Any] = json.loads(text)
         restored: dict[str, Any] = {
             name: tuple(cast(list[Any], value)) if isinstance(value, list) else value for name, value in values.items()
         }
         return cls(**restored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(TrainConfig):
+    """The options of a run as it trains, with everything decided. ``config.json`` of a run holds these.
+
+    ``batch_size`` and ``learning_rate`` are global. A loop of the user's own may do without a learning rate; then it is 0.
+    """
+
+    name: str = field()
+    batch_size: int = field()
+    learning_rate: float = field()
+    device: Literal["cpu", "cuda"] = field()
+    mean: tuple[float, ...] = field()
+    std: tuple[float, ...] = field()
 
 
 _MINIMA: dict[str, float] = {

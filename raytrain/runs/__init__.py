@@ -1,0 +1,1 @@
+"""A run's documents in storage, and its state while it trains."""

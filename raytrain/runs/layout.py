@@ -1,4 +1,4 @@
-"""The names of the documents that a run keeps below its place in storage."""
+"""The names of the documents that a run keeps in its storage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ CONFIG = "config.json"
 CLASSES = "classes.json"
 MANIFEST = "manifest.parquet"
 TEST_MANIFEST = "test-manifest.parquet"
+METRICS = "metrics.jsonl"
+SKIPPED = "skipped.jsonl"
 STATUS = "status.json"
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"

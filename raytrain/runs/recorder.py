@@ -1,81 +1,116 @@
-"""Keeps the documents of a run in storage for the process that trains, where no driver does."""
+"""Writes the documents of a run while it trains: its configuration, its status as a heartbeat, and its summary."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 
-from raytrain.backends.train import TrainResult
-from raytrain.config import TrainConfig
-from raytrain.data.batch_plan import BatchPlan
+from raytrain.config import ResolvedConfig
 from raytrain.errors import StorageError
-from raytrain.runs import records
-from raytrain.runs.history import History
+from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.layout import SUMMARY
-from raytrain.runs.monitor import RunMonitor, Status
+from raytrain.runs.outcome import Outcome, Progress, TrainResult
+from raytrain.runs.documents import write_config, write_json
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
+from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request
 from raytrain.runs.throttle import Throttle
 from raytrain.storage.base import Store
-from raytrain.training.checkpoint import Progress
+
+_LOOK_EVERY_S = 1.0
 
 
 class RunRecorder:
-    """Keeps the history, the status and the summary of the run ``name``; its ``monitor`` is for whoever trains."""
+    """Keeps the documents of the run in ``store`` up to date, for whichever process started it.
 
-    def __init__(self, store: Store, name: str, plan: BatchPlan, num_workers: int) -> None:
-        self.monitor = RunMonitor(name, plan.num_steps, plan.steps_per_epoch, History(store))
+    Args:
+        store: the run's place in storage.
+        num_steps: steps of the whole run.
+        first_step: the step that it starts, or resumes, after.
+        started_at: when the user started it, as ``time.monotonic()`` tells the time; now by default.
+    """
+
+    def __init__(self, store: Store, num_steps: int, first_step: int = 0, started_at: float | None = None) -> None:
         self._store = store
-        self._plan = plan
-        self._num_workers = num_workers
-        self._begun = time.monotonic()
+        self._num_steps = num_steps
+        self._step = first_step  # the monitor knows less before its workers start, and after they ended
+        self._started_at = time.monotonic() if started_at is None else started_at
         self._throttle = Throttle()
 
-    def begin(self, config: TrainConfig) -> None:
-        """Make the run known; what it trains on is written down already."""
-        records.clear_stop_request(self._store)
-        self._write_status("starting", self._store)
-        records.write_config(self._store, config)  # the last: by it others know that the run is there
+    def begin(self, config: ResolvedConfig, *, restarting: bool = False) -> None:
+        """Make the run known. A stop request is kept only if this process is ``restarting`` the run."""
+        if not restarting:
+            clear_stop_request(self._store)
+        self.write_status("starting")
+        write_config(self._store, config)  # comes last: others know by it that the run exists
 
-    def look(self) -> None:
-        """Carry ``raytrain stop`` to the monitor, and say now and then that the run goes on; to be called about once a second."""
-        store = self._store.fail_fast()
-        with suppress(StorageError):  # it may be back in a moment
-            reason = records.stop_requested(store)
-            if reason is not None:
-                self.monitor.request_stop(reason)
-            if self._throttle.due("status", records.HEARTBEAT_EVERY_S):
-                self._write_status("running", store)
+    def heartbeat(self, snapshot: Snapshot) -> None:
+        """Write the status every few seconds; storage that is out of reach may be back the next time."""
+        with suppress(StorageError):
+            if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
+                self.write_status(snapshot.status, snapshot, fail_fast=True)
 
-    def conclude(self, status: Status, progress: Progress | None, error: str | None = None) -> None:
-        """Write how the run ended; raises StorageError where storage is away. No :meth:`look` may come after it."""
-        summary = self._result(status, progress, error).summary()
-        self.monitor.finish(status, summary)
-        records.write_json(self._store, SUMMARY, summary)
-        self._write_status(status, self._store)
+    def stop_request(self) -> StopRequest | None:
+        """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""
+        with suppress(StorageError):
+            if self._throttle.due("stop request", _LOOK_EVERY_S):
+                return read_stop_request(self._store.fail_fast())
+        return None
 
-    def _write_status(self, status: Status, store: Store) -> None:
-        snapshot = self.monitor.snapshot()
-        known = {name: getattr(snapshot, name) for name in ("step", "num_steps", "epoch", "num_epochs")}
-        records.write_status(store, records.RunStatus(status=status, num_workers=self._num_workers, **known))
-
-    def _result(self, status: Status, progress: Progress | None, error: str | None) -> TrainResult:
-        snapshot = self.monitor.snapshot()
-        evaluation = snapshot.evaluation or {}
-        step = snapshot.step if progress is None else progress.step
-        path = max((found.path for found in records.list_checkpoints(self._store)), default=None)
+    def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int) -> TrainResult:
+        """How the run ended, as its summary says it."""
+        progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
+        checkpoint = outcome.checkpoint
+        with suppress(StorageError):
+            checkpoint = checkpoint or newest_checkpoint(self._store)
         return TrainResult(
             name=snapshot.name,
-            status=status,
-            steps=step,
-            epochs=round(step / self._plan.steps_per_epoch, 4),
-            samples_seen=0 if progress is None else progress.samples_seen,
-            test_accuracy=evaluation.get("accuracy"),
-            test_loss=evaluation.get("loss"),
-            checkpoint=path and f"{self._store.url}/{path}",
+            status=outcome.status,
+            steps=progress.step,
+            epochs=round(progress.step / steps_per_epoch, 4),
+            samples_seen=progress.samples_seen,
+            test_accuracy=progress.test_accuracy,
+            test_loss=progress.test_loss,
+            checkpoint=checkpoint and f"{self._store.url}/{checkpoint}",
             run_dir=self._store.url,
-            seconds=round(time.monotonic() - self._begun, 2),
-            num_workers=self._num_workers,
+            seconds=round(time.monotonic() - self._started_at, 2),
+            num_workers=snapshot.num_workers or num_workers,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,
-            stop_reason=snapshot.stop_reason if status == "stopped" else None,
-            error=error,
+            stop_reason=snapshot.stop_request.reason if snapshot.stop_request and outcome.status != "finished" else None,
+            error=outcome.error,
         )
+
+    def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
+        """Write the summary and the last status; raises StorageError if storage is out of reach."""
+        self._step = result.steps
+        write_json(self._store, SUMMARY, result.summary())
+        self.write_status(result.status, snapshot)
+
+    def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
+        """Write the status with what ``snapshot`` knows."""
+        if snapshot is None:
+            known = RunStatus(status=status, step=self._step, num_steps=self._num_steps)
+        else:
+            self._step = max(self._step, snapshot.step)
+            known = RunStatus(
+                status=status,
+                step=self._step,
+                num_steps=snapshot.num_steps,
+                epoch=snapshot.epoch,
+                num_epochs=snapshot.num_epochs,
+                num_workers=snapshot.num_workers,
+            )
+        write_status(self._store.fail_fast() if fail_fast else self._store, known)
+
+
+def failed(error: str, snapshot: Snapshot) -> Outcome:
+    """The outcome of a run whose workers could not say how far they came."""
+    tested = snapshot.evaluation
+    progress = Progress(
+        step=snapshot.step,
+        samples_seen=(snapshot.latest and snapshot.latest.samples_seen) or 0,
+        test_accuracy=tested and tested.accuracy,
+        test_loss=tested and tested.loss,
+    )
+    return Outcome(status="failed", progress=progress, error=error)

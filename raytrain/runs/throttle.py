@@ -1,4 +1,4 @@
-"""What a loop does now and then: whether it is time again."""
+"""Things that a loop does only now and then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Throttle:
         self._last: dict[str, float] = {}
 
     def due(self, what: str, every_s: float) -> bool:
-        """Whether ``what`` is to be done: the first time, and whenever ``every_s`` have passed since it was said to be."""
+        """Whether to do ``what`` now: the first time, and whenever ``every_s`` seconds have passed since the last."""
         now = time.monotonic()
         if now - self._last.get(what, -every_s) < every_s:
             return False

@@ -1,4 +1,4 @@
-"""How a trial stands at one moment."""
+"""How a trial of a sweep stands at one moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WAITING = "waiting"
 
 @dataclass(frozen=True, kw_only=True)
 class TrialStatus:
-    """How a trial stands; what is not known yet is None. ``accuracy`` is the best on the test images so far."""
+    """How a trial stands. What is not known yet is None; ``accuracy`` is the best on the test images so far."""
 
     status: str = WAITING
     step: int = 0

@@ -1,0 +1,46 @@
+"""The checkpoint files of a run, by name alone: torch is not needed to find the newest or the best one."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from raytrain.runs.layout import CHECKPOINTS
+from raytrain.runs.documents import read_json
+
+if TYPE_CHECKING:
+    from raytrain.storage.base import Store, StoredObject
+
+_CHECKPOINT = re.compile(r"step-(\d{9})\.pt$")
+
+
+def checkpoint_path(step: int) -> str:
+    """Path of the checkpoint after ``step`` completed steps, relative to the run."""
+    return f"{CHECKPOINTS}step-{step:09d}.pt"
+
+
+def list_checkpoints(store: Store) -> list[StoredObject]:
+    """The run's checkpoints, oldest first."""
+    found = (stored for stored in store.list(CHECKPOINTS) if _CHECKPOINT.search(stored.path))
+    return sorted(found, key=lambda stored: stored.path)
+
+
+def newest_checkpoint(store: Store) -> str | None:
+    """Path of the newest checkpoint; None if there is none."""
+    return max((found.path for found in list_checkpoints(store)), default=None)
+
+
+def best_checkpoint(store: Store) -> str | None:
+    """Path of the checkpoint with the highest test accuracy; of the newest one if none was evaluated."""
+    paths = [found.path for found in list_checkpoints(store)]
+    return max(((_accuracy(store, path), path) for path in paths), default=(0.0, None))[1]
+
+
+def newest_step(store: Store) -> int:
+    """The step from which the run would resume: that of its newest checkpoint, 0 without one."""
+    names = (_CHECKPOINT.search(stored.path) for stored in store.list(CHECKPOINTS))
+    return max((int(found[1]) for found in names if found), default=0)
+
+
+def _accuracy(store: Store, checkpoint: str) -> float:
+    return read_json(store, f"{checkpoint}.json").get("test_accuracy") or 0.0

@@ -1,0 +1,93 @@
+"""The documents of a run in storage: where they lie, and how they are read and written."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.errors import UsageError
+from raytrain.runs.layout import CONFIG, SWEEP
+
+if TYPE_CHECKING:
+    from raytrain.storage.base import Store
+
+
+def check_name(name: str) -> str:
+    """``name``, if a run may have it; raises UsageError otherwise."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise UsageError(
+            f"--name is {name!r}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or digit."
+        )
+    return name
+
+
+def new_name(recipe: str) -> str:
+    """The name of a run that was given none: its recipe and the time."""
+    return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_store(storage: str, name: str) -> Store:
+    """The store of the run called ``name`` below ``storage``, whether the run exists or not."""
+    from raytrain.storage.base import open_store  # deferred: the command line must start at once
+
+    return open_store(f"{storage.rstrip('/')}/{check_name(name)}")
+
+
+def open_run(storage: str, name: str) -> Store:
+    """The store of a run that exists; raises UsageError with the names that come close if it does not."""
+    store = run_store(storage, name)
+    if not store.exists(CONFIG):
+        raise UsageError(_no_such_run(storage, name))
+    return store
+
+
+def run_names(store: Store) -> list[str]:
+    """The folders directly below ``store`` that hold a run's configuration."""
+    paths = (stored.path.split("/") for stored in store.list())
+    return sorted(parts[0] for parts in paths if len(parts) == 2 and parts[1] == CONFIG)
+
+
+def read_config(store: Store) -> TrainConfig:
+    """The options that the run, or the sweep, last started with."""
+    return TrainConfig.from_json(store.get(CONFIG).decode())
+
+
+def read_resolved_config(store: Store) -> ResolvedConfig:
+    """The same with everything decided; raises UsageError for a sweep, whose trials each have their own."""
+    if store.exists(SWEEP):
+        raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
+    return ResolvedConfig.from_json(store.get(CONFIG).decode())
+
+
+def write_config(store: Store, config: TrainConfig) -> None:
+    """Write the options of a run, or of a sweep. Others know by this document that the run exists."""
+    store.put(CONFIG, config.to_json().encode())
+
+
+def read_json(store: Store, path: str) -> dict[str, Any]:
+    """A document of the run; an empty one if it does not exist."""
+    try:
+        return json.loads(store.get(path))
+    except FileNotFoundError:
+        return {}
+
+
+def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
+    """Write a document of the run."""
+    store.put(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def _no_such_run(storage: str, name: str) -> str:
+    from raytrain.storage.base import open_store
+
+    names = run_names(open_store(storage))
+    close = get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    else:
+        hint = "`raytrain runs` lists the runs." if names else "there are no runs yet."
+    return f"There is no run {name!r} in {storage}; {hint}"

@@ -1,0 +1,69 @@
+"""The rows of a run's metrics history, ``metrics.jsonl``: one for each logged step and one for each evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from raytrain.runs.json_lines import plain
+
+Kind = Literal["step", "evaluation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """One row of the history. A value that is not known, or was not finite when it was written, is None.
+
+    ``metrics`` holds what was measured, by name: ``loss``, ``accuracy`` and whatever else a training loop logs.
+    """
+
+    kind: Kind
+    step: int  # completed steps
+    epoch: int  # counted from 1
+    elapsed_s: float = 0.0
+    samples_seen: int | None = None
+    learning_rate: float | None = None
+    images_per_s: float | None = None
+    data_wait_fraction: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss over the images of the row."""
+        return self.metrics.get("loss")
+
+    @property
+    def accuracy(self) -> float | None:
+        """Fraction of the row's images that were classified correctly, 0 to 1."""
+        return self.metrics.get("accuracy")
+
+    def value(self, name: str) -> float | None:
+        """The field or the metric called ``name``."""
+        return getattr(self, name) if name in _COLUMNS else self.metrics.get(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a flat dictionary, metrics beside the fields; fields that are not known are left out."""
+        known = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name) is not None}
+        return plain({**known, **self.metrics})
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> MetricRow:
+        """The inverse of :meth:`to_json`. Raises ValueError or TypeError if the document is not such a row."""
+        if document["kind"] not in ("step", "evaluation"):
+            raise ValueError(f"kind is {document['kind']!r}")
+        columns = {name: document[name] for name in _COLUMNS if name in document}
+        metrics = {name: value for name, value in document.items() if name not in _COLUMNS}
+        return cls(**columns, metrics=metrics)
+
+
+_COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")
+
+
+def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
+    """Steps of one epoch, at least 1: the smallest number that puts every row into the epoch that it names.
+
+    It is exact if a row lies at the end of an epoch, as evaluations do, and too small during the first epoch.
+    """
+    return max((math.ceil(row.step / row.epoch) for row in rows), default=1)

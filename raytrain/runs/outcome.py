@@ -1,0 +1,55 @@
+"""How far a run is, how its workers ended, and the result that its summary holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+EndStatus = Literal["finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, and how well it does. With the seed and the batch plan, ``step`` determines the next sample."""
+
+    step: int = 0
+    samples_seen: int = 0
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    evaluated_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the workers of a run ended. ``checkpoint`` is the newest one's path in the run, ``error`` why they failed."""
+
+    status: EndStatus
+    progress: Progress
+    checkpoint: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended; ``summary.json`` holds the same under the same names."""
+
+    name: str
+    status: str
+    steps: int
+    epochs: float
+    samples_seen: int
+    test_accuracy: float | None
+    test_loss: float | None
+    checkpoint: str | None
+    run_dir: str
+    seconds: float
+    num_workers: int
+    num_skipped: int = 0
+    num_retries: int = 0
+    stop_reason: str | None = None
+    error: str | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The result as a dictionary of plain values."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,84 @@
+"""How a run stands at one moment, as viewers get it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.stop_request import StopRequest
+
+Status = Literal["starting", "running", "finished", "stopped", "failed"]
+
+
+class RowCursor(NamedTuple):
+    """How far a viewer has read: the ``row`` that it wants next, among the rows as they are in ``attempt``."""
+
+    attempt: int = 0
+    row: int = 0
+
+
+START = RowCursor()
+
+
+class Event(NamedTuple):
+    """Something worth a line: its number, counted from 0, the seconds of training when it happened, and the line."""
+
+    number: int
+    at_s: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """How a run stands at one moment.
+
+    ``rows`` are the metrics from index ``first_row`` on. A viewer that has the earlier rows adds them with
+    ``kept[snapshot.first_row:] = snapshot.rows``, and asks for the next snapshot with ``snapshot.cursor``.
+    """
+
+    name: str
+    status: Status
+    step: int
+    num_steps: int
+    steps_per_epoch: int
+    num_workers: int
+    elapsed_s: float
+    time_left_s: float | None
+    attempt: int
+    first_row: int
+    rows: tuple[MetricRow, ...]
+    latest: MetricRow | None  # of the kind "step"
+    evaluation: MetricRow | None
+    num_skipped: int
+    num_retries: int
+    stop_request: StopRequest | None
+    events: tuple[Event, ...]
+    result: TrainResult | None
+
+    @property
+    def cursor(self) -> RowCursor:
+        """What to ask for the next snapshot with, to get the rows after these."""
+        return RowCursor(self.attempt, self.first_row + len(self.rows))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest step, counted from 1."""
+        return epoch_of(self.step, self.steps_per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole run; the last one may be cut short."""
+        return epoch_of(self.num_steps, self.steps_per_epoch)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, one way or another."""
+        return self.status in ("finished", "stopped", "failed")
+
+
+def epoch_of(step: int, steps_per_epoch: int) -> int:
+    """The epoch, counted from 1, that the ``step``-th step of a run (counted from 1) belongs to."""
+    return max(1, math.ceil(step / steps_per_epoch))
