@@ -37,5 +37,14 @@ class TrainingFailed(RaytrainError):
         return str(self.args[0])
 
 
-class MonitorLost(TrainingFailed):
-    """The process that keeps a run's metrics ended, and with it the run's session; the run can go on from its checkpoint."""
+class CoordinatorLost(TrainingFailed):
+    """The process that coordinates a run died, and the run's workers with it; the run can resume from its checkpoint.
+
+    ``name`` is the run's, ``stop_reason`` that of a stop request that it had not carried out yet.
+    """
+
+    def __init__(self, sentence: str, name: str, run_dir: str, stop_reason: str | None) -> None:
+        super().__init__(sentence, {"name": name, "status": "failed", "run_dir": run_dir})
+        self.args = (sentence, name, run_dir, stop_reason)  # what it is unpickled from
+        self.name = name
+        self.stop_reason = stop_reason

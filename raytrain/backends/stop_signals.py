@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for a stop, the second aborts."""
+"""Ctrl-C and SIGTERM: the first one requests a stop, the second one aborts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import threading
 from types import FrameType
 from typing import Any
 
+from raytrain.runs.stop_request import StopRequest
+
 
 class StopSignals:
-    """While open, the first SIGINT or SIGTERM only sets :attr:`reason`; the second raises KeyboardInterrupt in the main thread.
+    """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`; the second raises KeyboardInterrupt.
 
-    Opened in another thread than the main one (where Python allows no handlers) it does nothing.
+    Opened in a thread other than the main one, where Python allows no signal handlers, it hears no signals; others may
+    still call :meth:`request_stop`.
     """
 
-    reason: str | None = None
+    stop_request: StopRequest | None = None
+
+    def request_stop(self, request: StopRequest) -> None:
+        """Ask the run to stop with a checkpoint; the first request counts."""
+        self.stop_request = self.stop_request or request
 
     def __enter__(self) -> StopSignals:
         self._before: dict[int, Any] = {}
@@ -27,6 +34,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:
+        if self.stop_request is not None:
             raise KeyboardInterrupt
-        self.reason = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        self.request_stop(StopRequest("Ctrl-C" if number == signal.SIGINT else "SIGTERM"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from raytrain.runs.layout import CHECKPOINTS
 from raytrain.runs.documents import read_json
+from raytrain.runs.layout import CHECKPOINTS
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store, StoredObject

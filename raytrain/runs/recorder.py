@@ -8,9 +8,9 @@ from contextlib import suppress
 from raytrain.config import ResolvedConfig
 from raytrain.errors import StorageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
+from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.layout import SUMMARY
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
-from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
 from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -77,6 +78,10 @@ class Snapshot:
     def over(self) -> bool:
         """Whether the run has ended, one way or another."""
         return self.status in ("finished", "stopped", "failed")
+
+
+View = Callable[[Snapshot], None]
+"""Shows a run: called about twice a second with how it stands."""
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:

@@ -11,8 +11,8 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError
-from raytrain.runs.layout import STATUS
 from raytrain.runs.documents import read_json, run_store, write_json
+from raytrain.runs.layout import STATUS
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from raytrain.errors import UsageError
-from raytrain.runs.layout import STOP_REQUEST
 from raytrain.runs.documents import open_run, read_json, write_json
+from raytrain.runs.layout import STOP_REQUEST
 from raytrain.runs.status import read_status
 
 if TYPE_CHECKING:

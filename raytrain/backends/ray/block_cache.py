@@ -1,4 +1,4 @@
-"""A data set kept decoded in Ray's object store: filled by the driver while training already runs, read by every worker."""
+"""A data set kept decoded in Ray's object store: the driver fills it while training runs, every worker reads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_table, to_block
 from raytrain.data.block_order import CacheOrder
@@ -14,43 +15,43 @@ from raytrain.data.decode import ImageShape
 from raytrain.data.partition import Block
 
 _POLL_S = 10.0
-_FIRST_BLOCKS = 4  # read before anything else is started, so that the first steps have the data and the cores
+_FIRST_BLOCKS = 4  # read before anything else starts, so that the first steps have data, and the cores
 _CLOSE_S = 10.0
 
 
 class CacheFiller:
-    """Reads data sets into the object store, one after the other, and tells the run's actor of each block.
+    """Reads data sets into the object store, one after the other, and reports each block to the run's coordinator.
 
-    The driver reads the first blocks itself, so that training can begin; the rest is for Ray Data, which starts when the
-    workers have: not beside them, for both keep every core busy. Lives in the driver, which owns the blocks: they outlast
-    any worker, and Ray reads lost ones again.
+    The driver reads the first blocks itself, so that training can start. Ray Data reads the rest. It starts after the
+    workers, not beside them, because both keep every core busy. The filler lives in the driver, which owns the blocks:
+    they outlast any worker, and Ray reads lost ones again.
     """
 
-    def __init__(self, coordinator: Any, cpus: DataCpus, sets: dict[str, tuple[ImageSet, CacheOrder]]) -> None:
+    def __init__(self, coordinator: CoordinatorHandle, cpus: DataCpus, sets: dict[str, tuple[ImageSet, CacheOrder]]) -> None:
         self._coordinator = coordinator
         self._cpus = cpus
         self._sets = sets
         self._refs: list[Any] = []
-        self._workers_started = threading.Event()
+        self._workers_run = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._fill, daemon=True, name="cache")
         self._thread.start()
 
-    def go_on(self) -> None:
-        """The workers have started: read the rest."""
-        self._workers_started.set()
+    def workers_started(self) -> None:
+        """Read the rest, now that the workers have started."""
+        self._workers_run.set()
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Stop reading, and release the blocks."""
         self._closed = True
-        self._workers_started.set()
+        self._workers_run.set()
         self._thread.join(_CLOSE_S)
         self._refs.clear()
 
     def _fill(self) -> None:
         try:
             heads = {name: self._add_head(name) for name in self._sets}
-            self._workers_started.wait()
+            self._workers_run.wait()
             for name, (images, order) in self._sets.items():
                 for _, ref in block_refs(images, [order], self._cpus, first=heads[name]):
                     if self._closed:
@@ -61,7 +62,7 @@ class CacheFiller:
                 self._coordinator.fail_blocks.remote(root_cause(error))
 
     def _add_head(self, name: str) -> int:
-        """Read the first blocks here; how many."""
+        """Read the first blocks in this process; return how many."""
         images, order = self._sets[name]
         count = min(_FIRST_BLOCKS, len(order)) if name == "train" else 0
         for number in range(count):
@@ -74,9 +75,9 @@ class CacheFiller:
 
 
 class RemoteBlocks:
-    """The blocks of a cached data set as a worker sees them: shared memory on its node, waited for where not there yet."""
+    """The blocks of a cached data set as a worker sees them: shared memory on its node, awaited if not there yet."""
 
-    def __init__(self, coordinator: Any, name: str, shape: ImageShape) -> None:
+    def __init__(self, coordinator: CoordinatorHandle, name: str, shape: ImageShape) -> None:
         self._coordinator = coordinator
         self._name = name
         self._shape = shape

@@ -1,4 +1,4 @@
-"""Whether workers that do not start wait for what other work keeps: Ray would wait for ever, and say nothing."""
+"""Detects workers that cannot be scheduled because other jobs hold the resources: Ray would wait for ever, silently."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from raytrain.backends.ray.cluster import Placement
+from raytrain.backends.ray.placement import Placement
 from raytrain.errors import UsageError
 from raytrain.runs.throttle import Throttle
 
@@ -16,18 +16,18 @@ _LOOK_EVERY_S = 5.0
 
 
 class CapacityCheck:
-    """Looks now and then, from a while after it was made, whether workers of ``placement`` find none."""
+    """Looks every few seconds, from 40 s after it was created, whether workers of ``placement`` find no room."""
 
     def __init__(self, placement: Placement, num_workers: int) -> None:
         self._placement = placement
         self._num_workers = num_workers
-        self._begun = time.monotonic()
+        self._created = time.monotonic()
         self._throttle = Throttle()
         self._waiting: set[str] = set()
 
     def check(self) -> None:
-        """Raise UsageError where workers wait now that waited the last time: those that just begin again wait for a moment, too."""
-        if time.monotonic() - self._begun < _PLACED_WITHIN_S or not self._throttle.due("look", _LOOK_EVERY_S):
+        """Raise UsageError if the same workers wait as at the last look: those that restart wait for a moment, too."""
+        if time.monotonic() - self._created < _PLACED_WITHIN_S or not self._throttle.due("look", _LOOK_EVERY_S):
             return
         waiting = _waiting_groups()
         if waiting & self._waiting:
@@ -40,13 +40,13 @@ class CapacityCheck:
         each = " and ".join(f"{amount:g} {kind}s" for kind, amount in needed.items())
         there = " and ".join(f"{free.get(kind, 0.0):g} {kind}s" for kind in needed)
         return (
-            f"There is no room for {self._num_workers} workers of {each} each: the cluster has {there} free, the rest is taken by other "
-            "work; wait for that, or ask for fewer --workers."
+            f"There is no room for {self._num_workers} workers of {each} each: the cluster has {there} free, and other "
+            "jobs use the rest; wait for them, or ask for fewer --workers."
         )
 
 
 def _waiting_groups() -> set[str]:
-    """The placement groups of this driver that have no place yet; a group's number ends with its driver's."""
+    """The placement groups of this driver that are not placed yet; a group's id ends with its driver's id."""
     driver: str = ray.get_runtime_context().get_job_id()
     groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
     return {number for number, group in groups.items() if group["state"] == "PENDING" and number.endswith(driver)}

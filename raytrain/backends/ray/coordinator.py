@@ -1,188 +1,234 @@
-"""The run's actor, beside the driver: its monitor, the credentials it lends, and the directory of cached blocks."""
+"""The coordinator of a run: an actor beside the driver that everybody in the cluster talks to.
+
+It is composed of four parts, none of which knows Ray, and adds nothing but their remote methods:
+
+- the run monitor: metrics, events, skipped images and stop requests (workers, data tasks, driver, ``raytrain stop``);
+- the stream queues: blocks from the driver, which reads them, to the workers;
+- the block directory: where the blocks of cached data sets are;
+- the credential broker: the driver's AWS credentials for processes that have none of their own.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-import time
-from collections import defaultdict
-from datetime import datetime, timezone
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorProxy
 
-from raytrain.backends.ray.stream_queues import FEED, WAIT, StreamQueues
-from raytrain.errors import RaytrainError
-from raytrain.runs.bad_images import BadImageLimit
+from raytrain.backends.ray.block_directory import BlockDirectory
+from raytrain.backends.ray.credentials import NAMESPACE, ServedCredentials
+from raytrain.backends.ray.private_api import on_this_node
+from raytrain.backends.ray.stream_queues import Stream, StreamQueues
+from raytrain.errors import UsageError
 from raytrain.runs.history import History
+from raytrain.runs.metrics import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.storage import credentials
-from raytrain.storage.base import S3Settings, Store, open_store
-from raytrain.storage.credentials import Credentials, CredentialSource, NodeOrServed
+from raytrain.runs.outcome import Outcome, TrainResult
+from raytrain.runs.skipped_images import SkipLimit, SkippedImage
+from raytrain.runs.snapshot import RowCursor, Snapshot, Status
+from raytrain.runs.stop_request import StopRequest
+from raytrain.storage.base import S3Settings, Store
+from raytrain.storage.credentials import CredentialBroker
+from raytrain.storage.open import open_store
 
-NAMESPACE = "raytrain"
+WAIT, FEED = "wait", "feed"
+"""Concurrency groups of the calls that wait: those of workers, and those of the driver's threads that fill the queues."""
 _WAITERS = 256  # workers
 _FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
-_LEND_EVERY_S = 60.0
-_ASK_AGAIN_S = 5.0
 
 
-class Coordinator(RunMonitor, StreamQueues):
-    """A :class:`RunMonitor` for other processes to call, in the order in which each of them calls.
+@dataclass(frozen=True, kw_only=True)
+class RunInStorage:
+    """What a coordinator is made from. Holds no secret: the cluster keeps the arguments of an actor's constructor."""
 
-    Calls that wait run beside the others: the workers' in the concurrency group ``wait``, the driver's in ``feed``.
+    name: str
+    url: str
+    settings: S3Settings | None
+    num_steps: int
+    steps_per_epoch: int
+    skip_limit: SkipLimit
+
+
+class Coordinator:
+    """Carries calls of other processes to its parts, in the order in which each process makes them.
+
+    Calls that wait run beside the others, in the concurrency groups ``wait`` and ``feed``.
     """
 
-    def __init__(self) -> None:
-        StreamQueues.__init__(self)
-        # What a run is comes with begin: arguments of a constructor are kept by the cluster, and credentials must not be.
-        self._credentials: Credentials | None = None
-        self._changed = threading.Condition()
-        self._blocks: dict[str, list[Any]] = defaultdict(list)
-        self._failure: str | None = None
-        self._outcome: dict[str, Any] | None = None
+    def __init__(self, run: RunInStorage) -> None:
+        self._broker = CredentialBroker()
+        self._queues = StreamQueues()
+        self._directory = BlockDirectory()
+        store = open_store(run.url, settings=run.settings).with_lent_credentials(self._broker.source)
+        self._monitor = RunMonitor(
+            run.name, run.num_steps, run.steps_per_epoch, History(store), skip_limit=run.skip_limit
+        )
+        self._outcome: Outcome | None = None
         self._controller: Any = None
 
-    def begin(
-        self,
-        run_name: str,
-        num_steps: int,
-        steps_per_epoch: int,
-        run_url: str,
-        settings: S3Settings | None,
-        bad_images: BadImageLimit,
-    ) -> None:
-        """Take up the run: open its history in storage."""
-        store = open_store(run_url, settings=settings)
-        history = History(_entered(store, lambda: self._credentials))
-        RunMonitor.__init__(self, run_name, num_steps, steps_per_epoch, history, bad_images=bad_images)
+    # Credentials.
 
     def lend(self, fields: tuple[Any, ...] | None) -> None:
-        """Keep the driver's credentials (their fields) for processes that have none of their own."""
-        self._credentials = Credentials(*fields) if fields else None
+        """See :meth:`CredentialBroker.lend`."""
+        self._broker.lend(fields)
 
     @ray.method(concurrency_group=WAIT)
     def credentials(self) -> tuple[Any, ...] | None:
-        """The fields of the driver's credentials, from memory to memory."""
-        return self._credentials and dataclasses.astuple(self._credentials)
+        """See :meth:`CredentialBroker.credentials`."""
+        return self._broker.credentials()
 
-    @ray.method(concurrency_group=WAIT)
-    def wait_for_stop(self, timeout_s: float) -> str | None:
-        """See :meth:`RunMonitor.wait_for_stop`."""
-        return super().wait_for_stop(timeout_s)
+    # News of the training.
+
+    def started(self, num_workers: int, step: int) -> None:
+        """See :meth:`RunMonitor.started`."""
+        self._monitor.started(num_workers, step)
+
+    def record(self, row: MetricRow) -> None:
+        """See :meth:`RunMonitor.record`."""
+        self._monitor.record(row)
+
+    def event(self, text: str) -> None:
+        """See :meth:`RunMonitor.event`."""
+        self._monitor.event(text)
+
+    def skip(self, images: Sequence[SkippedImage]) -> None:
+        """See :meth:`RunMonitor.skip`."""
+        self._monitor.skip(images)
+
+    def skipped_images(self) -> list[SkippedImage]:
+        """See :attr:`RunMonitor.skipped_images`."""
+        return self._monitor.skipped_images
+
+    def retried(self, num_requests: int) -> None:
+        """See :meth:`RunMonitor.retried`."""
+        self._monitor.retried(num_requests)
 
     def received(self) -> None:
-        """Return when the earlier calls of the same process have."""
+        """Return once the earlier calls of the same process have returned."""
 
     @ray.method(concurrency_group=WAIT)
     def flush(self) -> None:
-        """See :meth:`RunMonitor.flush`; beside the other calls, for storage may be slow."""
-        super().flush()
+        """See :meth:`RunMonitor.flush`; beside the other calls, because storage may be slow."""
+        self._monitor.flush()
 
-    def add_blocks(self, name: str, refs: list[Any]) -> None:
-        """Note the next blocks of the cached data set ``name``."""
-        with self._changed:
-            self._blocks[name] += refs
-            self._changed.notify_all()
+    # Stop requests.
 
-    def fail_blocks(self, reason: str) -> None:
-        """Note that a cached data set cannot be read to its end."""
-        with self._changed:
-            self._failure = reason
-            self._changed.notify_all()
+    def request_stop(self, request: StopRequest) -> None:
+        """See :meth:`RunMonitor.request_stop`."""
+        self._monitor.request_stop(request)
 
     @ray.method(concurrency_group=WAIT)
-    def blocks(self, name: str, first: int, timeout_s: float) -> list[Any]:
-        """References of the blocks of ``name`` from ``first`` on; waits for one, at most ``timeout_s`` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or len(self._blocks[name]) > first, timeout_s)
-            if self._failure:
-                raise RaytrainError(self._failure)
-            return self._blocks[name][first:]
+    def wait_for_stop_request(self, timeout_s: float) -> StopRequest | None:
+        """See :meth:`RunMonitor.wait_for_stop_request`."""
+        return self._monitor.wait_for_stop_request(timeout_s)
 
-    def controlled_by(self, controller: Any) -> None:
+    # The driver's view, and the end.
+
+    def snapshot(self, since: RowCursor) -> Snapshot:
+        """See :meth:`RunMonitor.snapshot`."""
+        return self._monitor.snapshot(since)
+
+    def failure(self) -> str | None:
+        """See :attr:`RunMonitor.failure`."""
+        return self._monitor.failure
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Keep what the workers say of how the run ended, until the driver asks for it."""
+        self._outcome = outcome
+
+    def outcome(self) -> Outcome | None:
+        """What :meth:`conclude` was given; None as long as the workers have said nothing."""
+        return self._outcome
+
+    def finish(self, status: Status, result: TrainResult | None) -> None:
+        """See :meth:`RunMonitor.finish`."""
+        self._monitor.finish(status, result)
+
+    def set_controller(self, controller: Any) -> None:
         """Keep the handle of Ray Train's controller of this run."""
         self._controller = controller
 
     def controller(self) -> Any:
-        """What :meth:`controlled_by` was told last; None before it begins."""
+        """The handle of Ray Train's controller; None until it has started."""
         return self._controller
 
-    def conclude(self, outcome: dict[str, Any]) -> None:
-        """Keep what the workers say of how it ended: the driver asks for it."""
-        self._outcome = outcome
+    # Cached blocks.
 
-    def outcome(self) -> dict[str, Any] | None:
-        """What :meth:`conclude` was told, with an ``error`` that only the monitor knows of; None where the workers said nothing."""
-        if self._outcome and self.failure:
-            return {"error": self.failure, **self._outcome}
-        return self._outcome
+    def add_blocks(self, dataset: str, refs: list[Any]) -> None:
+        """See :meth:`BlockDirectory.add`."""
+        self._directory.add(dataset, refs)
 
+    def fail_blocks(self, reason: str) -> None:
+        """See :meth:`BlockDirectory.fail`."""
+        self._directory.fail(reason)
 
-def start_coordinator(name: str, kind: type[Coordinator] = Coordinator) -> Any:
-    """The actor of the run called ``name``, on the driver's node; its handle is found by name from anywhere in the cluster."""
-    here = ray.get_runtime_context().get_node_id()
-    return (
-        ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(kind)  # pyright: ignore
-        .options(
-            name=f"run:{name}",
-            namespace=NAMESPACE,
-            num_cpus=0,
-            label_selector={ray._raylet.RAY_NODE_ID_KEY: here},  # pyright: ignore
-        )
-        .remote()
-    )
+    @ray.method(concurrency_group=WAIT)
+    def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
+        """See :meth:`BlockDirectory.blocks`."""
+        return self._directory.blocks(dataset, first, timeout_s)
 
+    # Streamed blocks.
 
-class CredentialLender:
-    """Lends this process's credentials to an actor: now, and again before they expire, whenever :meth:`lend_if_due` is called."""
+    def join_group(self) -> int:
+        """See :meth:`StreamQueues.join_group`."""
+        return self._queues.join_group()
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
-        self._lend()
+    def open_stream(self, stream: Stream) -> None:
+        """See :meth:`StreamQueues.open`."""
+        self._queues.open(stream)
 
-    def lend_if_due(self) -> None:
-        """Lend them again where a third of their life has gone, or a minute: a file of keys may have been rewritten."""
-        if time.monotonic() >= self._next:
-            self._lend()
+    @ray.method(concurrency_group=FEED)
+    def requested_stream(self, timeout_s: float) -> Stream | None:
+        """See :meth:`StreamQueues.requested`."""
+        return self._queues.requested(timeout_s)
 
-    def _lend(self) -> None:
-        try:
-            resolved = credentials.resolve()
-        except Exception:  # those that were lent may last until the source is back; who is refused with them says so
-            self._next = time.monotonic() + _ASK_AGAIN_S
-            return
-        # As an argument of a call: it goes from memory to memory, and neither the cluster nor a file keeps it.
-        # Waited for: who asks for them does so beside other calls, and might come first.
-        ray.get(self._coordinator.lend.remote(resolved and dataclasses.astuple(resolved)))
-        life_s = _LEND_EVERY_S
-        if resolved and resolved.expires_at:
-            life_s = (resolved.expires_at - datetime.now(timezone.utc)).total_seconds() / 3
-        self._next = time.monotonic() + max(1.0, min(_LEND_EVERY_S, life_s))
+    @ray.method(concurrency_group=FEED)
+    def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
+        """See :meth:`StreamQueues.push`."""
+        return self._queues.push(stream, rank, block, depth)
+
+    @ray.method(concurrency_group=WAIT)
+    def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
+        """See :meth:`StreamQueues.take`."""
+        return self._queues.take(stream, rank, timeout_s)
+
+    def fail_stream(self, stream: Stream, reason: str) -> None:
+        """See :meth:`StreamQueues.fail`."""
+        self._queues.fail(stream, reason)
+
+    def close_streams(self) -> None:
+        """See :meth:`StreamQueues.close`."""
+        self._queues.close()
 
 
-def find_coordinator(name: str) -> Any:
-    """The actor of a run that is training in the connected cluster; raises ValueError where there is none."""
-    return ray.get_actor(f"run:{name}", namespace=NAMESPACE)
+CoordinatorHandle = ActorProxy[Coordinator]
 
 
-def with_cluster_credentials(store: Store, coordinator: Any) -> Store:
-    """The same store for processes of the cluster: with their node's own role, else with what the actor lends them."""
-    return _entered(store, ServedCredentials(coordinator))
+def start_coordinator(run: RunInStorage, kind: type[Coordinator] = Coordinator) -> CoordinatorHandle:
+    """The coordinator of a run, on the driver's node. It is found by the run's name from anywhere in the cluster."""
+    actor = ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(kind)  # pyright: ignore
+    return actor.options(
+        name=_actor_name(run.name), namespace=NAMESPACE, num_cpus=0, label_selector=on_this_node()
+    ).remote(run)
 
 
-def _entered(store: Store, lent: CredentialSource) -> Store:
-    # A role of AWS means nothing to a server that is not Amazon's.
-    amazon = store.settings is not None and store.settings.endpoint_url is None
-    return store.with_credentials(NodeOrServed(lent) if amazon else lent)
+def request_stop_in_cluster(name: str, address: str, request: StopRequest) -> None:
+    """Ask a run that trains in the connected cluster to stop; raises UsageError if there is none of this name."""
+    try:
+        coordinator: CoordinatorHandle = ray.get_actor(_actor_name(name), namespace=NAMESPACE)
+    except ValueError:
+        raise UsageError(
+            f"No run called {name!r} is training in the cluster at {address}; `raytrain runs` lists the runs."
+        ) from None
+    ray.get(coordinator.request_stop.remote(request))
 
 
-class ServedCredentials:
-    """The driver's credentials as its actor lends them: a source that can be pickled, for there is no secret in it."""
+def with_cluster_credentials(store: Store, coordinator: CoordinatorHandle) -> Store:
+    """The same store for processes of the cluster: with their node's own role, or else the driver's credentials."""
+    return store.with_lent_credentials(ServedCredentials(coordinator))
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
 
-    def __call__(self) -> Credentials | None:
-        fields: Any = ray.get(self._coordinator.credentials.remote())
-        return Credentials(*fields) if fields else None
+def _actor_name(run: str) -> str:
+    return f"run:{run}"

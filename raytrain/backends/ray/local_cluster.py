@@ -1,7 +1,7 @@
-"""Holds a Ray cluster of its own on this machine, in a process beside the driver, for as long as its standard input is open.
+"""Holds a Ray cluster on this machine, in a process beside the driver, for as long as its standard input is open.
 
 So the cluster starts while the driver still imports, a Ctrl-C in the terminal does not reach it, and it ends with the
-driver, however that ends.
+driver, however the driver ends.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What Ray starts besides, and a cluster of one machine without a dashboard has no use for: seconds of start-up.
-_LIGHT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-# A process that reads data takes seconds to start; by default it is ended after one without work, where actors fill the machine.
-_PATIENT = {"RAY_idle_worker_killing_time_threshold_ms": "60000"}
+# Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
+_WITHOUT_EXTRAS = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+# A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all CPUs.
+_KEEP_IDLE_WORKERS = {"RAY_idle_worker_killing_time_threshold_ms": "60000"}
 
 
 class LocalCluster:
-    """A local cluster that is on its way, whose processes see ``environment`` besides this one's."""
+    """A local cluster that is starting. Its processes see ``environment`` besides this process's variables."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         _agree_on_token()
-        os.environ.update(_LIGHT | _PATIENT)
-        command = [sys.executable, "-m", "raytrain.backends.ray.local_cluster"]
-        # A session of its own: the terminal's Ctrl-C is for the driver alone.
+        os.environ.update(_WITHOUT_EXTRAS | _KEEP_IDLE_WORKERS)
+        # A session of its own: a Ctrl-C in the terminal is for the driver alone.
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "raytrain.backends.ray.local_cluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -42,7 +45,7 @@ class LocalCluster:
         )
 
     def address(self) -> str:
-        """Address of the cluster, once it is up; raises RuntimeError where it could not start."""
+        """The cluster's address, once it is up; raises RuntimeError if it could not start."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
@@ -50,7 +53,7 @@ class LocalCluster:
         return line
 
     def close(self) -> None:
-        """End the cluster and wait until its processes are gone."""
+        """End the cluster, and wait until its processes are gone."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -58,14 +61,17 @@ class LocalCluster:
 
 
 def _agree_on_token() -> None:
-    """Have the token that clusters made here ask for before either process loads Ray, which looks for it once."""
+    """Create the token that new clusters ask for before either process loads Ray, which looks for it only once."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] != "token" or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return
     path = Path.home() / ".ray" / "auth_token"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with (
+            contextlib.suppress(FileExistsError),
+            open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        ):
             file.write(secrets.token_hex(32))
 
 

@@ -1,4 +1,4 @@
-"""Functions of the user's on their way to the machines of a cluster, which do not have the files that they stand in."""
+"""Pickles the user's modules by value, so that the nodes of a cluster need no copy of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 
 import ray
 
+import raytrain
 
-def pickle_by_value(loop: Callable[..., None] | None) -> None:
-    """Have a loop of the user's travel with the module that it stands in."""
-    module = inspect.getmodule(getattr(loop, "func", loop))
+
+def pickle_by_value(function: Callable[..., None] | None) -> None:
+    """Have the module that a function of the user's is defined in travel with it."""
+    module = inspect.getmodule(getattr(function, "func", function))
     if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):
-        return  # travels by value anyway
-    if not any(Path(file).is_relative_to(place) for place in (*set(sysconfig.get_paths().values()), Path(__file__).parent)):
+        return  # pickled by value anyway
+    installed = (*set(sysconfig.get_paths().values()), *raytrain.__path__)
+    if not any(Path(file).is_relative_to(folder) for folder in installed):
         ray.cloudpickle.register_pickle_by_value(module)  # pyright: ignore

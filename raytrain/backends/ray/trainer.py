@@ -1,39 +1,143 @@
-"""Ray Train without the parts that a run here has no use for (each is a process that takes seconds of a CPU to start), and with an end."""
+"""Ray Train's TorchTrainer in a thread: with fewer processes than by default, and with a way to end it."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback
 
-_HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data comes to its workers another way
-_CLEANS_UP_AFTER_THE_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
+from raytrain.backends.ray.coordinator import CoordinatorHandle
+from raytrain.backends.ray.failures import root_cause
+from raytrain.backends.ray.placement import Placement
+from raytrain.backends.ray.private_api import CONTROLLER_CALLBACK
+
+_HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
+_CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
+_RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
+_ABORTED_WITHIN_S = 10.0
 
 
-class Trainer(TorchTrainer):
-    """A ``TorchTrainer`` that starts fewer processes; ``own_cluster`` says that the cluster ends with this process.
+class TrainerThread:
+    """Runs ``work`` on every worker of ``placement``, and restarts failed workers up to ``max_failures`` times.
 
-    Its controller makes itself known to ``actor``: whoever has it can end the workers, where Ray Train would start them again.
+    It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. ``own_cluster`` says
+    that the cluster ends with this process. Ray Train keeps notes of its own in ``folder``.
     """
 
-    def __init__(self, *args: Any, coordinator: Any, own_cluster: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        work: Callable[[], None],
+        coordinator: CoordinatorHandle,
+        placement: Placement,
+        folder: str,
+        *,
+        max_failures: int,
+        own_cluster: bool,
+    ) -> None:
+        self.ended: Future[None] = Future()
+        self._coordinator = coordinator
+        self._own_cluster = own_cluster
+        self._controller: Any = None
+        gpu = {"GPU": 1.0} if placement.device == "cuda" else {}
+        fewest, most = placement.min_workers, placement.num_workers
+        self._trainer = _Trainer(
+            work,
+            coordinator=coordinator,
+            own_cluster=own_cluster,
+            scaling_config=ScalingConfig(
+                num_workers=most if fewest == most else (fewest, most),
+                use_gpu=bool(gpu),
+                resources_per_worker={"CPU": placement.cpus, **gpu},
+                elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
+            ),
+            run_config=RunConfig(
+                storage_path=folder,
+                failure_config=FailureConfig(max_failures=max_failures),
+                callbacks=[_FailureReporter(coordinator)],
+            ),
+        )
+
+    def start(self) -> None:
+        """Start the workers."""
+        threading.Thread(target=self._fit, daemon=True, name="trainer").start()
+
+    def remember_controller(self) -> None:
+        """Get the controller's handle from the coordinator, to be called now and then: the coordinator may die."""
+        if self._controller is None:
+            self._controller = ray.get(self._coordinator.controller.remote())
+
+    def abort(self) -> None:
+        """End workers that Ray Train would restart, if the cluster outlives the run; others end with their cluster.
+
+        The thread that waits for them must end, too: it would ask a cluster that is gone, and may take the process along.
+        """
+        if self.ended.done():
+            return
+        with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
+            if self._controller is None:
+                self._controller = ray.get(self._coordinator.controller.remote(), timeout=_ABORTED_WITHIN_S)
+            if self._controller is not None and not self._own_cluster:
+                ray.get(self._controller.abort.remote(), timeout=_ABORTED_WITHIN_S)
+        if self._controller is not None:
+            ray.kill(self._controller)
+            concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
+
+    def failure(self) -> str | None:
+        """Why Ray Train gave up; None if it has not ended, or ended normally."""
+        raised = self.ended.exception() if self.ended.done() else None
+        return root_cause(raised) if raised else None
+
+    def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+            self.ended.set_result(None)
+        except BaseException as error:
+            self.ended.set_exception(error)
+
+
+class _Trainer(TorchTrainer):
+    """A TorchTrainer without the callbacks that start processes which no run here needs."""
+
+    def __init__(self, *args: Any, coordinator: CoordinatorHandle, own_cluster: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
-        self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_THE_CONTROLLER} if own_cluster else set())
+        self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_CONTROLLER} if own_cluster else set())
 
-    def _create_default_callbacks(self) -> list[Any]:
-        kept = [each for each in super()._create_default_callbacks() if type(each).__name__ not in self._left_out]
-        return [*kept, _TellOfController(self._coordinator)]
+    def _create_default_callbacks(self) -> list[Any]:  # DEFAULT_CALLBACKS in private_api.py
+        defaults = super()._create_default_callbacks()
+        kept = [callback for callback in defaults if type(callback).__name__ not in self._left_out]
+        return [*kept, _ControllerReporter(self._coordinator)]
 
 
-class _TellOfController(ControllerCallback):
-    """Gives a run's actor the handle of the process that starts and watches its workers."""
+_ControllerCallback: Any = CONTROLLER_CALLBACK.load()
 
-    def __init__(self, coordinator: Any) -> None:
+
+class _ControllerReporter(_ControllerCallback):
+    """Gives the coordinator the handle of the process that starts and watches the workers."""
+
+    def __init__(self, coordinator: CoordinatorHandle) -> None:
         self._coordinator = coordinator
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """See :class:`ControllerCallback`; called in that process."""
-        self._coordinator.controlled_by.remote(ray.get_runtime_context().current_actor)
+        """Called by Ray Train, in the controller's process."""
+        self._coordinator.set_controller.remote(ray.get_runtime_context().current_actor)
+
+
+class _FailureReporter(UserCallback):
+    """Reports why a worker group failed. Ray Train then starts another one, up to ``--max-failures`` times."""
+
+    def __init__(self, coordinator: CoordinatorHandle) -> None:
+        self._coordinator = coordinator
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Called by Ray Train."""
+        rank, error = min(worker_exceptions.items())
+        self._coordinator.event.remote(f"worker {rank} failed: {root_cause(error)}")

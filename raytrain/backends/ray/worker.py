@@ -1,11 +1,11 @@
-"""One worker of a run as Ray Train starts it: it puts a ``Run`` together and hands it to the training loop."""
+"""One worker of a run, as Ray Train starts it: it puts the run together and trains to its end."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,183 +13,154 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.train.v2._internal.execution.context import get_train_context
 
 from raytrain.backends.ray.block_cache import RemoteBlocks
+from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.ingest import ImageSet
+from raytrain.backends.ray.private_api import announced_preemption
 from raytrain.backends.ray.stream_queues import Stream
-from raytrain.backends.ray.streaming import streamed_blocks
-from raytrain.config import TrainConfig
+from raytrain.backends.ray.streaming import stream_blocks
 from raytrain.data.batch_plan import BatchPlan, Cursor
-from raytrain.data.partition import CachedBlocks, LocalBatch, Partition, batches_from_cache, batches_from_stream
+from raytrain.data.cached_blocks import CachedBlocks, batches_from_cache
+from raytrain.data.partition import LocalBatch, Partition, batches_from_stream
 from raytrain.errors import RaytrainError
-from raytrain.storage.base import Store
-from raytrain.training.augment import Augment
-from raytrain.training.checkpoint import Checkpoints, Identity
-from raytrain.training.run import Run
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.outcome import Outcome, Progress
+from raytrain.training.run_spec import RunSpec
 
 _POLL_S = 20.0
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a worker is told; it travels to each of them and holds no secret."""
+    """Everything that a worker is given. It travels to each of them, and holds no secret."""
 
-    config: TrainConfig
-    loop: Callable[[Run], None] | None  # None: the built-in one
-    classes: tuple[str, ...]
-    identity: Identity
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    run_store: Store
+    run: RunSpec
     train: ImageSet
     test: ImageSet
-    plan: BatchPlan
-    test_plan: BatchPlan
-    weights: Any  # where in the object store the initial weights are; None: what the seed or a checkpoint decides
-    train_origin: Cursor | None  # where the cached training images begin; None: they are streamed
+    weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
+    train_origin: Cursor | None  # where the cached training images start; None if they are streamed
     test_cached: bool
     threads: int
-    coordinator: Any
+    coordinator: CoordinatorHandle
 
 
-def work(job: WorkerSpec) -> None:
-    """Train on this worker to the end of the run, or to a stop."""
+def work(spec: WorkerSpec) -> None:
+    """Train on this worker until the run ends or stops."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    torch.set_num_threads(job.threads)
-    run = _make_run(job)
-    try:
-        _loop(job)(run)
-        run.finish()
-    except RaytrainError as error:
-        # Said once, to the driver: trying again would end the same way.
-        ray.get(job.coordinator.conclude.remote({"error": root_cause(error)}))
-        raise
-    if run.rank == 0:
-        ray.get(job.coordinator.conclude.remote({"stopped": run.stopped, "progress": run.progress, "checkpoint": run.checkpoints.newest()}))
-
-
-def _make_run(job: WorkerSpec) -> Run:
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    else:
-        rank, world_size = 0, 1
-    config = job.config
+    torch.set_num_threads(spec.threads)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = spec.run.config
     device = ray.train.torch.get_device() if config.device == "cuda" else torch.device("cpu")
-    source = RaySource(job, rank, config.worker_load or (1.0,) * world_size)
-    return Run(
-        config=config,
-        classes=job.classes,
-        plan=job.plan,
-        source=source,
-        augment=Augment(config, job.mean, job.std),
-        checkpoints=Checkpoints(job.run_store, job.identity, config.keep_checkpoints, lambda path: _tell(job.coordinator, path)),
-        reporter=RayReporter(job.coordinator, watch=rank == 0),
-        device=device,
-        weights=None if job.weights is None else ray.get(job.weights),
-    )
+    source = RayBatches(spec, rank, config.worker_load or (1.0,) * world_size)
+    reporter = RayReporter(spec.coordinator, watch=rank == 0)
+    weights = None if spec.weights is None else ray.get(spec.weights)
+    try:
+        outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
+    except RaytrainError as error:
+        # The driver ends the run: trying again would end the same way.
+        failed = Outcome(status="failed", progress=Progress(), error=root_cause(error))
+        ray.get(spec.coordinator.conclude.remote(failed))
+        raise
+    if rank == 0:
+        ray.get(spec.coordinator.conclude.remote(outcome))
 
 
-def _group_number(coordinator: Any, rank: int) -> int:
-    """Which of the run's worker groups this is, counted from 0."""
-    number: list[Any] = [ray.get(coordinator.join_group.remote()) if rank == 0 else 0]
-    if dist.is_initialized():
-        dist.broadcast_object_list(number, src=0)
-    return number[0]
+class RayBatches:
+    """A :class:`raytrain.training.protocols.BatchSource`: from blocks in the object store, or from the driver's streams."""
 
-
-def _loop(job: WorkerSpec) -> Callable[[Run], None]:
-    if job.loop is not None:
-        return job.loop
-    from raytrain.training.loop import train
-
-    return train
-
-
-def _tell(coordinator: Any, path: str) -> None:
-    coordinator.event.remote(f"checkpoint {path} written")
-
-
-class RaySource:
-    """The worker's shares: out of the data sets in the object store, or out of streams that the driver reads."""
-
-    def __init__(self, job: WorkerSpec, rank: int, loads: tuple[float, ...]) -> None:
-        self._job = job
-        self._group = _group_number(job.coordinator, rank)
-        self._opened: Counter[str] = Counter()
-        self._train = Partition(job.plan, rank, loads)
-        self._test = Partition(job.test_plan, rank, loads)
-        self._cached: dict[str, CachedBlocks] = {}
+    def __init__(self, spec: WorkerSpec, rank: int, loads: tuple[float, ...]) -> None:
+        self._spec = spec
+        self._group = _join_group(spec.coordinator, rank)
+        self._num_streams: Counter[str] = Counter()
+        self._train = Partition(spec.run.plan, rank, loads)
+        self._test = Partition(spec.run.test_plan, rank, loads)
+        self._caches: dict[str, CachedBlocks] = {}
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """See :class:`raytrain.training.protocols.BatchSource`."""
-        origin = self._job.train_origin
+        """This worker's part of each global batch from ``first_step`` on."""
+        origin = self._spec.train_origin
         if origin is None:
-            return self._streamed("train", self._train, first_step)
-        return batches_from_cache(self._train, self._blocks("train", self._job.train, self._job.plan, origin), first_step)
+            return self._stream("train", self._train, first_step)
+        cache = self._cache("train", self._spec.train, self._spec.run.plan, origin)
+        return batches_from_cache(self._train, cache, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        """See :class:`raytrain.training.protocols.BatchSource`."""
-        if not self._job.test_cached:
-            return self._streamed("test", self._test, 0)
-        return batches_from_cache(self._test, self._blocks("test", self._job.test, self._job.test_plan, Cursor()), 0)
+        """This worker's part of the test images."""
+        if not self._spec.test_cached:
+            return self._stream("test", self._test, 0)
+        return batches_from_cache(
+            self._test, self._cache("test", self._spec.test, self._spec.run.test_plan, Cursor()), 0
+        )
 
-    def _streamed(self, name: str, shares: Partition, first_step: int) -> Iterator[LocalBatch]:
-        stream = Stream(self._group, self._opened[name], name, first_step, len(shares.loads))
-        self._opened[name] += 1
-        return batches_from_stream(shares, streamed_blocks(self._job.coordinator, stream, shares.rank, self._job.train.shape), first_step)
+    def _stream(self, dataset: str, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
+        stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
+        self._num_streams[dataset] += 1
+        blocks = stream_blocks(self._spec.coordinator, stream, partition.rank, self._spec.train.shape)
+        return batches_from_stream(partition, blocks, first_step)
 
-    def _blocks(self, name: str, images: ImageSet, plan: BatchPlan, origin: Cursor) -> CachedBlocks:
-        if name not in self._cached:
-            remote = RemoteBlocks(self._job.coordinator, name, images.shape)
-            self._cached[name] = CachedBlocks(remote, images.rows_per_block, plan, origin)
-        return self._cached[name]
+    def _cache(self, dataset: str, images: ImageSet, plan: BatchPlan, origin: Cursor) -> CachedBlocks:
+        if dataset not in self._caches:
+            remote = RemoteBlocks(self._spec.coordinator, dataset, images.shape)
+            self._caches[dataset] = CachedBlocks(remote, images.rows_per_block, plan, origin)
+        return self._caches[dataset]
 
 
 class RayReporter:
-    """Sends news to the run's actor without waiting, and hears of a stop request from it."""
+    """A :class:`raytrain.training.protocols.Reporter` that sends everything to the run's coordinator without waiting.
 
-    def __init__(self, coordinator: Any, *, watch: bool) -> None:
+    With ``watch``, it waits there for a stop request.
+    """
+
+    def __init__(self, coordinator: CoordinatorHandle, *, watch: bool) -> None:
         self._coordinator = coordinator
-        self._stop = threading.Event()
-        self._leaving: Any = None
+        self._stop_requested = threading.Event()
+        self._preemption: Any = None
         if watch:
             threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
 
     def started(self, num_workers: int, step: int) -> None:
-        """A worker group begins after ``step`` steps."""
+        """A worker group starts after ``step`` steps."""
         self._coordinator.started.remote(num_workers, step)
 
-    def record(self, row: dict[str, Any]) -> None:
-        """One row of metrics."""
+    def record(self, row: MetricRow) -> None:
+        """Add a row of metrics."""
         self._coordinator.record.remote(row)
 
     def event(self, text: str) -> None:
-        """Something worth a line."""
+        """Note something worth a line."""
         self._coordinator.event.remote(text)
 
     def flush(self) -> None:
         """Wait until all rows so far are in storage."""
-        ray.get(self._coordinator.received.remote())  # comes after them
+        ray.get(self._coordinator.received.remote())  # returns after they have arrived
         ray.get(self._coordinator.flush.remote())
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked for a stop."""
-        return self._stop.is_set()
+        """Whether the run should stop."""
+        return self._stop_requested.is_set()
 
-    def save_requested(self) -> bool:
-        """Whether Ray has announced that a node of these workers will be taken away: True once for each announcement."""
-        # What Ray has told this worker already: its public call for it is a barrier over all workers, at each step.
-        leaving = get_train_context().preemption_context.preemption_info
-        if leaving is None or leaving is self._leaving:
+    def checkpoint_requested(self) -> bool:
+        """Whether Ray has announced that a node of these workers will be taken away: True once per announcement."""
+        preemption = announced_preemption()
+        if preemption is None or preemption is self._preemption:
             return False
-        self._leaving = leaving
-        nodes = leaving.preempted_node_ids
-        self.event(f"{'a node' if len(nodes) == 1 else f'{len(nodes)} nodes'} of the workers will be taken away: a checkpoint now")
+        self._preemption = preemption
+        nodes = preemption.preempted_node_ids
+        one_or_more = "a node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+        self.event(f"{one_or_more} of the workers will be taken away: writing a checkpoint now")
         return True
 
     def _watch(self) -> None:
-        while not self._stop.is_set():
-            if ray.get(self._coordinator.wait_for_stop.remote(_POLL_S)) is not None:
-                self._stop.set()
+        while not self._stop_requested.is_set():
+            if ray.get(self._coordinator.wait_for_stop_request.remote(_POLL_S)) is not None:
+                self._stop_requested.set()
+
+
+def _join_group(coordinator: CoordinatorHandle, rank: int) -> int:
+    """The number of this worker group in the run, counted from 0."""
+    number: list[Any] = [ray.get(coordinator.join_group.remote()) if rank == 0 else 0]
+    if dist.is_initialized():
+        dist.broadcast_object_list(number, src=0)
+    return number[0]

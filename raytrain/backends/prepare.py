@@ -1,0 +1,160 @@
+"""What every backend does before it trains: checks the options, opens the data, and puts the run together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.errors import UsageError
+from raytrain.runs.checkpoint_files import newest_step
+from raytrain.runs.documents import check_name, new_name, read_config, run_store
+from raytrain.runs.layout import CONFIG
+from raytrain.runs.skipped_images import SkipLimit
+from raytrain.runs.status import read_status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from raytrain.data.dataset import Dataset
+    from raytrain.storage.base import Store
+    from raytrain.training.run import Run
+    from raytrain.training.run_spec import RunSpec
+
+Loop = Callable[["Run"], None]
+"""A training loop: called on every worker with its part of the run."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that may start: its place in storage is its own, and its data can be read.
+
+    ``restarting`` says that this process started it before, and lost it: requests to stop it are still valid.
+    """
+
+    config: TrainConfig
+    name: str
+    store: Store
+    data: Dataset
+    first_step: int
+    restarting: bool = False
+
+    def resolve(self, num_workers: int, device: str) -> ResolvedConfig:
+        """The options with everything decided."""
+        data = self.data
+        return self.config.resolve(
+            name=self.name, num_workers=num_workers, device=device, mean=data.mean, std=data.std
+        )
+
+    def skip_limit(self) -> SkipLimit:
+        """How many images may be skipped."""
+        return SkipLimit.of(self.config, len(self.data.train) + len(self.data.test))
+
+
+def prepare(config: TrainConfig, *, restarting: bool = False) -> PreparedRun:
+    """Check everything that can be checked without a cluster: the run's place in storage, and that its data can be read.
+
+    ``restarting``: this process started the run before, so that an active status in storage is its own.
+    """
+    from raytrain.data.dataset import open_dataset
+    from raytrain.storage.open import open_store
+
+    name = config.name or new_name(config.recipe)
+    open_store(config.storage).check_writable()
+    store = run_store(config.storage, name)
+    exists = store.exists(CONFIG)
+    if exists and not config.resume:
+        raise UsageError(
+            f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
+        )
+    if config.resume and not exists:
+        raise UsageError(
+            f"--resume: there is no run called {name!r} in {config.storage}; `raytrain runs` lists the runs there."
+        )
+    if exists:
+        if not restarting and read_status(store).active:
+            raise UsageError(f"Run {name!r} is training at this moment; `raytrain stop {name}` stops it.")
+        config = _resumed(config, read_config(store))
+    data = open_dataset(config, store)
+    return PreparedRun(config, name, store, data, newest_step(store), restarting)
+
+
+def check(config: TrainConfig, loop: Loop | None = None) -> None:
+    """Raise UsageError for options that no run can start with, as far as they alone show it."""
+    check_named(config)
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
+
+
+def check_named(config: TrainConfig) -> None:
+    """Raise UsageError if the data or the name is missing, or the name is not allowed."""
+    if not config.data:
+        raise UsageError("--data is missing; give s3://bucket/prefix or a folder with one folder of images per class.")
+    if config.resume and not config.name:
+        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
+    if config.name:
+        check_name(config.name)
+
+
+def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:
+    """The training loop to use: ``loop``, or else the one that ``--loop`` names; None for the built-in one."""
+    if loop is not None or config.loop is None:
+        return loop
+    from raytrain.training.user_function import load_function
+
+    return load_function("--loop", config.loop)
+
+
+def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | None, num_workers: int) -> RunSpec:
+    """The one way to put a run together, whoever trains it. ``num_workers`` only sizes the batches of evaluations."""
+    from raytrain.training.run_spec import RunSpec
+
+    return RunSpec(
+        config=config,
+        loop=loop,
+        classes=data.train.classes,
+        manifest_digest=data.train.digest,
+        plan=data.plan(config),
+        test_plan=data.test_plan(num_workers),
+        store=store,
+    )
+
+
+def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
+    """The weights that ``--weights`` names, read once for all workers; None if the seed or a checkpoint decides.
+
+    Raises UsageError if the network, its weights or what is asked of its layers do not fit: the network is built here
+    for that alone.
+    """
+    from raytrain.training import transfer
+
+    config, num_classes = spec.config, len(spec.classes)
+    weights = transfer.initial_weights(config, spec.classes, first_step)
+    model = transfer.initial_model(config, num_classes, weights)
+    if spec.loop is None:  # a loop of the user's may train another network
+        transfer.freeze(model, config.freeze)
+        transfer.parameter_groups(model, num_classes, config.learning_rate, config.head_learning_rate_factor)
+    return weights
+
+
+def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
+    """On another number of workers, a run keeps the global batch and the learning rate that it started with."""
+    for option in ("freeze", "head_learning_rate_factor"):
+        now, then = getattr(config, option), getattr(before, option)
+        if now != then:  # the optimizer's state is laid out by them
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(
+                f"{flag} is {now}, and the run was started with {then}; resume with that, or start another run from its "
+                "--weights."
+            )
+    return dataclasses.replace(
+        config,
+        batch_size=config.batch_size or before.batch_size,
+        learning_rate=before.learning_rate if config.learning_rate is None else config.learning_rate,
+        mean=config.mean or before.mean,
+        std=config.std or before.std,
+    )

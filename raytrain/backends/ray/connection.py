@@ -1,0 +1,138 @@
+"""Which Ray cluster a command uses: one that runs already, or one that starts here and ends with the command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raytrain.backends.gpus import visible_gpus
+from raytrain.backends.ray.local_cluster import LocalCluster
+from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT
+from raytrain.errors import UsageError
+
+
+class Connection:
+    """A cluster that is used while the connection is open. One that was started here ends with the connection.
+
+    ``address`` is as Ray understands it: that of a cluster, ``auto`` for the one on this machine, ``local`` for a new
+    one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine, else a new
+    one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
+    """
+
+    def __init__(self, address: str | None, gpus: str | None = None) -> None:
+        # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. This must
+        # be set before Ray is loaded.
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+        self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
+        starts_here = self._address == "local" or not (self._address or is_connected() or _local_cluster_runs())
+        if gpus and not starts_here:
+            raise UsageError(
+                f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it was "
+                "started; leave --gpus out, or use --address local for a new cluster on this machine."
+            )
+        self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
+        self._connected = False
+
+    @property
+    def started_here(self) -> bool:
+        """Whether the cluster was started for this connection."""
+        return self._own is not None
+
+    def connect(self) -> None:
+        """Join the cluster; raises :class:`UsageError` if there is none at the address."""
+        if is_connected():
+            if self._own is None:
+                return
+            raise UsageError(
+                "--address is local, and this process is in a Ray cluster already; leave --address out, or call "
+                "ray.shutdown() first."
+            )
+        if self._address:
+            _check_answers(self._address)
+        import ray
+
+        address = self._own.address() if self._own else self._address or "auto"
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
+        self._connected = True
+
+    def close(self) -> None:
+        """Leave the cluster, and end it if it was started here."""
+        if self._connected:
+            import ray
+
+            with suppress(Exception):
+                ray.shutdown()
+        if self._own is not None:
+            self._own.close()
+
+
+@contextmanager
+def connection(address: str | None, gpus: str | None = None) -> Iterator[Connection]:
+    """A :class:`Connection`: its cluster is starting when the ``with`` block begins, and is left when it ends."""
+    opened = Connection(address, gpus)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def is_connected() -> bool:
+    """Whether this process is in a Ray cluster."""
+    import sys
+
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+def _check_answers(address: str) -> None:
+    """Raise UsageError if no cluster answers at ``HOST:PORT``; Ray would try for minutes, and complain all the while.
+
+    If the cluster asks for a token, this machine's is shown from now on, as Ray does for a cluster that it finds itself.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or "/" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (ValueError, OverflowError):
+        raise _no_cluster(address, f"{port} is not a port") from None
+    except OSError as error:
+        raise _no_cluster(address, error.strerror or "no answer within 5 seconds") from None
+    from ray.exceptions import AuthenticationError, RayError
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise it warns of the token as of a problem
+    try:
+        GCS_CLIENT.load()(address=address)
+    except AuthenticationError:
+        if "RAY_AUTH_MODE" in os.environ or not ENABLE_TOKEN.load()(warn_if_disabled=False):
+            raise UsageError(
+                f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
+                "~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+            ) from None
+    except RayError:
+        raise _no_cluster(address, "what listens there is not a Ray cluster of this version") from None
+
+
+def _no_cluster(address: str, reason: str) -> UsageError:
+    return UsageError(
+        f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or leave both out to use this "
+        "machine."
+    )
+
+
+def _local_cluster_runs() -> bool:
+    """Whether a ``ray start --head`` answers on this machine. Found without importing Ray, which takes a second."""
+    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
+    with suppress(OSError, ValueError):
+        host, port = note.read_text().strip().rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return True
+    return False

@@ -1,0 +1,89 @@
+"""How a run is laid out over a cluster: its workers, their device, and the CPUs that are left for reading data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+
+_ELASTIC_CPUS = 0.99
+"""CPUs of a worker if Ray decides how many fit: one worker per CPU, and a little of each CPU left for reading data."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the nodes of a cluster have together, and the smallest object store among them."""
+
+    num_nodes: int
+    cpus: float
+    gpus: float
+    object_store_bytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a run is laid out: ``cpus`` for each worker, and ``data_cpus`` for reading each worker's images.
+
+    An elastic run may have as few as ``min_workers`` of its ``num_workers``.
+    """
+
+    num_workers: int
+    min_workers: int
+    device: str
+    cpus: float
+    data_cpus: float
+    task_cpus: float
+    threads: int
+
+
+def hardware() -> Hardware:
+    """What the connected cluster has."""
+    import ray
+
+    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+    resources = [node["Resources"] for node in nodes]
+    return Hardware(
+        num_nodes=len(nodes),
+        cpus=sum(each.get("CPU", 0.0) for each in resources),
+        gpus=sum(each.get("GPU", 0.0) for each in resources),
+        object_store_bytes=int(min(each.get("object_store_memory", 0.0) for each in resources)),
+    )
+
+
+def place(config: TrainConfig, found: Hardware) -> Placement:
+    """Workers, their device and their CPUs; raises UsageError if more is asked for than the cluster has."""
+    device = ("cuda" if found.gpus >= 1 else "cpu") if config.device == "auto" else config.device
+    available = int(found.gpus if device == "cuda" else found.cpus)
+    if device == "cuda" and not available:
+        raise UsageError(
+            f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
+            "--address."
+        )
+    fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
+    if fewest > available:
+        kind = "GPUs" if device == "cuda" else "CPUs"
+        raise UsageError(
+            f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {available}."
+        )
+    # One CPU for each worker if as many are left for reading. Otherwise half of all: reading must never starve.
+    now = min(most, available)
+    cpus = 1.0 if found.cpus >= 2 * now else _floor(found.cpus / 2 / now)
+    if config.elastic_workers and device == "cpu" and found.cpus < 2 * most:
+        cpus = _ELASTIC_CPUS
+    data_cpus = _floor((found.cpus - cpus * now) / now)
+    threads = config.threads_per_worker or max(1, int(found.cpus / now))
+    return Placement(most, fewest, device, cpus, data_cpus, min(1.0, data_cpus), threads)
+
+
+def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:
+    if config.workers != "auto":
+        return int(config.workers)
+    return int(found.gpus) if device == "cuda" else max(1, int(found.cpus * 3 / 4))
+
+
+def _floor(cpus: float) -> float:
+    """Ray counts CPUs in ten-thousandths; rounding up would ask for more than there is."""
+    return max(math.floor(cpus * 1000) / 1000, 0.001)

@@ -1,0 +1,101 @@
+"""Everything that raytrain uses of Ray which Ray does not document, in one list: what it is, and what it is for.
+
+Ray may change these in any release, so ``pyproject.toml`` allows one minor version only, and a test loads each of them.
+Nothing is imported before it is used: ``ray.train`` alone takes seconds, and most processes need none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PrivateApi:
+    """Something undocumented: ``name`` (dotted, below ``module``), and what it is used for."""
+
+    module: str
+    name: str
+    purpose: str
+
+    def load(self) -> Any:
+        """The thing itself; raises ImportError that says what this version of Ray lacks."""
+        try:
+            return reduce(getattr, self.name.split("."), importlib.import_module(self.module))
+        except (ImportError, AttributeError) as error:
+            import ray
+
+            raise ImportError(
+                f"Ray {ray.__version__} has no {self.module}.{self.name}, which raytrain uses to {self.purpose}."
+            ) from error
+
+
+NODE_ID_LABEL = PrivateApi("ray._raylet", "RAY_NODE_ID_KEY", "place an actor on the driver's node")
+GCS_CLIENT = PrivateApi("ray._raylet", "GcsClient", "ask a cluster for an answer at once, where ray.init tries for minutes")
+ENABLE_TOKEN = PrivateApi(
+    "ray._private.authentication.authentication_token_setup",
+    "maybe_enable_token_auth_if_token_available",
+    "show this machine's token to a cluster at a plain HOST:PORT, as Ray does only for one that it finds by itself",
+)
+TRAIN_CONTEXT = PrivateApi(
+    "ray.train.v2._internal.execution.context",
+    "get_train_context",
+    "see an announced preemption without the barrier that ray.train.get_preemption_info is",
+)
+CONTROLLER_CALLBACK = PrivateApi(
+    "ray.train.v2._internal.execution.callback",
+    "ControllerCallback",
+    "get the controller's handle, which is the only way to end workers that Ray Train would restart",
+)
+DEFAULT_CALLBACKS = PrivateApi(
+    "ray.train.torch",
+    "TorchTrainer._create_default_callbacks",
+    "leave out callbacks that each start a process no run here needs",
+)
+EXECUTION_CALLBACK = PrivateApi(
+    "ray.data._internal.execution.execution_callback",
+    "ExecutionCallback",
+    "give Ray Data's scheduling loop a pause, which otherwise takes a whole core",
+)
+REF_BUNDLES = PrivateApi(
+    "ray.data", "Dataset.iter_internal_ref_bundles", "pass blocks on by reference, without a copy in the driver"
+)
+TUNE_ENVIRONMENT = PrivateApi(
+    "ray.tune.execution.class_cache",
+    "ENV_VARS_TO_PROPAGATE",
+    "keep AWS keys out of the description of each trial's process, which the cluster shows to everybody",
+)
+
+PRIVATE_APIS = (
+    NODE_ID_LABEL,
+    GCS_CLIENT,
+    ENABLE_TOKEN,
+    TRAIN_CONTEXT,
+    CONTROLLER_CALLBACK,
+    DEFAULT_CALLBACKS,
+    EXECUTION_CALLBACK,
+    REF_BUNDLES,
+    TUNE_ENVIRONMENT,
+)
+CURRENT_CLUSTER_FILE = "ray_current_cluster"
+"""Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
+
+
+def on_this_node() -> dict[str, str]:
+    """The label selector of actors and tasks that must run on the node of this process."""
+    import ray
+
+    return {NODE_ID_LABEL.load(): ray.get_runtime_context().get_node_id()}
+
+
+def announced_preemption() -> Any:
+    """What Ray Train has told this worker of nodes that will be taken away; None as long as there is nothing."""
+    return TRAIN_CONTEXT.load()().preemption_context.preemption_info
+
+
+def keep_aws_keys_out_of_trials() -> None:
+    """Have Ray Tune not copy this process's AWS variables into the description of each trial."""
+    variables: set[str] = TUNE_ENVIRONMENT.load()
+    variables -= {name for name in variables if name.startswith("AWS_")}
