@@ -27,7 +27,7 @@ def main(
     output: Annotated[Path, arg(help="Where the figures are written, as JSON.")] = Path("runs/benchmarks.json"),
 ) -> None:
     """Measure raytrain beside what it is measured against."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, too
     console = Console(log_path=False)
     reports: dict[str, Report] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch, served(data, scale, Path(scratch)) as (url, images, environment):

@@ -24,7 +24,7 @@ _GROWTH = {"1×": 0.25, "4×": 1.0, "16×": 4.0}  # of the images that there are
 
 def measure(bench: Bench) -> Report:
     sides = {name: Side(stream, {"url": bench.url, "growth": growth}) for name, growth in _GROWTH.items()}
-    results = bench.alternate(sides, bench.scaled(1))
+    results = bench.alternate(sides, bench.scaled(1), _shown)
     figures, checks = [], []
     for who in ("driver", "worker"):
         by_size = {name: [max(each[who]) / 1e6 for each in rounds] for name, rounds in results.items()}
@@ -32,6 +32,10 @@ def measure(bench: Bench) -> Report:
         ratio = median(by_size["16×"]) / median(by_size["1×"])
         checks.append(Check(f"{who}, 16× : 1×", ratio, at_most=1.1))
     return Report("memory: the most that a process has for itself while it streams an epoch", figures, checks)
+
+
+def _shown(peaks: dict[str, Any]) -> str:
+    return f"driver {max(peaks['driver']) / 1e6:.0f} MB, worker {max(peaks['worker']) / 1e6:.0f} MB"
 
 
 def stream(url: str, growth: float, folder: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.ingest import BATCH, NUM_WORKERS, Marks, marks_in, rates_of, read, read_through_raytrain
+from tests.benchmarks.ingest import BATCH, NUM_WORKERS, Marks, marks_in, rates_of, read, read_through_raytrain, shown
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.helpers.gloo_processes import run_in_processes
@@ -37,7 +37,7 @@ def measure(bench: Bench) -> Report:
             "LitData": Side(read_through_litdata, {"epochs": _EPOCHS}),
             "raytrain": Side(read_through_raytrain, {"url": "s3://raytrain", "cache": "none", "epochs": _EPOCHS}),
         }
-        results = bench.alternate(sides, bench.scaled(3))
+        results = bench.alternate(sides, bench.scaled(3), shown)
     rates = {name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)] for name, rounds in results.items()}
     figures = [Figure(f"{name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
     ours, theirs = rates["raytrain"], rates["LitData"]

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,9 +19,9 @@ from rich.console import Console
 
 from raytrain.demo.s3_server import serve
 from raytrain.errors import UsageError
+from tests.benchmarks.process_tree import end_tree
 
 _TIMEOUT_S = 900.0
-_TIME_TO_END_S = 30.0
 _ROOT = Path(__file__).parents[2]
 
 
@@ -52,13 +51,17 @@ class Bench:
         """``number``, less where everything is to be small."""
         return max(least, math.ceil(number * self.scale))
 
-    def alternate(self, sides: dict[str, Side], rounds: int) -> dict[str, list[Any]]:
-        """What each side returned in each round; within a round all sides run, one after the other."""
+    def alternate(self, sides: dict[str, Side], rounds: int, figure: Callable[[Any], str] = str) -> dict[str, list[Any]]:
+        """What each side returned in each round; within a round all sides run, one after the other.
+
+        Each result is printed as it comes, as ``figure`` writes it.
+        """
         results: dict[str, list[Any]] = {name: [] for name in sides}
         for number in range(rounds):
             for name, side in sides.items():
-                self.console.log(f"round {number + 1} of {rounds}: {name}", style="dim", highlight=False)
-                results[name].append(self.alone(side))
+                result = self.alone(side)
+                results[name].append(result)
+                self.console.log(f"round {number + 1} of {rounds}: {name}: {figure(result)}", highlight=False)
         return results
 
     def alone(self, side: Side) -> Any:
@@ -80,9 +83,8 @@ class Bench:
         )
         try:
             return process.wait(_TIMEOUT_S)
-        except BaseException:
-            _end(process)
-            raise
+        finally:
+            end_tree(process)  # also after a normal end: what it started may still write into its folder
 
 
 @contextmanager
@@ -117,13 +119,3 @@ def _environment(scratch: Path) -> dict[str, str]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # or Ray would install an environment for each cluster
         "RAY_TMPDIR": str(scratch),
     }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started, with time to clear up."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_TIME_TO_END_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

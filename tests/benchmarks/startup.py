@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from tests.benchmarks.process_tree import end_tree
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.started import NOTES
 
 _OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "2"]
 _EVERY_S = 0.02
-_TIME_TO_END_S = 30
 
 
 def measure(bench: Bench) -> Report:
@@ -23,7 +23,7 @@ def measure(bench: Bench) -> Report:
         "bare TorchTrainer, loop entered": Side(seconds, {"module": ["tests.benchmarks.bare"]}),
         "raytrain train cifar10, first step done": Side(seconds, {"module": command}),
     }
-    results = bench.alternate(sides, bench.scaled(3))
+    results = bench.alternate(sides, bench.scaled(3), "{:.1f} s".format)
     bare, raytrain = (Figure(name, "s", values) for name, values in results.items())
     check = Check("raytrain : bare", raytrain.median / bare.median, at_most=1.1)
     return Report("startup: seconds after the process began, on both workers", [bare, raytrain], [check])
@@ -39,9 +39,5 @@ def seconds(module: list[str], folder: str) -> float:
         if command.poll() is not None:
             raise RuntimeError(f"{module} ended with {command.returncode} before both workers were there")
         time.sleep(_EVERY_S)
-    command.terminate()
-    try:
-        command.wait(_TIME_TO_END_S)
-    except subprocess.TimeoutExpired:
-        command.kill()
+    end_tree(command)
     return max(map(float, there)) - begun

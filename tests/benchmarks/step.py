@@ -59,7 +59,7 @@ def measure(bench: Bench) -> Report:
         "bfloat16, plain": Side(plainly, bfloat16),
         "bfloat16, raytrain": Side(through_raytrain, bfloat16),
     }
-    results = bench.alternate(sides, bench.scaled(3))
+    results = bench.alternate(sides, bench.scaled(3), lambda times: f"{_rate(times):,.0f} images/s")
     figures = {name: Figure(name, "images/s", [_rate(times) for times in rounds]) for name, rounds in results.items()}
     checks = [_check(figures, name, name.replace("raytrain", "plain")) for name in figures if "raytrain" in name]
     title = f"step: cifar10's network, 2 processes of 1 thread, {SHARE} images each, {steps - _WARM_UP} steps"
