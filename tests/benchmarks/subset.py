@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.backends.ray.cluster import connection
+from raytrain.backends.prepare import prepare
+from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import prepare
 from raytrain.config import TrainConfig
 from raytrain.training.run import Run
 
@@ -23,10 +23,10 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
         manifest = prepared.data.train
         data = dataclasses.replace(prepared.data, train=manifest.select(choose(len(manifest))))
         cluster.connect()
-        from raytrain.backends.ray.session import Session
+        from raytrain.backends.ray.session import RunSession
 
         with (
             StopSignals() as signals,
-            Session(dataclasses.replace(prepared, data=data), loop, time.monotonic(), own_cluster=cluster.started_here) as session,
+            RunSession(dataclasses.replace(prepared, data=data), loop, time.monotonic(), own_cluster=cluster.started_here) as session,
         ):
             session.watch(signals, None)

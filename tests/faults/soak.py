@@ -23,7 +23,7 @@ from pathlib import Path
 
 import raytrain
 from raytrain.demo.s3_server import serve
-from raytrain.runs import records
+from raytrain.runs.records import read_run
 from tests.faults.soak_faults import LOOP, STORAGE, WHAT_IT_DOES, Soaked, head_processes, last_line, named, title
 from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.ray_head import Head, started_head
@@ -80,7 +80,7 @@ def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdic
         return Verdict(run, 0, 0, equal=False, ended=False), None
     if result.status != "finished":
         run.problems.append(f"it ended {result.status}")
-    steps = [row["step"] for row in records.read_run(STORAGE, run.name).metrics if row["kind"] == "step"]
+    steps = [row.step for row in read_run(STORAGE, run.name).metrics if row.kind == "step"]
     if steps != list(range(1, result.steps + 1)):
         run.problems.append(f"its history lacks {sorted(set(range(1, result.steps + 1)) - set(steps))} or has steps twice")
     audit = raytrain.audit(run.name, storage=STORAGE)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import raytrain
-from raytrain.runs import records
+from raytrain.runs.stop_request import StopRequest, request_stop
 from tests.helpers.faulty_s3 import FaultyS3
 from tests.helpers.ray_head import Head
 
@@ -135,7 +135,7 @@ def driver_killed(run: Soaked) -> bool:
 def stopped_and_resumed(run: Soaked) -> bool:
     """On another number of workers."""
     try:
-        records.request_stop(STORAGE, run.name, "soak")
+        request_stop(STORAGE, run.name, StopRequest("soak"))
     except raytrain.UsageError:  # it is just ending
         return False
     run.end()

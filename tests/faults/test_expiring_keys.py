@@ -14,7 +14,7 @@ import pytest
 import raytrain
 from raytrain import TrainingFailed
 from raytrain.demo.s3_server import EmbeddedS3
-from raytrain.runs import records
+from raytrain.runs.records import read_run
 from raytrain.storage.base import S3Settings, open_store
 from tests.helpers.key_issuer import LIFE_S, Issuer, issuing_s3
 from tests.helpers.small_object_store import options as large_images
@@ -103,7 +103,7 @@ def test_keys_that_are_taken_back_end_a_run_with_a_sentence_and_it_goes_on_with_
     assert raised.value.exit_code == 1 and "\n" not in sentence
     assert any(keys["AccessKeyId"].endswith(said[1]) for keys in issuer.issued())
     assert not any(keys[name] in sentence for keys in issuer.issued() for name in ("SecretAccessKey", "SessionToken", "AccessKeyId"))
-    assert 20 <= records.read_run(wanted.storage, "run").status.step < STEPS
+    assert 20 <= read_run(wanted.storage, "run").status.step < STEPS
     issuer.revoke(False)
     resumed = raytrain.train(dataclasses.replace(wanted, resume=True))
     assert (resumed.status, resumed.steps) == ("finished", STEPS)

@@ -20,7 +20,9 @@ import torch
 import raytrain
 from raytrain import TrainingFailed
 from raytrain.demo.s3_server import EmbeddedS3
-from raytrain.runs import records
+from raytrain.runs.checkpoint_files import list_checkpoints
+from raytrain.runs.documents import open_run
+from raytrain.runs.records import read_run
 from raytrain.storage.base import MAX_THREADS, open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
@@ -34,8 +36,8 @@ AWAY_S = 60.0
 
 def whole_steps(storage: str) -> list[int]:
     """The steps of the run's checkpoints, after each of them was read."""
-    store = records.open_run(storage, "run")
-    return [read_checkpoint(store, found.path)["progress"]["step"] for found in records.list_checkpoints(store)]
+    store = open_run(storage, "run")
+    return [read_checkpoint(store, found.path)["progress"]["step"] for found in list_checkpoints(store)]
 
 
 # The data.
@@ -54,7 +56,7 @@ def test_a_run_through_s3_that_fails_requests_repeats_and_counts_them(
 ) -> None:
     data = f"s3://tests/failing-{fraction}"
     put_images(images, open_store(data))
-    measured = records.read_run(str(Path(undisturbed.run_dir).parent), "run").config
+    measured = read_run(str(Path(undisturbed.run_dir).parent), "run").config
     options = config(data, tmp_path, cache="none", evaluate_every=0, trace=True, mean=measured.mean, std=measured.std)
     with faulty_s3(s3.endpoint_url, fraction, seed=seed) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -179,7 +181,7 @@ def test_a_run_trains_on_while_its_storage_is_away_and_its_checkpoints_arrive_la
         assert result.seconds > AWAY_S
         assert_same_weights(result, undisturbed)
         assert whole_steps(s3_url)[-2:] == [15, 20]
-        steps = [row["step"] for row in records.read_run(s3_url, "run").metrics if row["kind"] == "step"]
+        steps = [row.step for row in read_run(s3_url, "run").metrics if row.kind == "step"]
         assert steps == list(range(1, 21))
 
 

@@ -19,7 +19,8 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.runs import records
+from raytrain.runs.records import read_run
+from raytrain.runs.stop_request import StopRequest, request_stop
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
@@ -88,7 +89,7 @@ def test_a_fault_costs_time_only(
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path))["clean"]
-    steps = [row["step"] for row in records.read_run(str(tmp_path), "run").metrics if row["kind"] == "step"]
+    steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 
 
@@ -134,7 +135,7 @@ def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
 
     def evaluate() -> dict[str, float]:
         if run.rank == 0 and run.progress.step == 5:
-            assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+            assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
         return {"accuracy": 0.0}
 
     from torch.nn import functional
@@ -169,7 +170,7 @@ def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytr
     wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))) > 1)
     driver.kill()
     driver.wait()
-    assert records.read_run(str(tmp_path), "run").status.status == "interrupted"
+    assert read_run(str(tmp_path), "run").status.status == "interrupted"
     done = len(read_steps(tmp_path))
     ended = raytrain.train(config(images, tmp_path, resume=True, trace=True, epochs=1000, max_steps=max(done, 20) + 5))
     assert ended.status == "finished" and ended.steps == max(done, 20) + 5
@@ -178,13 +179,13 @@ def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytr
 
 
 def read_steps(storage: Path) -> list[int]:
-    return [row["step"] for row in records.read_run(str(storage), "run").metrics if row["kind"] == "step"]
+    return [row.step for row in read_run(str(storage), "run").metrics if row.kind == "step"]
 
 
 def ask_for_a_stop(run: raytrain.Run, folder: Path) -> None:
     """Ask, and return when the request has arrived."""
-    records.request_stop(str(folder), "run", "enough")
-    assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+    request_stop(str(folder), "run", StopRequest("enough"))
+    assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
 def stop_in(run: raytrain.Run, batch: raytrain.Batch, folder: Path, step: int) -> None:
@@ -218,7 +219,7 @@ def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: P
 
         type(run.checkpoints.store).put = ask_and_put  # pyright: ignore[reportAttributeAccessIssue]
     if (run.rank, batch.step) == (0, 3):
-        assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+        assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
 def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:

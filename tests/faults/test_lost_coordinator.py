@@ -15,7 +15,9 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.runs import records
+from raytrain.runs.documents import open_run
+from raytrain.runs.status import read_status
+from raytrain.runs.stop_request import StopRequest, request_stop
 from tests.faults.test_killed_processes import DEADLINE_S, command, read_steps
 from tests.helpers.small_runs import assert_same_weights, config
 
@@ -31,7 +33,7 @@ from tests.helpers.small_runs import loop_with
 FOLDER, STOP = Path({folder!r}), {stop!r}
 
 def ask(run):
-    records.request_stop(str(FOLDER), "run", "enough")
+    request_stop(str(FOLDER), "run", StopRequest("enough"))
 
 def kill(run, batch):
     killed = FOLDER / "killed"
@@ -43,7 +45,7 @@ def kill(run, batch):
             ask(run)
     elif (run.rank, batch.step) == (0, 12) and STOP == "after" and killed.read_text() != str(os.getpid()):
         ask(run)
-        assert run.reporter._stop.wait(60)
+        assert run.reporter._stop_requested.wait(60)
 
 def loop(run):
     loop_with(run, before_step=kill)
@@ -71,9 +73,9 @@ def watch_status(driver: subprocess.Popen[str], storage: Path, ask: bool) -> set
     seen: set[str] = set()
     while driver.poll() is None:
         with suppress(UsageError):  # not there yet
-            seen.add(records.read_status(records.open_run(str(storage), "run")).status)
+            seen.add(read_status(open_run(str(storage), "run")).status)
             if ask and (storage / "killed").exists() and not has_cluster(driver):
-                records.request_stop(str(storage), "run", "enough")
+                request_stop(str(storage), "run", StopRequest("enough"))
                 ask = False
         time.sleep(0.05)
     assert not ask

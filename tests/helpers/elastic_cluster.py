@@ -17,7 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raytrain
-from raytrain.backends.ray import session
+from raytrain.backends.ray import trainer
 from tests.helpers.small_runs import config, loop_with
 
 _PATIENCE_S = 200.0
@@ -50,7 +50,7 @@ def main(images: str, storage: str) -> None:
             nodes.append(None)
             cluster.remove_node(nodes[0], allow_graceful=False)
 
-    session._RESIZE_EVERY_S = 3.0
+    trainer._RESIZE_EVERY_S = 3.0
     options = config(images, storage, workers="1..2", trace=True, checkpoint_every_steps=2, max_failures=5)
     result = raytrain.train(options, loop=partial(loop_with, before_step=partial(hold, folder=folder)), view=look)  # pyright: ignore
     numbers = [number for number, before in zip(workers, [None, *workers], strict=False) if number != before]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 LATE = """
-from raytrain.backends.ray.cluster import connection
+from raytrain.backends.ray.connection import connection
 
 with connection("local") as cluster:
     cluster.connect()

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from raytrain.backends.ray.cluster import Hardware
 from rich.console import Console
 
-from raytrain.backends.ray.cluster import Hardware
 from raytrain.demo.s3_server import EmbeddedS3
 from raytrain.diagnostics import doctor, node_probe
 from raytrain.diagnostics.doctor import DoctorReport, diagnose

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from raytrain.backends.ray.cluster import Connection, Hardware
 from rich.console import Console
 
 import raytrain
-from raytrain.backends.ray.cluster import Connection, Hardware
 from raytrain.cli.commands import main
 from raytrain.config import TrainConfig
 from raytrain.display import figures

@@ -19,7 +19,8 @@ import raytrain
 from raytrain import UsageError
 from raytrain.cli.new_project import new
 from raytrain.demo.s3_server import EmbeddedS3
-from raytrain.runs import records
+from raytrain.runs.records import read_run
+from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.storage.base import open_store
 from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, config, loop_with
 
@@ -38,7 +39,7 @@ def test_a_run_leaves_everything_in_its_folder(undisturbed: raytrain.TrainResult
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert set(steps[0]) >= {"epoch", "accuracy", "learning_rate", "images_per_s", "data_wait_fraction", "elapsed_s"}
     assert [row["epoch"] for row in rows if row["kind"] == "evaluation"] == [1, 2, 3, 4]
-    assert records.read_run(str(folder.parent), "run").status.status == "finished"
+    assert read_run(str(folder.parent), "run").status.status == "finished"
     assert json.loads((folder / "classes.json").read_text()) == list(CLASSES)
     assert pyarrow.parquet.read_table(folder / "manifest.parquet").num_rows == 81
     assert undisturbed.test_accuracy is not None and undisturbed.test_accuracy >= 0.8
@@ -51,7 +52,7 @@ def test_streaming_and_one_worker_make_the_same_weights(undisturbed: raytrain.Tr
 
 def wait_for_stop_in_step_8(run: raytrain.Run, batch: raytrain.Batch) -> None:
     if run.rank == 0 and batch.step == 7:
-        assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+        assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
 def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
@@ -61,16 +62,16 @@ def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
 
     def stop_in_step_8(snapshot: Any) -> None:
         if snapshot.step >= 6 and snapshot.stop_reason is None:
-            records.request_stop(str(tmp_path), "run", "enough")
+            request_stop(str(tmp_path), "run", StopRequest("enough"))
 
     stopped = raytrain.train(options, loop=partial(loop_with, before_step=wait_for_stop_in_step_8), view=stop_in_step_8)
     assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
-    assert records.read_run(str(tmp_path), "run").status.step == stopped.steps
+    assert read_run(str(tmp_path), "run").status.step == stopped.steps
     assert 8 <= stopped.steps <= 9
     resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto"))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)
     assert_same_weights(resumed, undisturbed)
-    steps = [row["step"] for row in records.read_run(str(tmp_path), "run").metrics if row["kind"] == "step"]
+    steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 
 
@@ -113,7 +114,7 @@ def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, imag
     assert_same_weights(result, undisturbed)
     assert any("failed: " in event for event in events), events
     assert raytrain.audit("run", storage=str(tmp_path))["clean"]
-    steps = [row["step"] for row in records.read_run(str(tmp_path), "run").metrics if row["kind"] == "step"]
+    steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 
 
@@ -125,7 +126,7 @@ def test_an_error_in_the_loop_is_said_in_one_sentence_and_the_run_can_go_on(imag
     with pytest.raises(raytrain.TrainingFailed, match=r"Run 'run' failed: .*the loop is broken.*--resume") as raised:
         raytrain.train(options, loop=broken)
     assert raised.value.summary["status"] == "failed"
-    assert records.read_run(str(tmp_path), "run").status.status == "failed"
+    assert read_run(str(tmp_path), "run").status.status == "failed"
     assert raytrain.train(dataclasses.replace(options, resume=True, epochs=1)).status == "finished"
 
 
@@ -138,7 +139,7 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(s3: EmbeddedS3, s3_ur
     store.put("red/words.jpg", b"this is no image")
     result = raytrain.train(config(s3_url, tmp_path, test_fraction=0.01, epochs=2, max_steps=10, max_bad_fraction=0.05))
     assert result.num_skipped == 2
-    skipped = {row["key"]: row["reason"] for row in records.read_run(str(tmp_path), "run").skipped}
+    skipped = {row.key: row.reason for row in read_run(str(tmp_path), "run").skipped}
     assert set(skipped) == {"red/truncated.png", "red/words.jpg"}
     assert result.samples_seen == 2 * (NUM_IMAGES - 3)
     answers = raytrain.predict("run", s3_url, str(tmp_path / "answers.csv"), storage=str(tmp_path), top_k=2)
@@ -181,7 +182,7 @@ def test_a_run_may_live_in_s3(s3: EmbeddedS3, s3_url: str, images: Path) -> None
     assert result.run_dir == f"{s3_url}/run"
     more = raytrain.train(dataclasses.replace(options, resume=True, epochs=2))
     assert (more.steps, more.samples_seen) == (10, 162)
-    assert [row["step"] for row in records.read_run(s3_url, "run").metrics if row["kind"] == "step"] == list(range(1, 11))
+    assert [row.step for row in read_run(s3_url, "run").metrics if row.kind == "step"] == list(range(1, 11))
 
 
 @pytest.mark.parametrize(

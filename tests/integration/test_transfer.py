@@ -17,7 +17,8 @@ from raytrain.backends import torchrun
 from raytrain.backends.train import prepare
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
-from raytrain.runs import records
+from raytrain.runs.checkpoint_files import list_checkpoints
+from raytrain.runs.documents import read_config, run_store
 from raytrain.storage.base import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
@@ -291,8 +292,8 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> dict[str, Any]:
     """Train without Ray in this process; the newest checkpoint's content."""
     words = ["custom", "--data", str(data), "--storage", str(storage), "--name", name, "--model", "resnet18", "--image-size", "32", "32"]
     assert torchrun.main([*words, "--epochs", "1", "--batch-size", "45", *more]) == 0
-    store = records.run_store(str(storage), name)
-    return read_checkpoint(store, max(found.path for found in records.list_checkpoints(store)))
+    store = run_store(str(storage), name)
+    return read_checkpoint(store, max(found.path for found in list_checkpoints(store)))
 
 
 def test_a_run_begins_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
@@ -316,6 +317,6 @@ def test_a_run_begins_with_the_weights_of_another(cifar10_folder: Path, tmp_path
 
 def test_a_run_goes_on_with_the_layers_that_it_froze(cifar10_folder: Path, tmp_path: Path) -> None:
     run_on(cifar10_folder / "test", tmp_path, "run", "--freeze", "conv1", "--max-steps", "1")
-    settings = records.read_config(records.run_store(str(tmp_path), "run"))
+    settings = read_config(run_store(str(tmp_path), "run"))
     with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was begun with \('conv1',\)"):
         prepare(dataclasses.replace(settings, resume=True, freeze=("layer1",)))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from raytrain.backends.ray import capacity
-from raytrain.backends.ray.cluster import Placement
+from raytrain.backends.ray.placement import Placement
 from raytrain.errors import UsageError
 
 OURS, NEIGHBOUR = "0a000000", "0b000000"

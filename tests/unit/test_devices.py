@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raytrain.backends.ray.cluster import Connection
 from rich.console import Console
 
 from raytrain.backends.ray import cluster
-from raytrain.backends.ray.cluster import Connection
 from raytrain.config import TrainConfig
 from raytrain.diagnostics.devices import Devices
 from raytrain.diagnostics.doctor import Node

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from raytrain.runs.history import History, read_lines
+from raytrain.runs.history import History, read_metrics
+from raytrain.runs.json_lines import read_lines
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import open_store
 
 
@@ -40,12 +43,12 @@ class Bucket:
         self.written.set()
 
 
-def step_row(step: int, **more: Any) -> dict[str, Any]:
-    return {"kind": "step", "step": step, "loss": 1.0 / step, **more}
+def step_row(step: int, **metrics: float) -> MetricRow:
+    return MetricRow(kind="step", step=step, epoch=1, metrics={"loss": 1.0 / step, **metrics})
 
 
 def steps(store: Any) -> list[int]:
-    return [row["step"] for row in read_lines(store, "metrics.jsonl")]
+    return [row.step for row in read_metrics(store)]
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
@@ -73,7 +76,7 @@ def test_close_writes_everything(store: Any) -> None:
     history = History(store)
     for step in range(1, 501):
         history.record(step_row(step))
-    history.skipped([{"key": "a.jpg", "reason": "truncated"}])
+    history.skip([SkippedImage("a.jpg", "truncated")])
     history.close()
     assert steps(store) == list(range(1, 501))
     assert read_lines(store, "skipped.jsonl") == [{"key": "a.jpg", "reason": "truncated"}]
@@ -83,7 +86,7 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(store: Any) -> None:
     first = History(store)
     for step in (10, 20, 30):
         first.record(step_row(step))
-    first.skipped([{"key": "a.jpg", "reason": "truncated"}])
+    first.skip([SkippedImage("a.jpg", "truncated")])
     first.close()
 
     second = History(store)
@@ -92,8 +95,8 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(store: Any) -> None:
     second.record(step_row(40))
     second.close()
     assert steps(store) == [10, 20, 30, 40]
-    assert read_lines(store, "metrics.jsonl")[2]["attempt"] == 2
-    assert second.skipped_rows == [{"key": "a.jpg", "reason": "truncated"}]
+    assert read_metrics(store)[2].value("attempt") == 2
+    assert second.skipped_images == [SkippedImage("a.jpg", "truncated")]
 
 
 def test_a_rewind_before_the_first_row_empties_the_history(store: Any) -> None:
@@ -106,7 +109,7 @@ def test_a_rewind_before_the_first_row_empties_the_history(store: Any) -> None:
 
 
 def test_half_a_line_left_by_a_kill_does_not_spoil_the_lines_after_it(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1, "epoch": 1}\n{"kind": "st')
     history = History(open_store(str(tmp_path)))
     history.record(step_row(2))
     history.close()
@@ -167,19 +170,26 @@ def broken(store: Any) -> Iterator[None]:
 
 def test_an_image_is_listed_once_however_often_it_is_skipped(store: Any) -> None:
     history = History(store)
-    entry = {"key": "a.jpg", "reason": "truncated"}
-    assert history.skipped([entry, entry]) == [entry]
-    assert history.skipped([entry, {"key": "b.jpg", "reason": "empty"}]) == [{"key": "b.jpg", "reason": "empty"}]
+    first, second = SkippedImage("a.jpg", "truncated"), SkippedImage("b.jpg", "empty")
+    assert history.skip([first, first]) == [first]
+    assert history.skip([first, second]) == [second]
     history.close()
     assert [row["key"] for row in read_lines(store, "skipped.jsonl")] == ["a.jpg", "b.jpg"]
 
 
 def test_every_line_is_json_even_where_the_loss_is_not_a_number(tmp_path: Path) -> None:
     history = History(open_store(str(tmp_path)))
-    history.record(step_row(1) | {"loss": float("nan"), "grad": float("inf")})
+    history.record(step_row(1, loss=float("nan"), grad=float("inf")))
     history.close()
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {"kind": "step", "step": 1, "loss": None, "grad": None}
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "kind": "step",
+        "step": 1,
+        "epoch": 1,
+        "elapsed_s": 0.0,
+        "loss": None,
+        "grad": None,
+    }
 
 
 def test_an_s3_bucket_keeps_the_history_of_two_attempts(s3_url: str) -> None:

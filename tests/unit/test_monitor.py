@@ -1,16 +1,19 @@
-"""What a viewer, a stopper and a run rely on: snapshots, stop requests, resumes and the closing of the books."""
+"""What viewers and runs rely on: snapshots, stop requests, resumes, and the end of a run."""
 
 from __future__ import annotations
 
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from raytrain.runs.history import History, read_lines
-from raytrain.runs.monitor import RowCursor, RunMonitor, Snapshot
+from raytrain.runs.history import History, read_metrics, read_skipped
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.skipped_images import SkippedImage
+from raytrain.runs.snapshot import RowCursor, Snapshot
+from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.base import Store, open_store
 
 
@@ -37,13 +40,21 @@ def monitor(store: Store, clock: Clock) -> RunMonitor:
     return RunMonitor("first", num_steps=100, steps_per_epoch=40, history=History(store), clock=clock)
 
 
-def step_row(step: int, **more: Any) -> dict[str, Any]:
-    row = {"kind": "step", "step": step, "epoch": 0, "samples_seen": 8 * step, "loss": 1.0, "accuracy": 0.5}
-    return {**row, "learning_rate": 0.1, "images_per_s": 100.0, "data_wait_fraction": 0.0, **more}
+def step_row(step: int, loss: float = 1.0) -> MetricRow:
+    return MetricRow(
+        kind="step",
+        step=step,
+        epoch=1,
+        samples_seen=8 * step,
+        learning_rate=0.1,
+        images_per_s=100.0,
+        data_wait_fraction=0.0,
+        metrics={"loss": loss, "accuracy": 0.5},
+    )
 
 
-def evaluation_row(step: int) -> dict[str, Any]:
-    return {"kind": "evaluation", "step": step, "epoch": 0, "loss": 0.75, "accuracy": 0.625}
+def evaluation_row(step: int) -> MetricRow:
+    return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"loss": 0.75, "accuracy": 0.625})
 
 
 def texts(snapshot: Snapshot) -> list[str]:
@@ -62,18 +73,18 @@ def test_a_snapshot_says_how_the_run_stands(monitor: RunMonitor, clock: Clock) -
     assert (snapshot.name, snapshot.status, snapshot.num_workers) == ("first", "running", 2)
     assert (snapshot.step, snapshot.num_steps, snapshot.epoch, snapshot.num_epochs) == (41, 100, 2, 3)
     assert snapshot.latest is not None
-    assert snapshot.latest["step"] == 41
+    assert snapshot.latest.step == 41
     assert snapshot.evaluation is not None
-    assert snapshot.evaluation["accuracy"] == 0.625
+    assert snapshot.evaluation.accuracy == 0.625
     assert snapshot.elapsed_s == 15
-    assert [row["elapsed_s"] for row in snapshot.rows] == [10, 10, 15]
+    assert [row.elapsed_s for row in snapshot.rows] == [10, 10, 15]
     assert any("accuracy 0.6250" in text for text in texts(snapshot))
 
 
 def test_what_a_loop_logs_besides_is_kept(monitor: RunMonitor) -> None:
-    monitor.record({"kind": "step", "step": 1, "generator_loss": 0.5})
-    monitor.record({"kind": "evaluation", "step": 1, "recall": 0.25})
-    assert [row.get("generator_loss", row.get("recall")) for row in monitor.snapshot().rows] == [0.5, 0.25]
+    monitor.record(MetricRow(kind="step", step=1, epoch=1, metrics={"generator_loss": 0.5}))
+    monitor.record(MetricRow(kind="evaluation", step=1, epoch=1, metrics={"recall": 0.25}))
+    assert [row.metrics for row in monitor.snapshot().rows] == [{"generator_loss": 0.5}, {"recall": 0.25}]
 
 
 def test_the_time_left_follows_from_the_pace_so_far(monitor: RunMonitor, clock: Clock) -> None:
@@ -94,12 +105,12 @@ def test_a_viewer_gets_only_the_rows_that_it_lacks(monitor: RunMonitor) -> None:
     first = monitor.snapshot()
     monitor.record(step_row(2))
     second = monitor.snapshot(first.cursor)
-    assert [row["step"] for row in second.rows] == [2]
+    assert [row.step for row in second.rows] == [2]
     assert monitor.snapshot(second.cursor).rows == ()
 
 
 def test_a_viewer_holds_the_same_rows_as_the_history_after_a_failure(monitor: RunMonitor, store: Store) -> None:
-    seen: list[dict[str, Any]] = []
+    seen: list[MetricRow] = []
     cursor = RowCursor()
 
     def look() -> None:
@@ -116,9 +127,9 @@ def test_a_viewer_holds_the_same_rows_as_the_history_after_a_failure(monitor: Ru
     for step in (30, 40, 50):
         monitor.record(step_row(step, loss=1.0))
     look()
-    monitor.finish("finished", {})
-    assert [(row["step"], row["loss"]) for row in seen] == [(10, 9.0), (20, 9.0), (30, 1.0), (40, 1.0), (50, 1.0)]
-    assert read_lines(store, "metrics.jsonl") == seen
+    monitor.finish("finished")
+    assert [(row.step, row.loss) for row in seen] == [(10, 9.0), (20, 9.0), (30, 1.0), (40, 1.0), (50, 1.0)]
+    assert read_metrics(store) == seen
 
 
 def test_a_resumed_run_goes_on_with_rows_and_clock(monitor: RunMonitor, store: Store, clock: Clock) -> None:
@@ -126,68 +137,68 @@ def test_a_resumed_run_goes_on_with_rows_and_clock(monitor: RunMonitor, store: S
     for step in (10, 20, 30):
         clock.now_s += 60
         monitor.record(step_row(step))
-    monitor.finish("stopped", {})
+    monitor.finish("stopped")
 
     resumed = RunMonitor("first", num_steps=100, steps_per_epoch=40, history=History(store), clock=clock)
     resumed.started(num_workers=2, step=20)
     snapshot = resumed.snapshot()
-    assert [row["step"] for row in snapshot.rows] == [10, 20]
+    assert [row.step for row in snapshot.rows] == [10, 20]
     assert snapshot.step == 20
     clock.now_s += 5
     resumed.record(step_row(30))
-    assert resumed.snapshot().rows[-1]["elapsed_s"] == 185
-    resumed.finish("stopped", {})
+    assert resumed.snapshot().rows[-1].elapsed_s == 185
+    resumed.finish("stopped")
 
 
 def test_a_stop_request_wakes_the_waiting_and_keeps_its_first_reason(monitor: RunMonitor) -> None:
-    heard: list[str | None] = []
-    waiting = threading.Thread(target=lambda: heard.append(monitor.wait_for_stop(timeout_s=30)))
+    heard: list[StopRequest | None] = []
+    waiting = threading.Thread(target=lambda: heard.append(monitor.wait_for_stop_request(timeout_s=30)))
     waiting.start()
-    monitor.request_stop("asked by raytrain stop")
-    monitor.request_stop("Ctrl-C")
+    monitor.request_stop(StopRequest("asked by raytrain stop"))
+    monitor.request_stop(StopRequest("Ctrl-C"))
     waiting.join(timeout=10)
-    assert heard == ["asked by raytrain stop"]
-    assert monitor.snapshot().stop_reason == "asked by raytrain stop"
+    assert heard == [StopRequest("asked by raytrain stop")]
+    assert monitor.snapshot().stop_request == StopRequest("asked by raytrain stop")
     assert texts(monitor.snapshot()) == ["stop requested: asked by raytrain stop"]
 
 
 def test_without_a_stop_request_the_waiting_ends_with_nothing(monitor: RunMonitor) -> None:
-    assert monitor.wait_for_stop(timeout_s=0) is None
+    assert monitor.wait_for_stop_request(timeout_s=0) is None
 
 
 def test_a_run_that_is_over_takes_no_stop_request(monitor: RunMonitor, clock: Clock) -> None:
-    monitor.finish("finished", {"steps": 100})
-    monitor.request_stop("too late")
+    monitor.finish("finished")
+    monitor.request_stop(StopRequest("too late"))
     clock.now_s += 60
     snapshot = monitor.snapshot()
-    assert (snapshot.status, snapshot.stop_reason, snapshot.summary, snapshot.elapsed_s) == ("finished", None, {"steps": 100}, 0)
+    assert (snapshot.status, snapshot.stop_request, snapshot.elapsed_s) == ("finished", None, 0)
     assert snapshot.over
 
 
 def test_a_skipped_image_counts_once_and_the_first_is_told(monitor: RunMonitor, store: Store) -> None:
-    monitor.skipped([{"key": "cat/a.jpg", "reason": "truncated"}, {"key": "cat/b.jpg", "reason": "empty"}])
-    monitor.skipped([{"key": "cat/a.jpg", "reason": "truncated"}, {"key": "dog/c.jpg", "reason": "empty"}])
+    monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("cat/b.jpg", "empty")])
+    monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("dog/c.jpg", "empty")])
     snapshot = monitor.snapshot()
     assert snapshot.num_skipped == 3
     assert len(snapshot.events) == 1
     assert "cat/a.jpg: truncated" in snapshot.events[0].text
-    monitor.finish("finished", {})
-    assert [row["key"] for row in read_lines(store, "skipped.jsonl")] == ["cat/a.jpg", "cat/b.jpg", "dog/c.jpg"]
+    monitor.finish("finished")
+    assert [image.key for image in read_skipped(store)] == ["cat/a.jpg", "cat/b.jpg", "dog/c.jpg"]
 
 
 def test_repeated_requests_are_counted_and_told_of_once(monitor: RunMonitor) -> None:
-    monitor.repeated(3)
-    monitor.repeated(4)
+    monitor.retried(3)
+    monitor.retried(4)
     snapshot = monitor.snapshot()
     assert snapshot.num_retries == 7
-    assert [event.text for event in snapshot.events] == ["some requests for images fail in passing; they are repeated"]
-    monitor.finish("finished", {})
+    assert [event.text for event in snapshot.events] == ["some requests for images fail at the first try; they are retried"]
+    monitor.finish("finished")
 
 
 def test_the_outcome_stands_even_where_the_history_cannot_be_written(monitor: RunMonitor, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl" / "in the way").mkdir(parents=True)
     monitor.record(step_row(1))
-    monitor.finish("finished", {})
+    monitor.finish("finished")
     snapshot = monitor.snapshot()
     assert snapshot.status == "finished"
     assert any("history could not be written" in text for text in texts(snapshot))
@@ -202,7 +213,7 @@ def test_a_storage_that_fails_is_told_once_and_so_is_its_return(monitor: RunMoni
     in_the_way.rmdir()
     in_the_way.parent.rmdir()
     assert until_events(monitor, 2) == [*told, "the history is in storage again"]
-    monitor.finish("finished", {})
+    monitor.finish("finished")
 
 
 def until_events(monitor: RunMonitor, num_events: int) -> list[str]:
@@ -221,5 +232,5 @@ def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: S
     for thread in threads:
         thread.join()
     assert len(monitor.snapshot().rows) == 1000
-    monitor.finish("finished", {})
+    monitor.finish("finished")
     assert len(read_lines(store, "metrics.jsonl")) == 1000

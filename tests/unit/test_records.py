@@ -13,8 +13,12 @@ import pytest
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs import records
-from raytrain.runs.records import RunStatus
+from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
+from raytrain.runs.documents import check_name, new_name, read_config, read_json, run_store, write_config, write_json
+from raytrain.runs.layout import STATUS, SUMMARY
+from raytrain.runs.records import list_runs
+from raytrain.runs.status import RunStatus, read_status, write_status
+from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request, request_stop
 from raytrain.storage.base import Store
 
 
@@ -24,50 +28,50 @@ def storage(tmp_path: Path) -> str:
 
 
 def make_run(storage: str, name: str, status: str = "running", **more: Any) -> Store:
-    store = records.run_store(storage, name)
-    records.write_config(store, TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1))
-    records.write_status(store, RunStatus(status=status, **more))
+    store = run_store(storage, name)
+    write_config(store, TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1))
+    write_status(store, RunStatus(status=status, **more))
     return store
 
 
 def fall_silent(store: Store, for_s: float) -> None:
     then = datetime.now(timezone.utc) - timedelta(seconds=for_s)
-    records.write_json(store, records.STATUS, {**records.read_json(store, records.STATUS), "heartbeat_at": then.isoformat()})
+    write_json(store, STATUS, {**read_json(store, STATUS), "heartbeat_at": then.isoformat()})
 
 
 @pytest.mark.parametrize("name", ["first", "1", "a.b_c-D", "x" * 100])
 def test_good_names(name: str) -> None:
-    assert records.check_name(name) == name
+    assert check_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/b", "-flag", "über", "a b", "x" * 101, "first\n"])
 def test_a_name_that_could_not_be_a_folder_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="letters, digits"):
-        records.check_name(name)
+        check_name(name)
 
 
 def test_a_new_name_tells_the_recipe_and_is_good() -> None:
-    assert records.check_name(records.new_name("digits")).startswith("digits-20")
+    assert check_name(new_name("digits")).startswith("digits-20")
 
 
 def test_documents_come_back_as_they_were_written(storage: str) -> None:
     store = make_run(storage, "first", step=12, num_steps=100, epoch=2, num_epochs=9, num_workers=3)
-    assert records.read_config(store) == TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1)
-    status = records.read_status(store)
+    assert read_config(store) == TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1)
+    status = read_status(store)
     assert (status.step, status.num_steps, status.epoch, status.num_epochs, status.num_workers) == (12, 100, 2, 9, 3)
     assert status.active
-    assert records.read_json(store, records.SUMMARY) == {}
-    records.write_json(store, records.SUMMARY, {"steps": 12})
-    assert records.read_json(store, records.SUMMARY) == {"steps": 12}
+    assert read_json(store, SUMMARY) == {}
+    write_json(store, SUMMARY, {"steps": 12})
+    assert read_json(store, SUMMARY) == {"steps": 12}
 
 
 def test_a_run_that_fell_silent_was_interrupted(storage: str) -> None:
     store = make_run(storage, "first", step=5)
     fall_silent(store, for_s=30)
-    assert records.read_status(store).status == "running"
+    assert read_status(store).status == "running"
     fall_silent(store, for_s=90)
-    assert records.read_status(store).status == "interrupted"
-    assert records.read_status(store).step == 5
+    assert read_status(store).status == "interrupted"
+    assert read_status(store).step == 5
 
 
 def test_a_run_whose_process_is_gone_was_interrupted(storage: str) -> None:
@@ -75,26 +79,26 @@ def test_a_run_whose_process_is_gone_was_interrupted(storage: str) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for host, status in ((socket.gethostname(), "interrupted"), ("another-machine", "running")):
-        records.write_json(store, records.STATUS, {**records.read_json(store, records.STATUS), "host": host, "pid": gone.pid})
-        assert records.read_status(store).status == status
+        write_json(store, STATUS, {**read_json(store, STATUS), "host": host, "pid": gone.pid})
+        assert read_status(store).status == status
 
 
 def test_a_run_that_is_over_may_be_silent(storage: str) -> None:
     store = make_run(storage, "first", "stopped")
     fall_silent(store, for_s=1e6)
-    assert records.read_status(store).status == "stopped"
+    assert read_status(store).status == "stopped"
 
 
 def test_the_list_has_every_run_the_newest_first(storage: str) -> None:
     old = make_run(storage, "old", "finished", step=100)
-    records.write_json(old, records.SUMMARY, {"test_accuracy": 0.875})
+    write_json(old, SUMMARY, {"test_accuracy": 0.875})
     fall_silent(old, for_s=1000)
     make_run(storage, "new", step=7)
-    killed = records.run_store(storage, "killed-at-once")
-    records.write_config(killed, TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1))
+    killed = run_store(storage, "killed-at-once")
+    write_config(killed, TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1))
     Path(storage, "no-run").mkdir()
     Path(storage, "no-run", "notes.txt").write_text("mine")
-    listed = records.list_runs(storage)
+    listed = list_runs(storage)
     assert [run.name for run in listed] == ["new", "old", "killed-at-once"]
     assert [run.status.status for run in listed] == ["running", "finished", "interrupted"]
     assert [run.test_accuracy for run in listed] == [None, 0.875, None]
@@ -102,54 +106,54 @@ def test_the_list_has_every_run_the_newest_first(storage: str) -> None:
 
 
 def test_a_storage_that_is_not_there_yet_holds_no_runs(storage: str) -> None:
-    assert records.list_runs(storage) == []
+    assert list_runs(storage) == []
 
 
 def test_a_stop_request_is_heard_and_forgotten(storage: str) -> None:
     store = make_run(storage, "first")
-    assert records.stop_requested(store) is None
-    records.request_stop(storage, "first", "enough seen")
-    assert records.stop_requested(store) == "enough seen"
-    records.clear_stop_request(store)
-    records.clear_stop_request(store)
-    assert records.stop_requested(store) is None
+    assert read_stop_request(store) is None
+    request_stop(storage, "first", StopRequest("enough seen"))
+    assert read_stop_request(store) == StopRequest("enough seen")
+    clear_stop_request(store)
+    clear_stop_request(store)
+    assert read_stop_request(store) is None
 
 
 def test_an_unknown_run_is_refused_with_the_names_that_come_close(storage: str) -> None:
-    with pytest.raises(UsageError, match="there are none yet"):
-        records.request_stop(storage, "frist", "")
+    with pytest.raises(UsageError, match="there are no runs yet"):
+        request_stop(storage, "frist", StopRequest(""))
     make_run(storage, "first")
     make_run(storage, "other")
     with pytest.raises(UsageError, match=r"There is no run 'frist' in .*; did you mean 'first'\?"):
-        records.request_stop(storage, "frist", "")
+        request_stop(storage, "frist", StopRequest(""))
     with pytest.raises(UsageError, match="raytrain runs"):
-        records.request_stop(storage, "zzz", "")
+        request_stop(storage, "zzz", StopRequest(""))
     assert not Path(storage, "frist").exists()
 
 
-@pytest.mark.parametrize(("status", "hint"), [("finished", "is finished at step 1,000."), ("stopped", "--resume goes on with it")])
+@pytest.mark.parametrize(("status", "hint"), [("finished", "is finished at step 1,000."), ("stopped", "resume it with --resume")])
 def test_a_run_that_is_over_cannot_be_stopped(storage: str, status: str, hint: str) -> None:
     store = make_run(storage, "first", status, step=1000)
     with pytest.raises(UsageError, match=hint):
-        records.request_stop(storage, "first", "")
-    assert records.stop_requested(store) is None
+        request_stop(storage, "first", StopRequest(""))
+    assert read_stop_request(store) is None
 
 
 def test_a_run_that_was_interrupted_cannot_be_stopped(storage: str) -> None:
     fall_silent(make_run(storage, "first"), for_s=90)
     with pytest.raises(UsageError, match="interrupted"):
-        records.request_stop(storage, "first", "")
+        request_stop(storage, "first", StopRequest(""))
 
 
 def test_checkpoints_are_listed_oldest_first(storage: str) -> None:
     store = make_run(storage, "first")
-    assert records.list_checkpoints(store) == []
-    assert records.newest_step(store) == 0
+    assert list_checkpoints(store) == []
+    assert newest_step(store) == 0
     for step in (20, 3):
         store.put(f"checkpoints/step-{step:09}.pt", bytes(step))
         store.put(f"checkpoints/step-{step:09}.pt.json", b"{}")
-    assert records.newest_step(store) == 20
-    assert [(c.path, c.size_bytes) for c in records.list_checkpoints(store)] == [
+    assert newest_step(store) == 20
+    assert [(c.path, c.size_bytes) for c in list_checkpoints(store)] == [
         ("checkpoints/step-000000003.pt", 3),
         ("checkpoints/step-000000020.pt", 20),
     ]
