@@ -65,7 +65,7 @@ def train(
 
 
 def stop(
-    name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain.stop"
+    name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop"
 ) -> None:
     """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster."""
     request = StopRequest(reason)

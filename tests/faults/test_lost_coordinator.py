@@ -27,7 +27,7 @@ KILL_THE_MONITOR = """
 import os
 import psutil
 from pathlib import Path
-from raytrain.runs import records
+from raytrain.runs.stop_request import StopRequest, request_stop
 from tests.helpers.small_runs import loop_with
 
 FOLDER, STOP = Path({folder!r}), {stop!r}
@@ -39,7 +39,7 @@ def kill(run, batch):
     killed = FOLDER / "killed"
     if (run.rank, batch.step) == (0, 12) and not killed.exists():
         killed.write_text(str(os.getpid()))
-        [monitor] = [each for each in psutil.Process().parent().children() if "ray::RunActor" in each.cmdline()[0]]
+        [monitor] = [each for each in psutil.Process().parent().children() if "ray::Coordinator" in each.cmdline()[0]]
         monitor.kill()
         if STOP == "before":
             ask(run)

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import raytrain
-import raytrain.runs.records
 from raytrain.demo.digits import render
+from raytrain.runs.records import list_runs, read_run
 
 
 def torchrun(data: Path, storage: Path, *options: str, meanwhile: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raytrain.backends.torchrun"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raytrain", "train"]
     what = ["digits", "--data", str(data / "train"), "--test-data", str(data / "test"), "--name", "run", "--storage", str(storage)]
     words = [*launch, *what, "--epochs", "2", "--log-every", "1", *options]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -31,7 +31,7 @@ def test_the_loop_trains_under_torchrun(tmp_path: Path) -> None:
     assert [row["samples_seen"] for row in rows if row["kind"] == "step"] == [180, 360]
     assert [row["epoch"] for row in rows if row["kind"] == "evaluation"] == [1, 2]
     assert (tmp_path / "run" / "checkpoints" / "step-000000002.pt").is_file()
-    [listed] = raytrain.runs.records.list_runs(str(tmp_path))
+    [listed] = list_runs(str(tmp_path))
     assert (listed.status.status, listed.status.step, listed.status.num_workers) == ("finished", 2, 2)
     assert listed.test_accuracy == [row["accuracy"] for row in rows if row["kind"] == "evaluation"][-1]
 
@@ -40,12 +40,12 @@ def test_it_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
     data = render(tmp_path / "digits", num_images=200)
     stopped = torchrun(data, tmp_path, "--epochs", "100000", meanwhile=partial(stop_when_it_trains, tmp_path))
     assert stopped.returncode == 0, stopped.stderr
-    summary = raytrain.runs.records.read_run(str(tmp_path), "run").summary
+    summary = read_run(str(tmp_path), "run").summary
     assert (summary["status"], summary["stop_reason"]) == ("stopped", "raytrain stop")
     assert summary["checkpoint"] == str(tmp_path / "run" / "checkpoints" / f"step-{summary['steps']:09d}.pt")
     finished = torchrun(data, tmp_path, "--resume", "--epochs", str(summary["steps"] + 1))
     assert finished.returncode == 0, finished.stderr
-    assert raytrain.runs.records.read_run(str(tmp_path), "run").status.status == "finished"
+    assert read_run(str(tmp_path), "run").status.status == "finished"
 
 
 def stop_when_it_trains(storage: Path) -> None:
@@ -58,14 +58,14 @@ def stop_when_it_trains(storage: Path) -> None:
 def test_too_many_bad_images_end_it_with_a_checkpoint(tmp_path: Path) -> None:
     data = render(tmp_path / "digits", num_images=200)
     for digit in range(3):
-        (data / "train" / str(digit) / "0001.png").write_bytes(b"this is no image")
+        (data / "train" / str(digit) / "0001.png").write_bytes(b"this is not an image")
     done = torchrun(data, tmp_path)
     assert done.returncode == 1
     assert "raytrain: Run 'run' failed: 3 of 200 images (1.5 %) cannot be used, such as " in done.stderr, done.stderr
     skipped = [json.loads(line)["key"] for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
     assert sorted(skipped) == ["0/0001.png", "1/0001.png", "2/0001.png"]
     assert (tmp_path / "run" / "checkpoints" / "step-000000001.pt").is_file()
-    assert raytrain.runs.records.read_run(str(tmp_path), "run").status.status == "failed"
+    assert read_run(str(tmp_path), "run").status.status == "failed"
     done = torchrun(data, tmp_path, "--resume", "--max-bad-fraction", "0.02")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "step-000000002.pt").is_file()

@@ -15,13 +15,13 @@ from raytrain.data.block_order import WorkerOrder, in_turn
 from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
 
-STREAM = Stream(group=0, number=0, name="train", first_step=0, num_workers=2)
+STREAM = Stream(group=0, number=0, dataset="train", first_step=0, num_workers=2)
 
 
 def opened(*streams: Stream) -> StreamQueues:
     all_of_them = StreamQueues()
     for stream in streams:
-        all_of_them.open_stream(stream)
+        all_of_them.open(stream)
     return all_of_them
 
 
@@ -81,18 +81,18 @@ def test_a_stream_that_nobody_foresaw_is_asked_for_once() -> None:
     streams = StreamQueues()
     with ThreadPoolExecutor() as pool:
         taken = [pool.submit(streams.take, STREAM, rank, 10.0) for rank in range(2)]
-        assert streams.wanted(timeout_s=10) == STREAM
+        assert streams.requested(timeout_s=10) == STREAM
         for rank in range(2):
             streams.push(STREAM, rank, [rank], depth=1)
         assert [each.result(timeout=10) for each in taken] == [[0], [1]]
-    assert streams.wanted(timeout_s=0) is None
+    assert streams.requested(timeout_s=0) is None
 
 
 def test_a_new_worker_group_ends_the_streams_of_the_one_before() -> None:
     streams = opened(STREAM)
     assert [streams.join_group(), streams.join_group()] == [0, 1]
-    again = Stream(group=1, number=0, name="test", first_step=0, num_workers=3)
-    streams.open_stream(again)
+    again = Stream(group=1, number=0, dataset="test", first_step=0, num_workers=3)
+    streams.open(again)
     assert not streams.push(STREAM, 0, [1], depth=1)
     assert streams.push(again, 2, [1], depth=1)
     with pytest.raises(RuntimeError, match="another worker group"):
@@ -103,7 +103,7 @@ def test_test_images_are_read_beside_the_training_images_and_again() -> None:
     first, second = (Stream(0, number, "test", 0, 2) for number in range(2))
     streams = opened(STREAM, first)
     assert streams.push(STREAM, 0, [1], depth=1)
-    streams.open_stream(second)
+    streams.open(second)
     assert not streams.push(first, 0, [1], depth=1)
     assert streams.take(STREAM, 0, timeout_s=0) == [1]
 
@@ -111,7 +111,7 @@ def test_test_images_are_read_beside_the_training_images_and_again() -> None:
 def test_who_waits_hears_of_a_failure_after_what_came_before_it() -> None:
     streams = opened(STREAM)
     streams.push(STREAM, 0, [1], depth=1)
-    streams.fail_stream(STREAM, "The bucket is gone.")
+    streams.fail(STREAM, "The bucket is gone.")
     assert streams.take(STREAM, 0, timeout_s=10) == [1]
     with pytest.raises(RaytrainError, match="bucket is gone"):
         streams.take(STREAM, 0, timeout_s=10)
@@ -122,5 +122,5 @@ def test_closing_lets_everybody_go() -> None:
     streams.push(STREAM, 0, [1], depth=1)
     with ThreadPoolExecutor() as pool:
         pushed = pool.submit(streams.push, STREAM, 0, [2], 1)
-        streams.close_streams()
+        streams.close()
         assert not pushed.result(timeout=10)
