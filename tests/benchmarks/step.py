@@ -25,9 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raytrain import models
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.manifest import build_manifest
-from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.recipes import cifar10
 from raytrain.storage.base import open_store
 from raytrain.training.augment import Augment

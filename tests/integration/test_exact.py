@@ -16,7 +16,9 @@ from torch import nn
 
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.storage.base import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
