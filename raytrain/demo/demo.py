@@ -17,8 +17,8 @@ from raytrain.errors import UsageError
 from raytrain.storage.tempdir import TemporaryFolder
 
 if TYPE_CHECKING:
-    from raytrain.backends.train import TrainResult
     from raytrain.config import TrainConfig
+    from raytrain.runs.outcome import TrainResult
 
 IMAGES = "demo-images"
 URL = "s3://demo/digits"
@@ -100,7 +100,8 @@ def _config(name: str, storage: str, workers: int) -> TrainConfig:
 
 def _unused_name(storage: str) -> str:
     """``demo``, or the first of ``demo-2``, ``demo-3``, … that does not exist yet."""
-    from raytrain.runs.records import CONFIG, run_store
+    from raytrain.runs.documents import run_store
+    from raytrain.runs.layout import CONFIG
 
     if "://" in storage:
         raise UsageError(f"--storage is {storage}; the demo stores its run in a folder, such as ./runs.")

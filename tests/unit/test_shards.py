@@ -29,6 +29,7 @@ from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_man
 from raytrain.data.partition import Partition
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
+from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import open_store
 from raytrain.storage.local import FolderStore
 
@@ -265,15 +266,14 @@ def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tm
 
 @pytest.fixture
 def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.ImageSet]:
-    """The input of a data task, without an object store; skipped images are recorded in ``monitor.rows``."""
+    """The input of a data task, without an object store; skipped images are recorded in ``coordinator.skipped``."""
     monkeypatch.setattr(ingest, "_manifest", lambda manifest: manifest)
 
     def make(manifest: Manifest) -> ingest.ImageSet:
-        rows: list[dict[str, str]] = []
-        monitor = SimpleNamespace(rows=rows, skipped=SimpleNamespace(remote=rows.extend))
-        return ingest.ImageSet(
-            open_store(manifest.url), SHAPE, manifest, len(manifest), monitor, manifest.packing is not None
-        )
+        skipped: list[SkippedImage] = []
+        coordinator: Any = SimpleNamespace(skipped=skipped, skip=SimpleNamespace(remote=skipped.extend))
+        packed = manifest.packing is not None
+        return ingest.ImageSet(open_store(manifest.url), SHAPE, manifest, len(manifest), packed, coordinator)
 
     return make
 
@@ -355,7 +355,8 @@ def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(
     table = ingest.read_table(images, np.arange(150))
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
-    reasons = {row["key"]: row["reason"] for row in images.monitor.rows}
+    coordinator: Any = images.coordinator
+    reasons = {image.key: image.reason for image in coordinator.skipped}
     assert set(reasons) == set(np.array(manifest.keys.to_pylist())[lost])
     assert set(reasons.values()) == {"its shard is damaged; pack the images again", "the object is gone"}
 
