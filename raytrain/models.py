@@ -1,4 +1,4 @@
-"""The networks of the recipes. Each function is a model for ``--model``: it takes num_classes and channels."""
+"""The networks of the recipes. Each function can be named by ``--model``: it takes num_classes and channels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 def digits(num_classes: int, channels: int) -> nn.Module:
     """Three convolutions and a fully connected layer: (B, channels, 28, 28) -> logits (B, num_classes).
 
-    The network of MATLAB's "Train Network in Parallel with Custom Training Loop" for digits. Takes images of other sizes, from
-    5x5 pixels on, by pooling the first map to the 24x24 that it is at 28x28.
+    The network of MATLAB's "Train Network in Parallel with Custom Training Loop" for digits. Images of other sizes,
+    from 5x5 pixels on, are accepted, because the first map is pooled to 24x24, its size for 28x28 images.
     """
     return nn.Sequential(
         nn.Conv2d(channels, 20, kernel_size=5),
@@ -25,19 +25,21 @@ def digits(num_classes: int, channels: int) -> nn.Module:
 
 
 def digits_lstm(num_classes: int, channels: int) -> nn.Module:
-    """An LSTM that reads an image row by row, and a fully connected layer: (B, channels, H, 28) -> logits (B, num_classes).
+    """An LSTM that reads an image row by row, and a fully connected layer: (B, channels, H, 28) -> logits (B,
+    num_classes).
 
-    It begins each image with a state of zeros, so that nothing is left of one batch in the next. Takes images of other widths
-    by pooling each row to 28 pixels.
+    Each image starts with a state of zeros, so that no state carries over to the next batch. Images of other widths are
+    accepted, because each row is pooled to 28 pixels.
     """
     return _RowLstm(num_classes, row_size=channels * 28, width=128)
 
 
 def cifar10(num_classes: int, channels: int) -> nn.Module:
-    """Three blocks of four convolutions, 32, 64 and 128 channels wide: (B, channels, 32, 32) -> logits (B, num_classes).
+    """Three blocks of four convolutions, 32, 64 and 128 channels wide: (B, channels, 32, 32) -> logits (B,
+    num_classes).
 
-    The plain network of MATLAB's "Train Network in the Cloud Using Automatic Parallel Support". Its last pooling takes the
-    mean over the whole map (8x8 at 32x32), so that images of other sizes, from 4x4 pixels on, fit too.
+    The plain network of MATLAB's "Train Network in the Cloud Using Automatic Parallel Support". Images of other sizes,
+    from 4x4 pixels on, are accepted, because the last pooling takes the mean over the whole map (8x8 for 32x32 images).
     """
     return nn.Sequential(
         *_block(channels, 32),
@@ -52,7 +54,7 @@ def cifar10(num_classes: int, channels: int) -> nn.Module:
 
 
 class _RowLstm(nn.Module):
-    """Reads the rows of an image from both ends; its two last states together give the logits."""
+    """Reads the rows of an image in both directions; the two last states together give the logits."""
 
     def __init__(self, num_classes: int, row_size: int, width: int) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""The systems that raytrain comes with: each recipe is a whole TrainConfig, any field of which can be overridden.
+"""The recipes: each is a complete TrainConfig, any field of which can be overridden.
 
-Each does what its document does but for this: images enter with each channel's mean taken away and its deviation divided by,
-where the documents divide by 255 or take a mean image away (the batch norm after the first convolution undoes either); SGD has
-the documents' momentum of 0.9 everywhere; and the test images are looked at after each epoch, not only at the end.
+Each recipe reproduces its document with these differences. Images are normalised by each channel's mean and standard
+deviation, but the documents divide by 255 or subtract a mean image (the batch norm after the first convolution undoes
+either). SGD has the documents' momentum of 0.9 everywhere. And the network is evaluated after each epoch, not only at
+the end.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from raytrain.config import TrainConfig
 
 
 def digits(**overrides: Any) -> TrainConfig:
-    """A small convolutional network on 28x28 grey digits; 20 epochs, 128 images a worker, rate 0.01."""
-    return _with(
+    """A small convolutional network on 28x28 grey digits; 20 epochs, 128 images per worker, learning rate 0.01."""
+    return _config(
         overrides,
         recipe="digits",
         model="raytrain.models:digits",
         image_size=(28, 28),
         channels=1,
         epochs=20,
-        batch_size_per_worker=128,  # of a GPU; on CPUs the document's 128 are those of all workers together
-        learning_rate=0.01,  # for any number of workers: the document names none, and this is what its optimizer then takes
+        batch_size_per_worker=128,  # per GPU; on CPUs the document's 128 are for all workers together
+        learning_rate=0.01,  # for any number of workers: the document gives none, and this is its optimizer's default
         batch_norm="aggregate",
         channels_last=True,
     )
 
 
 def digits_lstm(**overrides: Any) -> TrainConfig:
-    """An LSTM that reads 28x28 grey digits row by row, from a state of zeros; 30 epochs, 64 images a step."""
-    return _with(
+    """An LSTM that reads 28x28 grey digits row by row, from a state of zeros; 30 epochs, 64 images per step."""
+    return _config(
         overrides,
         recipe="digits-lstm",
         model="raytrain.models:digits_lstm",
         image_size=(28, 28),
         channels=1,
         epochs=30,
-        batch_size=64,  # the document has no figures for it; these are the same for any number of workers
+        batch_size=64,  # the document gives no options for it; these are the same for any number of workers
         optimizer="adamw",
         learning_rate=0.003,
         weight_decay=0.01,
@@ -49,8 +50,11 @@ def digits_lstm(**overrides: Any) -> TrainConfig:
 
 
 def cifar10(**overrides: Any) -> TrainConfig:
-    """A plain convolutional network of three blocks on CIFAR-10; 50 epochs, 256 images and rate 0.1 a worker, a drop after 45."""
-    return _with(
+    """A plain three-block convolutional network on CIFAR-10; 50 epochs, 256 images and learning rate 0.1 per worker.
+
+    The learning rate drops after 45 epochs.
+    """
+    return _config(
         overrides,
         recipe="cifar10",
         model="raytrain.models:cifar10",
@@ -66,37 +70,40 @@ def cifar10(**overrides: Any) -> TrainConfig:
         channels_last=True,
         evaluate_every=1,
         horizontal_flip=True,
-        translate=4,  # by whole pixels, and what comes in from outside has the mean colour; the document's may be parts of pixels
+        translate=4,  # by whole pixels, filled with the mean colour; the document's may be fractions of pixels
     )
 
 
 def flowers(**overrides: Any) -> TrainConfig:
-    """A ResNet-50 on flowers at 100x100; 100 epochs, 128 images a worker, rate 0.01."""
-    return _with(
+    """A ResNet-50 on flowers at 100x100; 100 epochs, 128 images per worker, learning rate 0.01."""
+    return _config(
         overrides,
         recipe="flowers",
-        model="resnet50",  # whose convolutions need no bias before batch norm; the document's have one
+        model="resnet50",  # its convolutions have no bias before batch norm; the document's have one
         image_size=(100, 100),
         epochs=100,
-        batch_size_per_worker=128,  # as for digits
-        learning_rate=0.01,  # as for digits
+        batch_size_per_worker=128,  # as in digits
+        learning_rate=0.01,  # as in digits
         batch_norm="aggregate",
         channels_last=True,
     )
 
 
 def alexnet_transfer(**overrides: Any) -> TrainConfig:
-    """An AlexNet pretrained on ImageNet, with a new head that learns 20 times as fast; 250 images and rate 0.00125 a worker."""
-    return _with(
+    """An AlexNet pretrained on ImageNet, with a new head that learns 20 times as fast.
+
+    30 epochs, 250 images and learning rate 0.00125 per worker.
+    """
+    return _config(
         overrides,
         recipe="alexnet-transfer",
         model="alexnet",
         weights="DEFAULT",
         head_learning_rate_factor=20.0,
-        image_size=(224, 224),  # the document's 227 are for an AlexNet whose first convolution does not pad: the same 55x55 map
-        mean=(0.485, 0.456, 0.406),  # of ImageNet, as the weights are used to
+        image_size=(224, 224),  # the document's 227 are for a first convolution without padding: the same 55x55 map
+        mean=(0.485, 0.456, 0.406),  # of ImageNet, which the weights were trained with
         std=(0.229, 0.224, 0.225),
-        epochs=30,  # this and the decay are what the document's trainer takes where, as there, none is named
+        epochs=30,  # this and the decay are the defaults of the document's trainer, which gives none
         batch_size_per_worker=250,
         learning_rate_per_worker=0.00125,
         schedule="piecewise",
@@ -108,8 +115,8 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
 
 
 def custom(**overrides: Any) -> TrainConfig:
-    """Your own choice: a ResNet-18 at 224x224 unless told otherwise; 32 images and rate 0.01 a worker."""
-    return _with(overrides, batch_size_per_worker=32, learning_rate_per_worker=0.01)
+    """Your own options: by default a ResNet-18 at 224x224, 32 images and learning rate 0.01 per worker."""
+    return _config(overrides, batch_size_per_worker=32, learning_rate_per_worker=0.01)
 
 
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
@@ -122,5 +129,5 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
 }
 
 
-def _with(overrides: dict[str, Any], **options: Any) -> TrainConfig:
+def _config(overrides: dict[str, Any], **options: Any) -> TrainConfig:
     return TrainConfig(**{**options, **overrides})

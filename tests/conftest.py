@@ -12,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainResult
-from raytrain.demo.s3_server import EmbeddedS3, serve
+from raytrain.demo.s3_server import S3Server
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # as raytrain/local_head.py has it; here, for Ray looks for it once, when it is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as raytrain/cluster.py has it
@@ -64,16 +64,16 @@ def undisturbed(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server for all tests, with a bucket ``tests``. Not in the environment: ``s3`` puts it there."""
     directory = tmp_path_factory.mktemp("s3")
     (directory / "tests").mkdir()
-    with serve(directory) as server:
+    with S3Server(directory) as server:
         yield server
 
 
 @pytest.fixture
-def s3(s3_server: EmbeddedS3, monkeypatch: pytest.MonkeyPatch) -> EmbeddedS3:
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """The server, with this process's AWS configuration pointing to it."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
@@ -81,7 +81,7 @@ def s3(s3_server: EmbeddedS3, monkeypatch: pytest.MonkeyPatch) -> EmbeddedS3:
 
 
 @pytest.fixture
-def s3_url(s3: EmbeddedS3) -> str:
+def s3_url(s3: S3Server) -> str:
     """A prefix on the server under which there is nothing yet. Write there through S3: a file put into the
     server's folder is seen a second later."""
     return f"s3://tests/{uuid.uuid4().hex[:8]}"

@@ -9,11 +9,12 @@ import numpy as np
 
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.block_order import CacheOrder
-from raytrain.data.cached_blocks import CachedBlocks, batches_from_cache
+from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageReader
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.manifest import Manifest
-from raytrain.data.partition import Block, LocalBatch, Partition
+from raytrain.data.partition import Partition
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import Store
 

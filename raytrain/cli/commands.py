@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from tyro.conf import Positional, arg
@@ -230,11 +230,10 @@ def devices(address: Address = None) -> Outcome:
 
 def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> Outcome:
     """Draw digits, serve them over S3 on this machine, train on them, and test."""
-    from raytrain.demo.demo import demo as train_demo
-    from raytrain.demo.demo import outcome
+    from raytrain.demo.demo import run_demo, summary
 
-    result = train_demo(storage=storage, workers=workers)
-    return Outcome(outcome(result, storage), result.summary())
+    result = run_demo(storage=storage, workers=workers)
+    return Outcome(summary(result, storage), result.summary())
 
 
 def upload(
@@ -245,7 +244,7 @@ def upload(
     from raytrain.datasets import upload
     from raytrain.display import tables
 
-    result = upload.upload(folder, url)
+    result = asdict(upload.upload(folder, url))
     return Outcome(tables.facts(result), result)
 
 
@@ -257,7 +256,7 @@ def pack(
     from raytrain.datasets import pack
     from raytrain.display import tables
 
-    result = pack.pack(source, destination)
+    result = asdict(pack.pack(source, destination))
     return Outcome(tables.facts(result), result)
 
 
@@ -269,7 +268,7 @@ def fetch_dataset(
     from raytrain.datasets import download
     from raytrain.display import tables
 
-    result = download.fetch_dataset(name, destination)
+    result = asdict(download.download(name, destination))
     return Outcome(tables.facts(result), result)
 
 

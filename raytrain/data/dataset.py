@@ -1,4 +1,4 @@
-"""The images of a run: its training and test manifests, the shape that they are decoded to, and their statistics."""
+"""The images of a run: training and test manifests, the shape that images are decoded to, and their statistics."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.decode import ImageReader, ImageShape
-from raytrain.data.manifest import Manifest, build_manifest, split
+from raytrain.data.manifest import Manifest, build_manifest, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
 from raytrain.storage.base import Store, open_store
 
-_NUM_MEASURED = 1024
+_NUM_MEASURED_IMAGES = 1024
 _TEST_BATCH_PER_WORKER = 250
-_CROP_MARGIN = 8 / 7  # random crops are cut from images a little larger, as 256 is to 224
+_CROP_MARGIN = 8 / 7  # random crops are cut from slightly larger images, as 256 to 224
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run reads. ``mean`` and ``std`` of each channel are in 0..1."""
+    """The images that a run reads. ``mean`` and ``std`` are those of each channel, in 0..1."""
 
     train_store: Store
     test_store: Store
@@ -34,7 +34,7 @@ class Dataset:
     std: tuple[float, ...]
 
     def plan(self, config: TrainConfig) -> BatchPlan:
-        """The global batches of a run with these options, which are resolved."""
+        """The global batches of a run with these resolved options."""
         assert config.batch_size is not None, "the configuration is not resolved"
         return BatchPlan(
             len(self.train),
@@ -43,62 +43,71 @@ class Dataset:
             config.seed,
             max_steps=config.max_steps,
             accumulate=config.accumulate,
-            lanes=self.train.lanes,
+            shard_shuffle=self.train.shard_shuffle,
         )
 
     def test_plan(self, num_workers: int) -> BatchPlan:
-        """The batches in which so many workers evaluate."""
-        return BatchPlan(len(self.test), _TEST_BATCH_PER_WORKER * num_workers, 1, 0, shuffle=False, lanes=self.test.lanes)
+        """The batches in which ``num_workers`` workers evaluate."""
+        batch_size = _TEST_BATCH_PER_WORKER * num_workers
+        return BatchPlan(len(self.test), batch_size, 1, 0, shuffle=False, shard_shuffle=self.test.shard_shuffle)
 
     def write(self, run_store: Store) -> None:
-        """Keep the manifests with the run."""
+        """Write the manifests into the run's folder."""
         write_manifests(run_store, self.train, self.test)
 
 
 def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
-    """Keep with a run which images it reads, and their classes."""
+    """Write a run's manifests and its classes into the run's folder."""
     run_store.put(MANIFEST, train.to_parquet())
     run_store.put(TEST_MANIFEST, test.to_parquet())
     run_store.put(CLASSES, json.dumps(list(train.classes)).encode())
 
 
 def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
-    """List the images (or take the manifests that the run keeps), and measure their statistics where none are given.
+    """List the images, or read the manifests that the run has stored, and measure statistics that are not configured.
 
-    Raises StorageError where a store cannot be read, UsageError where what lies in it is no data set of images.
+    Raises StorageError if a store cannot be read, UsageError if it does not contain a data set of images.
     """
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
-    train, test = _kept_manifests(config, run_store) or _list_manifests(config, train_store, test_store)
+    train, test = _stored_manifests(config, run_store) or _list_manifests(config, train_store, test_store)
     shape = decoded_shape(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
-        measured_mean, measured_std = measure(train_store, train, shape, config.seed)
+        measured_mean, measured_std = measure_mean_std(train_store, train, shape, config.seed)
         mean, std = mean or measured_mean, std or measured_std
     return Dataset(train_store, test_store, train, test, shape, mean, std)
 
 
 def decoded_shape(config: TrainConfig) -> ImageShape:
-    """The shape that images are decoded to: what the network sees, with a margin for random crops."""
+    """The shape that images are decoded to: the network's input, with a margin for random crops."""
     margin = _CROP_MARGIN if config.random_resized_crop else 1
     height, width = (round(side * margin) for side in config.image_size)
     return ImageShape(height, width, config.channels)
 
 
-def measure(store: Store, manifest: Manifest, shape: ImageShape, seed: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in 0..1, over a random 1,024 images at most; packed ones were shuffled before."""
-    order = np.arange(len(manifest)) if manifest.packing is not None else np.random.default_rng(seed).permutation(len(manifest))
-    images, bad = ImageReader(store, shape).read(manifest.select(np.sort(order[:_NUM_MEASURED])))
+def measure_mean_std(
+    store: Store, manifest: Manifest, shape: ImageShape, seed: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images.
+
+    Raises UsageError if none of these can be read.
+    """
+    order = np.arange(len(manifest))  # packed images were shuffled when they were packed
+    if manifest.packing is None:
+        order = np.random.default_rng(seed).permutation(order)
+    images, bad = ImageReader(store, shape).read(manifest.select(np.sort(order[:_NUM_MEASURED_IMAGES])))
     pixels = np.delete(images, list(bad), axis=0).reshape(-1, shape.channels) / 255
     if not len(pixels):
         reason = next(iter(bad.values()))
-        raise UsageError(f"None of {len(bad):,} images looked at in {store.url} can be read ({reason}); check what lies there.")
-    mean, std = pixels.mean(axis=0), pixels.std(axis=0)
-    return tuple(round(value, 6) for value in mean.tolist()), tuple(max(round(value, 6), 1e-3) for value in std.tolist())
+        raise UsageError(f"None of {len(bad):,} images of {store.url} can be decoded ({reason}); check the files.")
+    mean = [round(value, 6) for value in pixels.mean(axis=0).tolist()]
+    std = [max(round(value, 6), 1e-3) for value in pixels.std(axis=0).tolist()]
+    return tuple(mean), tuple(std)
 
 
-def _kept_manifests(config: TrainConfig, run_store: Store) -> tuple[Manifest, Manifest] | None:
-    """The manifests that the run was begun with, where it goes on with the same data."""
+def _stored_manifests(config: TrainConfig, run_store: Store) -> tuple[Manifest, Manifest] | None:
+    """The manifests that the run was started with, if it resumes with the same data."""
     try:
         train, test = (Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST))
     except FileNotFoundError:
@@ -115,7 +124,7 @@ def _list_manifests(config: TrainConfig, train_store: Store, test_store: Store) 
     if smallest < 2:
         needed = math.ceil(1 / config.test_fraction)
         raise UsageError(
-            f"A class in {manifest.url} has one image only, so none can be held out for testing; add images ({needed} a class make "
-            f"--test-fraction {config.test_fraction} exact) or give --test-data."
+            f"A class in {manifest.url} has only one image, so none can be held out for testing; add images ({needed} "
+            f"per class make --test-fraction {config.test_fraction} exact) or set --test-data."
         )
-    return split(manifest, config.test_fraction, config.seed)
+    return train_test_split(manifest, config.test_fraction, config.seed)

@@ -1,4 +1,4 @@
-"""From the bytes of an image file to uint8 pixels of the wanted size. Never imports torch: it runs in data tasks."""
+"""Decode image files to uint8 pixels of a given size. Never imports torch, because it runs in data tasks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Pixels = npt.NDArray[np.uint8]
 
 _JPEG = b"\xff\xd8\xff"
 _HEADER_BYTES = 4096
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # no other of Pillow's decoders gets to see what somebody else wrote
-_MAX_PIXELS = 1 << 27  # more than a camera takes, and half a gigabyte in memory
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
+_MAX_PIXELS = 1 << 27  # more than cameras have; half a gigabyte in memory
 
 
 class BadImage(ValueError):
-    """The file cannot be read as an image; the text is the reason, without the key."""
+    """A file cannot be read as an image; the message is the reason, without the key."""
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,38 @@ class ImageShape:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Fetches and decodes images of one store."""
+    """Fetches and decodes the images of one store."""
 
     store: Store
     shape: ImageShape
 
-    def read(self, wanted: Manifest) -> tuple[Pixels, dict[int, str]]:
-        """The images of ``wanted``, uint8 (n, H, W, C), and for each one that could not be read its place and the reason.
+    def read(self, manifest: Manifest) -> tuple[Pixels, dict[int, str]]:
+        """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
 
-        The pixels of an unreadable image are 0.
+        The pixels of an unreadable image are 0. Raises StorageError if the store refuses or cannot be reached.
         """
         shape = self.shape
-        images = np.zeros((len(wanted), shape.height, shape.width, shape.channels), np.uint8)
+        images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
         bad: dict[int, str] = {}
-        for place, data in enumerate(self._contents(wanted)):
+        for index, data in enumerate(self._contents(manifest)):
             try:
-                images[place] = decode(_bytes_of(data), shape)
+                images[index] = decode(_require_bytes(data), shape)
             except BadImage as error:
-                bad[place] = str(error)
+                bad[index] = str(error)
         return images, bad
 
-    def _contents(self, wanted: Manifest) -> list[bytes | Exception]:
-        if wanted.packing is not None:
-            return read_packed(self.store, wanted.packing)
-        return self.store.get_many(wanted.keys.to_pylist(), wanted.etags.to_pylist())
+    def _contents(self, manifest: Manifest) -> list[bytes | Exception]:
+        if manifest.packing is not None:
+            return read_packed(self.store, manifest.packing)
+        return self.store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
 
 def decode(data: bytes, shape: ImageShape) -> Pixels:
-    """Pixels of one image file, uint8 (H, W, C), stretched to ``shape``; raises :class:`BadImage`.
+    """Pixels of one image file, uint8 (H, W, C), stretched to ``shape``.
 
-    As a browser shows it on a white page: turned as EXIF says, transparent where the page is white, the first picture of an
-    animation. 16 bits a channel become 8. A file that breaks off is no image, nor is one of more than 134 million pixels.
+    The image is what a browser shows on a white page: rotated as EXIF says, white where it is transparent, the first
+    picture of an animation. 16 bits a channel become 8. Raises :class:`BadImage` for anything else, also for a
+    truncated file and an image of more than 134 million pixels.
     """
     if not data:
         raise BadImage("the file is empty")
@@ -83,7 +84,8 @@ def decode(data: bytes, shape: ImageShape) -> Pixels:
     return _decode_any(data, shape)
 
 
-def _bytes_of(data: bytes | Exception) -> bytes:
+def _require_bytes(data: bytes | Exception) -> bytes:
+    """The content of a file; raises BadImage if the file itself is at fault, and any other exception as it is."""
     if isinstance(data, FileNotFoundError):
         raise BadImage("the object is gone")
     if isinstance(data, ObjectChanged):
@@ -96,15 +98,17 @@ def _bytes_of(data: bytes | Exception) -> bytes:
 
 
 def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
-    """The fast way, libjpeg-turbo; None where the file is one for Pillow, which also says what is wrong with it."""
+    """Decode with libjpeg-turbo, which is fast. None if Pillow must decode the file, or say what is wrong with it."""
     import simplejpeg
 
     colours = "GRAY" if shape.channels == 1 else "RGB"
     try:
-        height, width, stored, _ = simplejpeg.decode_jpeg_header(data)
-        if int(height) * int(width) > _MAX_PIXELS or stored in ("CMYK", "YCCK"):
+        height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
+        if int(height) * int(width) > _MAX_PIXELS or colour_space in ("CMYK", "YCCK"):
             return None
-        pixels = simplejpeg.decode_jpeg(data, colours, min_height=shape.height, min_width=shape.width, fastdct=False, fastupsample=False)
+        pixels = simplejpeg.decode_jpeg(
+            data, colours, min_height=shape.height, min_width=shape.width, fastdct=False, fastupsample=False
+        )
     except ValueError:
         return None
     return pixels if pixels.shape[:2] == (shape.height, shape.width) else _resize(pixels, shape)
@@ -126,7 +130,7 @@ def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
             if width * height > _MAX_PIXELS:
                 raise BadImage(f"the image is too large: {width:,} × {height:,} pixels")
             image.load()
-            _turn_upright(image)
+            _rotate_upright(image)
             converted = _convert(image, "L" if shape.channels == 1 else "RGB")
             if converted.size != (shape.width, shape.height):
                 converted = converted.resize((shape.width, shape.height), Image.Resampling.BILINEAR)
@@ -137,21 +141,21 @@ def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
         raise BadImage(f"the image is too large: {error}") from None
     except Image.UnidentifiedImageError:
         raise BadImage("the file is not an image that can be read") from None
-    except Exception as error:  # Pillow lets through whatever a damaged file makes its decoders stumble over
+    except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
 
 
-def _turn_upright(image: Any) -> None:
+def _rotate_upright(image: Any) -> None:
     from PIL import ImageOps
 
-    with suppress(Exception):  # an image with a damaged EXIF block is shown as it is
+    with suppress(Exception):  # an image with a damaged EXIF block is not rotated
         ImageOps.exif_transpose(image, in_place=True)
 
 
 def _convert(image: Any, mode: str) -> Any:
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would clip instead of scaling
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip instead of scale
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.has_transparency_data:
         layer = image.convert("RGBA")

@@ -1,4 +1,4 @@
-"""What there is to train on: the images below a URL, and their classes by the names of their folders."""
+"""The images below a URL, and their classes, which are the names of their folders."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from raytrain.storage.base import Store
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 UNLABELLED = -1
-INDEX = "packed.parquet"
-"""The manifest of a packed data set, which lies beside its shards."""
+PACKED_INDEX = "packed.parquet"
+"""The manifest of a packed data set, stored beside its shards."""
 
 _METADATA = b"raytrain.manifest"
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where N images lie in packed shards."""
+    """The locations of N images in packed shards."""
 
     shards: tuple[str, ...]
     """Paths relative to the manifest's url."""
@@ -36,7 +36,7 @@ class Packing:
     row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
 
     def select(self, indices: npt.NDArray[np.integer]) -> Packing:
-        """Where the images at ``indices`` lie."""
+        """The locations of the images at ``indices``."""
         return replace(self, shard=self.shard[indices], row=self.row[indices])
 
 
@@ -44,7 +44,7 @@ class Packing:
 class Manifest:
     """N images, sorted by key. Keys are paths relative to ``url``.
 
-    Packed images stand as they lie in their shards; their keys are those that they were packed from.
+    Packed images are in the order of their shards instead, and keep the keys that they were packed from.
     """
 
     keys: pa.LargeStringArray  # (N,)
@@ -54,18 +54,18 @@ class Manifest:
     classes: tuple[str, ...]
     url: str
     num_ignored: int = 0
-    """Files below ``url`` that are none of the images: of another kind, hidden, or in no class folder."""
+    """Other files below ``url``: not images, hidden, or not in a class folder."""
     packing: Packing | None = None
-    """None: each image is an object of its own."""
+    """None if each image is an object of its own."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over keys, labels and sizes, and over shards and rows of packed images, as hexadecimal digits.
+        """SHA-256 of keys, labels and sizes, and of the shards and rows of packed images, as hexadecimal digits.
 
-        The same for the same images in the same order, in whatever bucket or folder.
+        It is the same for the same images in the same order in any bucket or folder.
         """
         digest = hashlib.sha256("\0".join(self.keys.to_pylist()).encode())
         digest.update(self.labels.astype("<i4").tobytes())
@@ -75,63 +75,77 @@ class Manifest:
         return digest.hexdigest()
 
     @property
-    def lanes(self) -> ShardShuffle | None:
-        """How the images lie in shards, for the plan; None where they are not packed."""
+    def shard_shuffle(self) -> ShardShuffle | None:
+        """The order in which packed images are read, for the plan; None if they are not packed."""
         if self.packing is None:
             return None
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
         return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
 
     def select(self, indices: npt.NDArray[np.integer]) -> Manifest:
-        """The images at ``indices``, in their order, with all of the classes."""
-        taken = pa.array(indices, pa.int64())
+        """The images at ``indices``, in that order, with all of the classes."""
+        arrow_indices = pa.array(indices, pa.int64())
         return replace(
             self,
-            keys=self.keys.take(taken),
+            keys=self.keys.take(arrow_indices),
             labels=self.labels[indices],
             sizes_bytes=self.sizes_bytes[indices],
-            etags=self.etags.take(taken),
+            etags=self.etags.take(arrow_indices),
             packing=self.packing and self.packing.select(indices),
         )
 
     def to_parquet(self) -> bytes:
-        """The manifest as a Parquet file of the columns key, label, size_bytes and etag, and for packed images shard and row."""
-        about: dict[str, Any] = {"url": self.url, "classes": self.classes, "num_ignored": self.num_ignored, "digest": self.digest}
-        columns: dict[str, Any] = {"key": self.keys, "label": self.labels, "size_bytes": self.sizes_bytes, "etag": self.etags}
+        """A Parquet file with the columns key, label, size_bytes, etag; for packed images also shard and row."""
+        metadata: dict[str, Any] = {
+            "url": self.url,
+            "classes": self.classes,
+            "num_ignored": self.num_ignored,
+            "digest": self.digest,
+        }
+        columns: dict[str, Any] = {
+            "key": self.keys,
+            "label": self.labels,
+            "size_bytes": self.sizes_bytes,
+            "etag": self.etags,
+        }
         if self.packing is not None:
-            about["shards"] = self.packing.shards
+            metadata["shards"] = self.packing.shards
             columns |= {"shard": self.packing.shard, "row": self.packing.row}
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(columns).replace_schema_metadata({_METADATA: json.dumps(about)}), sink, compression="zstd")
+        table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps(metadata)})
+        pq.write_table(table, sink, compression="zstd")
         return sink.getvalue().to_pybytes()
 
     @classmethod
     def from_parquet(cls, data: bytes) -> Manifest:
-        """The inverse of :meth:`to_parquet`; raises StorageError where ``data`` is not what that wrote."""
+        """Decode what :meth:`to_parquet` wrote; raises StorageError if ``data`` is anything else."""
         try:
             table = pq.read_table(pa.BufferReader(data)).combine_chunks()
-            about = json.loads(table.schema.metadata[_METADATA])
+            metadata = json.loads(table.schema.metadata[_METADATA])
             manifest = cls(
                 keys=_strings(table["key"].to_pylist()),
                 labels=table["label"].to_numpy(),
                 sizes_bytes=table["size_bytes"].to_numpy(),
                 etags=_strings(table["etag"].to_pylist()),
-                classes=tuple(about["classes"]),
-                url=about["url"],
-                num_ignored=about["num_ignored"],
-                packing=_packing(table, about),
+                classes=tuple(metadata["classes"]),
+                url=metadata["url"],
+                num_ignored=metadata["num_ignored"],
+                packing=_packing(table, metadata),
             )
         except (pa.ArrowInvalid, OSError, KeyError, TypeError) as error:
-            raise StorageError(f"The manifest is not a whole manifest ({error}); delete it, and the images are listed anew.") from None
-        if manifest.digest != about["digest"]:
-            raise StorageError("The manifest was changed after it was written; delete it, and the images are listed anew.")
+            sentence = f"The manifest is damaged ({error}); delete it, and the images will be listed again."
+            raise StorageError(sentence) from None
+        if manifest.digest != metadata["digest"]:
+            raise StorageError(
+                "The manifest was changed after it was written; delete it, and the images will be listed again."
+            )
         return manifest
 
 
 def list_images(store: Store) -> Manifest:
-    """The images below ``store``, whatever folders they lie in, or packed there, all UNLABELLED.
+    """All images below ``store``, in any folder or packed, and all UNLABELLED.
 
-    Raises StorageError where the store cannot be listed, UsageError where no image is in it.
+    Raises StorageError if the store cannot be listed, UsageError if it contains no image.
     """
     packed = open_packed(store)
     if packed is None:
@@ -140,22 +154,22 @@ def list_images(store: Store) -> Manifest:
 
 
 def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Manifest:
-    """The images below ``store``, labelled by the name of the folder that each lies in, at any depth, or packed there with labels.
+    """The images below ``store``, labelled with the names of their folders at any depth, or packed images with labels.
 
     Args:
-        store: what is listed.
-        classes: what the labels index; by default the names found, sorted. Given those of the training images, the
-            images below ``store`` may lack some of them.
+        store: the folder or S3 prefix to list.
+        classes: the classes that the labels index; by default the folders' names, sorted. For test images, pass those
+            of the training images; the test images may lack some of them.
 
     Raises:
         StorageError: the store cannot be listed.
-        UsageError: there are no images, no class folders, one class only, or classes besides the given ones.
+        UsageError: there are no images, no class folders, only one class, or classes that are not in ``classes``.
     """
     packed = open_packed(store)
     if packed is not None:
         return _relabelled(packed, classes)
     images = _list_files(store)
-    names = [_folder(key) for key in images.keys.to_pylist()]
+    names = [_parent_name(key) for key in images.keys.to_pylist()]
     found = tuple(sorted(set(names) - {""}))
     _check_classes(found, classes, images)
     index = {name: label for label, name in enumerate(classes or found)}
@@ -164,10 +178,10 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Mani
     return replace(labelled, num_ignored=images.num_ignored + len(images) - len(labelled))
 
 
-def split(manifest: Manifest, test_fraction: float, seed: int) -> tuple[Manifest, Manifest]:
+def train_test_split(manifest: Manifest, test_fraction: float, seed: int) -> tuple[Manifest, Manifest]:
     """Hold out about ``test_fraction`` of each class at random; the same seed and images give the same split.
 
-    A class of two images or more keeps one on each side at least; a single image stays with the training images.
+    Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
     Returns the training and the test images, each in the manifest's order.
     """
     held_out = np.zeros(len(manifest), bool)
@@ -183,8 +197,8 @@ def _list_files(store: Store) -> Manifest:
     images = sorted(found for found in listed if _is_image(found.path))
     if not images:
         raise UsageError(
-            f"There are no images below {store.url}, and {len(listed):,} other files; check the path, and that names end in "
-            f"{', '.join(SUFFIXES)}."
+            f"There are no images below {store.url}, and {len(listed):,} other files; check the path, and that file "
+            f"names end in {', '.join(SUFFIXES)}."
         )
     return Manifest(
         keys=_strings([found.path for found in images]),
@@ -198,17 +212,20 @@ def _list_files(store: Store) -> Manifest:
 
 
 def open_packed(store: Store) -> Manifest | None:
-    """The manifest of a packed data set; None where nothing is packed in ``store``, or not yet all."""
+    """The manifest of a packed data set; None if ``store`` has none, or packing has not finished."""
     store.check_readable()
     try:
-        index = store.get(INDEX)
+        index = store.get(PACKED_INDEX)
     except FileNotFoundError:
         return None
     try:
         manifest = Manifest.from_parquet(index)
     except StorageError as error:
-        raise StorageError(f"The index of the packed images, {store.url}/{INDEX}, is damaged; delete it, and pack them again.") from error
-    return replace(manifest, url=store.url)  # it may have been copied
+        raise StorageError(
+            f"The index of the packed images, {store.url}/{PACKED_INDEX}, is damaged; delete it, and pack the images "
+            "again."
+        ) from error
+    return replace(manifest, url=store.url)  # the data set may have been copied
 
 
 def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
@@ -219,10 +236,10 @@ def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
     return replace(packed, labels=label_of[packed.labels], classes=classes or packed.classes)
 
 
-def _packing(table: pa.Table, about: dict[str, Any]) -> Packing | None:
-    if "shards" not in about:
+def _packing(table: pa.Table, metadata: dict[str, Any]) -> Packing | None:
+    if "shards" not in metadata:
         return None
-    return Packing(tuple(about["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
+    return Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
 
 
 def _num_held_out(num_images: int, fraction: float) -> int:
@@ -232,30 +249,31 @@ def _num_held_out(num_images: int, fraction: float) -> int:
 def _check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, images: Manifest) -> None:
     if not found:
         raise UsageError(
-            f"The {len(images):,} images below {images.url} lie in no class folders; put each class into a folder of its name, "
-            f"such as {images.url.rstrip('/')}/cat/."
+            f"The {len(images):,} images below {images.url} are not in class folders; put each class into a folder of "
+            f"its name, such as {images.url.rstrip('/')}/cat/."
         )
     if classes is None and len(found) == 1:
         raise UsageError(
-            f"All {len(images):,} images below {images.url} are of one class, {found[0]!r}; a classifier needs two or more class folders."
+            f"All {len(images):,} images below {images.url} are of one class, {found[0]!r}; a classifier needs at "
+            "least two class folders."
         )
     if unknown := sorted(set(found) - set(classes or found)):
         raise UsageError(
-            f"{images.url} has {len(unknown):,} classes that the training images lack: {_some(unknown)} (those have "
-            f"{_some(classes or ())}); rename or remove their folders."
+            f"{images.url} has {len(unknown):,} classes that the training images lack: {_first_names(unknown)} (those "
+            f"have {_first_names(classes or ())}); rename or remove their folders."
         )
 
 
 def _is_image(path: str) -> bool:
-    """Whether the name is an image's. What is hidden is none: notebooks and desktops leave copies in such folders."""
+    """Whether ``path`` names an image. Hidden files do not count: notebooks and desktops keep copies there."""
     return path.lower().endswith(SUFFIXES) and not path.startswith(".") and "/." not in path
 
 
-def _folder(key: str) -> str:
+def _parent_name(key: str) -> str:
     return key.rpartition("/")[0].rpartition("/")[2]
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
@@ -263,4 +281,4 @@ def _strings(values: Sequence[str]) -> pa.LargeStringArray:
     try:
         return pa.array(values, pa.large_string())
     except UnicodeEncodeError as error:
-        raise UsageError(f"The file name {error.object!r} is not UTF-8, as it must be; rename the file.") from None
+        raise UsageError(f"The file name {error.object!r} is not valid UTF-8; rename the file.") from None

@@ -1,4 +1,4 @@
-"""A keyed pseudo-random permutation: any element of it in constant time and memory."""
+"""A keyed pseudo-random permutation; any element of it is computed in constant time and memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ def permute(positions: Int64s, num_samples: int | Int64s, *, key: int, tweak: in
     """A pseudo-random permutation of ``range(num_samples)``, evaluated at ``positions``.
 
     A Feistel network over the pairs ``(left, right)`` of a rectangle just larger than ``num_samples`` (Black and
-    Rogaway 2002, the generalised Feistel cipher), walked until it lands inside: about one walk in sqrt(num_samples).
+    Rogaway 2002, the generalised Feistel cipher). A result outside of the range is permuted again until it is inside,
+    which happens about once in sqrt(num_samples) results.
 
     Args:
         positions: int64 (n,).
-        num_samples: of one range for all positions, or of each position's own, (n,).
+        num_samples: size of the range, one for all positions or one for each position, (n,).
         key: decides the permutation.
-        tweak: tells permutations of one key apart (Liskov, Rivest and Wagner 2002): one for all positions, or of each, (n,).
+        tweak: distinguishes permutations of one key (Liskov, Rivest and Wagner 2002), one for all positions or one for
+            each position, (n,).
+
+    Returns:
+        int64 (n,).
     """
     sizes = np.asarray(num_samples, np.uint64)
     network = (*_rectangle(sizes), np.atleast_1d(np.asarray(tweak, np.uint64)) * np.uint64(_GOLDEN))
@@ -48,14 +53,14 @@ def permute(positions: Int64s, num_samples: int | Int64s, *, key: int, tweak: in
 
 
 def _rectangle(sizes: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """Height and width of a rectangle that is nearly a square and holds as many pairs as there are samples."""
+    """Height and width of a nearly square rectangle with at least as many pairs as there are samples."""
     below = np.maximum(sizes, np.uint64(1)) - np.uint64(1)
     height = np.maximum(np.sqrt(below.astype(np.float64)).astype(np.uint64) + np.uint64(1), np.uint64(2))
     return height, (sizes + height - np.uint64(1)) // height
 
 
-def _at(values: UInt64s, places: npt.NDArray[np.intp], shape: tuple[int, ...]) -> UInt64s:
-    return np.broadcast_to(values, shape)[places]
+def _at(values: UInt64s, indices: npt.NDArray[np.intp], shape: tuple[int, ...]) -> UInt64s:
+    return np.broadcast_to(values, shape)[indices]
 
 
 def _feistel(value: UInt64s, key: int, height: UInt64s, width: UInt64s, tweak: UInt64s) -> UInt64s:
@@ -69,5 +74,5 @@ def _feistel(value: UInt64s, key: int, height: UInt64s, width: UInt64s, tweak: U
 def _hash(value: UInt64s, key: int) -> UInt64s:
     value = (value ^ np.uint64(key)) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-    # The upper half only: a sum with a small number must not wrap round 2**64.
+    # Only the upper half, so that adding a small number cannot overflow 2**64.
     return (value ^ (value >> np.uint64(31))) >> np.uint64(32)

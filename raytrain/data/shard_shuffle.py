@@ -1,14 +1,15 @@
-"""The order of samples that lie in packed shards: random, and such that whoever reads a part of it needs few shards.
+"""The order of samples in packed shards: random, and such that reading a part of it needs few shards.
 
-The shards of an epoch stand in random order, one after the other, and this sequence is cut into lanes. A global batch takes
-its positions lane after lane, and each lane goes through its shards a window at a time, in which samples are shuffled. So a
-worker's share, a contiguous slice of every batch, comes from lanes that it has to itself, but for one at each end; and the
-order knows nothing of workers.
+The shards of an epoch are put into random order, one after the other, and this sequence is cut into lanes. A global
+batch takes its positions lane after lane. Each lane goes through its shards one window at a time, and samples are
+shuffled within a window. So a worker's local batches, contiguous slices of the global batches, come from lanes that no
+other worker reads, except for one at each end; and the order does not depend on the number of workers.
 
-How many lanes? Where there are more workers than lanes, several read the same shards, which speaks for many. But a worker has
-the windows of all of its lanes open at once, and each of its data tasks fetches those that its blocks touch, which speaks for
-few. With 32 lanes, windows of 2 and shards of 1 MiB, photographs are fetched about three times an epoch by one worker with many
-tasks, once by 8 workers, and four times by 128. Small images are fetched by every task; but a million of them is a gigabyte.
+How many lanes? If there are more workers than lanes, several workers read the same shards, which is a reason for many
+lanes. But a worker has the windows of all of its lanes open at once, and each of its data tasks fetches those that its
+blocks need, which is a reason for few. With 32 lanes, windows of 2 and shards of 1 MiB, photographs are fetched about
+three times an epoch by one worker with many tasks, once by 8 workers, and four times by 128. Small images are fetched
+by every task; but a million of them is a gigabyte.
 """
 
 from __future__ import annotations
@@ -26,48 +27,52 @@ WINDOW_SHARDS = 2
 
 @dataclass(frozen=True, eq=False)
 class ShardShuffle:
-    """The order of samples of which each shard holds a run: sample 0 is the first of the first shard."""
+    """The order of samples in packed shards. Samples are numbered shard by shard: 0 is the first of the first shard."""
 
     shard_sizes: Int64s  # (S,), samples in each shard; none is 0
 
     def samples(self, positions: Int64s, batch_size: int, key: int | None) -> Int64s:
         """Samples at ``positions`` of an epoch, int64 of the same shape, for global batches of ``batch_size``.
 
-        ``key`` decides the order of shards and of samples; without it, the lanes go through the shards as they are.
+        ``key`` decides the order of shards and of samples; if it is None, the lanes go through the shards unshuffled.
         """
-        places = lay_out(positions, int(self.shard_sizes.sum()), batch_size)
-        return places if key is None else self._shuffled(places, key)
+        in_lanes = lane_positions(positions, int(self.shard_sizes.sum()), batch_size)
+        return in_lanes if key is None else self._shuffled(in_lanes, key)
 
-    def _shuffled(self, places: Int64s, key: int) -> Int64s:
-        """Samples at ``places`` of the sequence of all shards."""
-        firsts, starts = _shard_order(self.shard_sizes.tobytes(), key)
-        windows = np.append(starts[:-1:WINDOW_SHARDS], starts[-1])
-        window = np.searchsorted(windows, places, "right") - 1
-        begins, sizes = windows[window], np.diff(windows)[window]
-        places = begins + permute(places - begins, sizes, key=mix(key, 2), tweak=window)
-        shard = np.searchsorted(starts, places, "right") - 1
-        return firsts[shard] + places - starts[shard]
+    def _shuffled(self, in_lanes: Int64s, key: int) -> Int64s:
+        """Samples at positions ``in_lanes`` of the shuffled sequence of all shards."""
+        first_samples, shard_starts = _shard_order(self.shard_sizes.tobytes(), key)
+        window_starts = np.append(shard_starts[:-1:WINDOW_SHARDS], shard_starts[-1])
+        window = np.searchsorted(window_starts, in_lanes, "right") - 1
+        starts, sizes = window_starts[window], np.diff(window_starts)[window]
+        shuffled = starts + permute(in_lanes - starts, sizes, key=mix(key, 2), tweak=window)
+        shard = np.searchsorted(shard_starts, shuffled, "right") - 1
+        return first_samples[shard] + shuffled - shard_starts[shard]
 
 
-def lay_out(positions: Int64s, num_samples: int, batch_size: int) -> Int64s:
-    """Where ``positions`` of an epoch stand when its lanes are laid end to end: a permutation of ``range(num_samples)``.
+def lane_positions(positions: Int64s, num_samples: int, batch_size: int) -> Int64s:
+    """Where ``positions`` of an epoch are if its lanes are laid end to end: a permutation of ``range(num_samples)``.
 
-    Lane ``l`` of ``L`` has the columns ``[l*b//L, (l+1)*b//L)`` of each batch of ``b`` samples, and holds them step after step.
+    Lane ``l`` of ``L`` has the columns ``[l*b//L, (l+1)*b//L)`` of each batch of ``b`` samples, and holds them step
+    after step.
     """
     num_lanes = min(NUM_LANES, batch_size)
-    num_full, short = divmod(num_samples, batch_size)
+    num_full, last_size = divmod(num_samples, batch_size)
     step, column = np.divmod(positions, batch_size)
-    sizes = np.where(step < num_full, batch_size, short)
+    sizes = np.where(step < num_full, batch_size, last_size)
     lane = ((column + 1) * num_lanes - 1) // sizes
     left, right = lane * batch_size // num_lanes, (lane + 1) * batch_size // num_lanes
-    lane_start = num_full * left + lane * short // num_lanes
+    lane_start = num_full * left + lane * last_size // num_lanes
     return lane_start + step * (right - left) + column - lane * sizes // num_lanes
 
 
-@lru_cache(maxsize=4)  # by value: a data task gets a copy of its plan each time
+@lru_cache(maxsize=4)  # keyed by value: a data task gets a new copy of its plan each time
 def _shard_order(shard_sizes: bytes, key: int) -> tuple[Int64s, Int64s]:
-    """The shards of an epoch in random order: the first sample of each, (S,), and where each starts in the sequence, (S + 1,)."""
+    """The shards of an epoch in random order.
+
+    Returns the first sample of each shard, (S,), and where each shard starts in the sequence, (S + 1,).
+    """
     sizes = np.frombuffer(shard_sizes, np.int64)
     order = permute(np.arange(len(sizes)), len(sizes), key=mix(key, 1))
-    firsts = np.cumsum(sizes) - sizes
-    return firsts[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[order])])
+    first_samples = np.cumsum(sizes) - sizes
+    return first_samples[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[order])])

@@ -1,4 +1,4 @@
-"""Packed shards: Parquet files of encoded images, written whole, read whole, and kept for the blocks that come next."""
+"""Packed shards: Parquet files of encoded images, written whole, read whole, and cached for the blocks that follow."""
 
 from __future__ import annotations
 
@@ -18,50 +18,54 @@ from raytrain.data.permutation import permute
 from raytrain.storage.base import Store
 
 SHARD_BYTES = 1 << 20
-"""Of images in a shard, about: large enough to be fetched at full speed, small enough to have many of them open."""
+"""Approximate bytes of images in a shard: large enough for full speed, small enough to keep many in memory."""
 
-_KEPT_BYTES = 128 << 20
+_CACHE_BYTES = 128 << 20
 _METADATA = b"raytrain.shard"
-_ORDER = 0x7061636B  # any number: the same images are always dealt out in the same way
+_PACKING_KEY = 0x7061636B  # an arbitrary constant: the same images are always packed in the same order
 
 
 class DamagedShard(ValueError):
-    """A shard is not what was written; the text says so."""
+    """A shard does not hold what was written; the message says so."""
 
 
-def deal(images: Manifest, url: str) -> Manifest:
-    """The same images dealt out at random over shards below ``url``, always in the same way, so that each shard is mixed.
+def assign_shards(images: Manifest, url: str) -> Manifest:
+    """Distribute images over shards below ``url``, in a random order that is always the same, so that each shard is
+    mixed.
 
-    A shard's name tells what is in it, by a digest, so that one which is there need not be written again.
+    A shard's name contains a digest of its images, so that an existing shard need not be written again.
     """
-    dealt = images.select(permute(np.arange(len(images)), len(images), key=_ORDER))
-    starts = np.cumsum(dealt.sizes_bytes) - dealt.sizes_bytes
+    packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
+    starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
     bounds = np.append(np.flatnonzero(np.diff(shard, prepend=-1)), len(images))
-    shards = tuple(_name(number, dealt.select(np.arange(*bounds[number : number + 2]))) for number in range(len(bounds) - 1))
+    members = (np.arange(*bounds[number : number + 2]) for number in range(len(bounds) - 1))
+    shards = tuple(_shard_path(number, packed.select(indices)) for number, indices in enumerate(members))
     row = np.arange(len(images)) - bounds[shard]
-    return replace(dealt, url=url, packing=Packing(shards, shard.astype(np.int32), row.astype(np.int32)))
+    return replace(packed, url=url, packing=Packing(shards, shard.astype(np.int32), row.astype(np.int32)))
 
 
-def shards_of(packed: Manifest) -> dict[str, Manifest]:
-    """Each shard's path and the images that lie in it, in the order of its rows."""
+def images_by_shard(packed: Manifest) -> dict[str, Manifest]:
+    """Each shard's path and its images, in the order of its rows."""
     assert packed.packing is not None
     paths = packed.packing.shards
     bounds = np.searchsorted(packed.packing.shard, np.arange(len(paths) + 1))
     return {path: packed.select(np.arange(*bounds[number : number + 2])) for number, path in enumerate(paths)}
 
 
-def to_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
-    """A Parquet file of the columns key, label and image (the file's bytes), with the classes in its schema's metadata."""
+def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:
+    """A Parquet file with the columns key, label and image (the file's bytes); its schema metadata has the classes."""
     columns = {"key": images.keys, "label": images.labels, "image": pa.array(contents, pa.binary())}
     table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps({"classes": images.classes})})
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="none", use_dictionary=False, write_statistics=False, write_page_checksum=True)
+    pq.write_table(
+        table, sink, compression="none", use_dictionary=False, write_statistics=False, write_page_checksum=True
+    )
     return sink.getvalue().to_pybytes()
 
 
-def is_shard(data: bytes, images: Manifest) -> bool:
-    """Whether ``data`` is the whole shard of ``images``: its checksums are right, and its keys, labels and sizes are theirs."""
+def is_shard_of(images: Manifest, data: bytes) -> bool:
+    """Whether ``data`` is the whole shard of ``images``: checksums, keys, labels and sizes are right."""
     try:
         table = _parse(data, ["key", "label", "image"])
     except DamagedShard:
@@ -72,43 +76,46 @@ def is_shard(data: bytes, images: Manifest) -> bool:
 
 
 def read_packed(store: Store, packing: Packing) -> list[bytes | Exception]:
-    """Contents of images in the order of ``packing``; each shard is fetched once, or taken from those that are kept."""
+    """Contents of images in the order of ``packing``. Each shard is fetched once, or taken from the cache."""
     numbers = np.unique(packing.shard).tolist()
-    shards = dict(zip(numbers, _kept.get_many(store, [packing.shards[number] for number in numbers]), strict=True))
-    return [_image(shards[number], row) for number, row in zip(packing.shard.tolist(), packing.row.tolist(), strict=True)]
+    columns = _cache.get_many(store, [packing.shards[number] for number in numbers])
+    shards = dict(zip(numbers, columns, strict=True))
+    rows = zip(packing.shard.tolist(), packing.row.tolist(), strict=True)
+    return [_image(shards[number], row) for number, row in rows]
 
 
-class _Kept:
-    """The shards that this process has read last: as many as a block needs, and others as far as there is room."""
+class _ShardCache:
+    """The shards that this process read last: those that a block needs, and others up to ``_CACHE_BYTES``."""
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[str, str], pa.Array] = {}  # the oldest first
+        self._columns: dict[tuple[str, str], pa.Array] = {}  # the least recently used first
         self._lock = threading.Lock()
 
     def get_many(self, store: Store, paths: Sequence[str]) -> list[pa.Array | Exception]:
         """The images of each shard, or why it cannot be read."""
         with self._lock:
-            kept = {path: self._columns.get((store.url, path)) for path in paths}
-        found: dict[str, pa.Array | Exception] = {path: column for path, column in kept.items() if column is not None}
+            cached = {path: self._columns.get((store.url, path)) for path in paths}
+        found: dict[str, pa.Array | Exception] = {path: column for path, column in cached.items() if column is not None}
         missing = [path for path in paths if path not in found]
-        found |= {path: _column(data) for path, data in zip(missing, store.get_many(missing), strict=True)}
-        self._keep({(store.url, path): column for path, column in found.items() if isinstance(column, pa.Array)})
+        found |= {path: _image_column(data) for path, data in zip(missing, store.get_many(missing), strict=True)}
+        self._put({(store.url, path): column for path, column in found.items() if isinstance(column, pa.Array)})
         return [found[path] for path in paths]
 
-    def _keep(self, newest: dict[tuple[str, str], pa.Array]) -> None:
+    def _put(self, newest: dict[tuple[str, str], pa.Array]) -> None:
+        """Add or renew shards, and drop the least recently used ones of the others if the cache is too large."""
         with self._lock:
             self._columns = {key: column for key, column in self._columns.items() if key not in newest} | newest
-            over_bytes = sum(column.nbytes for column in self._columns.values()) - _KEPT_BYTES
+            excess_bytes = sum(column.nbytes for column in self._columns.values()) - _CACHE_BYTES
             for key in list(self._columns)[: -len(newest) or None]:
-                if over_bytes <= 0:
+                if excess_bytes <= 0:
                     break
-                over_bytes -= self._columns.pop(key).nbytes
+                excess_bytes -= self._columns.pop(key).nbytes
 
 
-_kept = _Kept()
+_cache = _ShardCache()
 
 
-def _column(data: bytes | Exception) -> pa.Array | Exception:
+def _image_column(data: bytes | Exception) -> pa.Array | Exception:
     if isinstance(data, Exception):
         return data
     try:
@@ -118,8 +125,9 @@ def _column(data: bytes | Exception) -> pa.Array | Exception:
 
 
 def _parse(data: bytes, columns: list[str]) -> pa.Table:
+    source = pa.BufferReader(data)
     try:
-        table = pq.read_table(pa.BufferReader(data), columns=columns, page_checksum_verification=True, use_threads=False)
+        table = pq.read_table(source, columns=columns, page_checksum_verification=True, use_threads=False)
     except (pa.ArrowInvalid, OSError, KeyError):
         raise DamagedShard("its shard is damaged; pack the images again") from None
     return table.combine_chunks()
@@ -129,6 +137,6 @@ def _image(images: pa.Array | Exception, row: int) -> bytes | Exception:
     return images if isinstance(images, Exception) else images[row].as_py()
 
 
-def _name(number: int, images: Manifest) -> str:
+def _shard_path(number: int, images: Manifest) -> str:
     content = hashlib.sha256("\0".join([images.digest, *images.etags.to_pylist()]).encode())
     return f"shards/{number:06d}-{content.hexdigest()[:16]}.parquet"

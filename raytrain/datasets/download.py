@@ -1,11 +1,11 @@
-"""Public data sets to try things with, fetched by torchvision and laid out as class folders of images."""
+"""Download public data sets with torchvision, as class folders of images."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -15,68 +15,77 @@ from raytrain.errors import StorageError, UsageError
 FLOWERS_URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
 FLOWERS_MD5 = "6f87fb78e9cc9ab41eff2015b380011d"
 
-_SCRATCH = ".download"  # hidden: what lists or uploads images does not see it
+_TEMP_FOLDER = ".download"  # hidden, so that listing and uploading images ignore it
 
 
-def fetch_dataset(name: str, destination: str, console: Console | None = None) -> dict[str, Any]:
-    """Download a data set into the new folder ``destination``; a download that was interrupted is not begun anew once whole.
+@dataclass(frozen=True)
+class DownloadResult:
+    """What :func:`download` has done."""
 
-    ``cifar10`` becomes ``train/<class>/`` and ``test/<class>/``, 60,000 PNG images 32×32 (torchvision's ``CIFAR10``);
-    ``flowers`` becomes ``<class>/``, 3,670 JPEG photographs of five classes (the set of TensorFlow's examples, for torchvision
-    has none of so few classes), with its LICENSE.txt.
+    name: str
+    destination: str
+    num_images: int
 
-    Returns:
-        name, destination and num_images.
+
+def download(name: str, destination: str, console: Console | None = None) -> DownloadResult:
+    """Download a data set into the new folder ``destination``. A second try keeps archives that arrived whole.
+
+    ``cifar10`` becomes ``train/<class>/`` and ``test/<class>/``, 60,000 PNG images 32×32 (torchvision's ``CIFAR10``).
+    ``flowers`` becomes ``<class>/``, 3,670 JPEG photographs of five classes, with its LICENSE.txt (the data set of
+    TensorFlow's examples, because torchvision has none with so few classes).
 
     Raises:
-        UsageError: there is no data set of this name, or ``destination`` is no folder that is empty or new.
-        StorageError: the download fails, or is not what it should be.
+        UsageError: there is no data set of this name, or ``destination`` is not an empty or new folder.
+        StorageError: the download fails, or its checksum is wrong.
     """
-    if name not in _FETCHERS:
-        raise UsageError(f"There is no data set {name!r}; there are {' and '.join(_FETCHERS)}.")
+    if name not in _DOWNLOADERS:
+        raise UsageError(f"There is no data set {name!r}; choose {' or '.join(_DOWNLOADERS)}.")
     folder = Path(destination).expanduser()
     _check_new(destination, folder)
     try:
-        images = _FETCHERS[name](folder / _SCRATCH, console or Console(stderr=True))
-    except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError where the checksum is wrong
-        sentence = f"{name} could not be fetched into {destination} ({error}); check the network and the disk, and try again."
-        raise StorageError(sentence) from error
-    for found in images.iterdir():
-        found.rename(folder / found.name)
-    shutil.rmtree(folder / _SCRATCH)
+        images = _DOWNLOADERS[name](folder / _TEMP_FOLDER, console or Console(stderr=True))
+    except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError if the checksum is wrong
+        raise StorageError(
+            f"{name} could not be downloaded into {destination} ({error}); check the network and the disk, and "
+            "try again."
+        ) from error
+    for path in images.iterdir():
+        path.rename(folder / path.name)
+    shutil.rmtree(folder / _TEMP_FOLDER)
     num_images = sum(1 for path in folder.rglob("*") if path.suffix in (".png", ".jpg"))
-    return {"name": name, "destination": str(folder), "num_images": num_images}
+    return DownloadResult(name, str(folder), num_images)
 
 
 def _check_new(destination: str, folder: Path) -> None:
     if "://" in destination or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"{destination} is no folder; give a folder of this machine, and `raytrain upload` copies it to S3.")
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - {_SCRATCH}:
+        raise UsageError(
+            f"{destination} is not a folder of this machine; give one, and copy it to S3 with `raytrain upload`."
+        )
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - {_TEMP_FOLDER}:
         raise UsageError(f"The folder {folder} is not empty; give a new one.")
 
 
-def _fetch_cifar10(scratch: Path, console: Console) -> Path:
-    """Download, and write each image as a PNG file, which keeps every pixel; gives the folder of the images."""
+def _download_cifar10(temp_folder: Path, console: Console) -> Path:
+    """Download, and write each image as a PNG file, which is lossless; returns the folder of the images."""
     from torchvision.datasets import CIFAR10
 
-    images = scratch / "images"
+    images = temp_folder / "images"
     for split, is_train in (("train", True), ("test", False)):
-        dataset = CIFAR10(scratch, train=is_train, download=True)
+        dataset = CIFAR10(temp_folder, train=is_train, download=True)
         folders = [images / split / name for name in dataset.classes]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        numbered = track(range(len(dataset)), f"Writing {split}", console=console)
-        for number in numbered:
+        for number in track(range(len(dataset)), f"Writing {split}", console=console):
             image, label = dataset[number]
             image.save(folders[label] / f"{number:05d}.png")
     return images
 
 
-def _fetch_flowers(scratch: Path, console: Console) -> Path:
+def _download_flowers(temp_folder: Path, console: Console) -> Path:
     from torchvision.datasets.utils import download_and_extract_archive
 
-    download_and_extract_archive(FLOWERS_URL, scratch, md5=FLOWERS_MD5)
-    return scratch / "flower_photos"
+    download_and_extract_archive(FLOWERS_URL, temp_folder, md5=FLOWERS_MD5)
+    return temp_folder / "flower_photos"
 
 
-_FETCHERS: dict[str, Callable[[Path, Console], Path]] = {"cifar10": _fetch_cifar10, "flowers": _fetch_flowers}
+_DOWNLOADERS: dict[str, Callable[[Path, Console], Path]] = {"cifar10": _download_cifar10, "flowers": _download_flowers}

@@ -1,4 +1,4 @@
-"""The demo's images: printed digits, rotated, shifted, scaled and noisy, drawn with the fonts that matplotlib carries."""
+"""The demo's images: printed digits, rotated, shifted, scaled and noisy, drawn with the fonts of matplotlib."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ FONTS = (
     *("cmb10", "cmr10", "cmss10", "cmtt10"),
 )
 
-_OVERSAMPLE = 4  # digits are turned at this multiple of SIZE, then averaged down: smooth edges
+_OVERSAMPLE = 4  # digits are rotated at this multiple of SIZE and then averaged down, for smooth edges
 _CANVAS = SIZE * _OVERSAMPLE
 _DIGIT_HEIGHT = 20 * _OVERSAMPLE
 
 
-def render(directory: str | Path, num_images: int = 5000, test_fraction: float = 0.1, seed: int = 0) -> Path:
-    """Write grey 28x28 PNG images in class folders: ``train/<digit>/0001.png`` and ``test/<digit>/0001.png``.
+def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: float = 0.1, seed: int = 0) -> Path:
+    """Write grey 28x28 PNG images into class folders: ``train/<digit>/0001.png`` and ``test/<digit>/0001.png``.
 
-    Every class gets ``num_images / 10`` images, rounded down, of which ``test_fraction`` go to ``test``. The same arguments give the
-    same pixels. Returns ``directory`` as a path; raises UsageError where a class would lack a training or a test image.
+    Every class gets ``num_images / 10`` images, rounded down, of which ``test_fraction`` go to ``test``. The same
+    arguments give the same pixels. Returns ``directory`` as a path. Raises UsageError if a class would have no training
+    or no test image.
     """
     num_per_class = num_images // NUM_CLASSES
     num_test = round(num_per_class * test_fraction)
     if not 0 < num_test < num_per_class:
         raise UsageError(
-            f"num_images {num_images} and test_fraction {test_fraction} leave {num_test} of a class's {num_per_class} images for testing; "
-            "each class needs at least one image for training and one for testing."
+            f"num_images {num_images} and test_fraction {test_fraction} leave {num_test} of a class's {num_per_class} "
+            "images for testing; each class needs at least one image for training and one for testing."
         )
     root = Path(directory)
     rng = np.random.default_rng(seed)
@@ -48,34 +49,37 @@ def render(directory: str | Path, num_images: int = 5000, test_fraction: float =
             folder = root / split / str(digit)
             folder.mkdir(parents=True, exist_ok=True)
             for number in range(1, count + 1):
-                Image.fromarray(draw(digit, rng)).save(folder / f"{number:04d}.png", compress_level=1)
+                Image.fromarray(draw_digit(digit, rng)).save(folder / f"{number:04d}.png", compress_level=1)
     return root
 
 
-def draw(digit: int, rng: np.random.Generator) -> np.ndarray:
-    """One image of a digit: uint8 (28, 28), light on dark, in a random font, pose, contrast and noise."""
-    coverage = np.asarray(_posed(_glyph(str(rng.choice(FONTS)), digit), rng), dtype=np.float32) / 255  # (28, 28), 1 is ink
+def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
+    """One image of a digit, uint8 (28, 28), light on dark, with random font, pose, contrast and noise."""
+    coverage = (
+        np.asarray(_transformed(_glyph(str(rng.choice(FONTS)), digit), rng), dtype=np.float32) / 255
+    )  # (28, 28), 1 is ink
     paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
     noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
     return np.clip(paper + (ink - paper) * coverage + noise, 0, 255).astype(np.uint8)
 
 
-def _posed(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """The glyph turned by up to 45 degrees either way, scaled and shifted, at its final size."""
+def _transformed(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """The glyph rotated by up to 45 degrees either way, scaled and shifted, at its final size."""
     angle = math.radians(rng.uniform(-MAX_ROTATION_DEGREES, MAX_ROTATION_DEGREES))
     scale = rng.uniform(0.85, 1.1)
     shift_x, shift_y = rng.uniform(-2.0, 2.0, size=2) * _OVERSAMPLE
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
     centre = _CANVAS / 2
     x, y = centre + shift_x, centre + shift_y
-    inverse = (cos, sin, centre - cos * x - sin * y, -sin, cos, centre + sin * x - cos * y)  # from the result back to the glyph
-    turned = glyph.transform(glyph.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
-    return turned.reduce(_OVERSAMPLE)
+    # Maps a point of the result back to the glyph.
+    inverse = (cos, sin, centre - cos * x - sin * y, -sin, cos, centre + sin * x - cos * y)
+    rotated = glyph.transform(glyph.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
+    return rotated.reduce(_OVERSAMPLE)
 
 
 @cache
 def _glyph(font: str, digit: int) -> Image.Image:
-    """A digit upright in the middle of the oversampled canvas, white on black, every font at the same height."""
+    """A digit upright in the middle of the oversampled canvas, white on black, of the same height in every font."""
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
     canvas = Image.new("L", (3 * _CANVAS, 3 * _CANVAS))
     ImageDraw.Draw(canvas).text((_CANVAS, _CANVAS), str(digit), fill=255, font=ImageFont.truetype(str(path), _CANVAS))

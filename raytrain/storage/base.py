@@ -148,7 +148,10 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
         return FolderStore(os.path.abspath(Path(url).expanduser()))
     _check_url(url)
     from raytrain.storage.credentials import resolve
-    from raytrain.storage.s3 import BucketStore, resolve_settings  # not above: a folder needs neither obstore nor botocore
+    from raytrain.storage.s3 import (  # not above: a folder needs neither obstore nor botocore
+        BucketStore,
+        resolve_settings,
+    )
 
     return BucketStore(url.rstrip("/"), settings or resolve_settings(url), credentials or resolve, uuid.uuid4().hex)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.data.partition import LocalBatch
+from raytrain.data.local_batch import LocalBatch
 from raytrain.training.augment import Augment
 
 

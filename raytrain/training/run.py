@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.partition import LocalBatch, Prefetch
+from raytrain.data.local_batch import LocalBatch
 from raytrain.data.permutation import mix
+from raytrain.data.prefetch import Prefetch
 from raytrain.errors import UsageError
 from raytrain.training import batchnorm, lr_schedule, transfer
 from raytrain.training.augment import Augment

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from raytrain.data.batch_plan import Int64s
+from raytrain.data.permutation import Int64s
 from raytrain.runs.layout import TRACE
 from raytrain.storage.base import Store
 

@@ -130,6 +130,7 @@ def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: in
 
 def read_shares(run: Any, folder: str) -> None:
     import torch
+
     from raytrain.data.prefetch import Prefetch
 
     run.reporter.started(run.world_size, 0)  # the driver waits for it to fill the cache

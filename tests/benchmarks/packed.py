@@ -25,12 +25,12 @@ _PROCESSES = 1  # of LitData's, for each worker: as many as there are cores
 
 
 def measure(bench: Bench) -> Report:
-    from raytrain.demo.s3_server import serve
+    from raytrain.demo.s3_server import S3Server
 
     served = bench.scratch / "packed"
     for bucket in ("raytrain", "litdata"):
         (served / bucket).mkdir(parents=True)
-    with serve(served) as server:
+    with S3Server(served) as server:
         bench = dataclasses.replace(bench, environment=bench.environment | server.environment())
         bench.alone(Side(pack_both, {"images": str(bench.images)}))
         sides = {

@@ -51,7 +51,7 @@ def look_up() -> dict[str, Any]:
     steps, ranks = random.integers(0, plan.num_steps, _CALLS).tolist(), random.integers(0, NUM_WORKERS, _CALLS).tolist()
 
     def share(call: int) -> int:
-        return len(plan.share(plan.batch(steps[call]), ranks[call], loads))
+        return len(Partition(plan, ranks[call], loads).local_samples(plan.batch(steps[call])))
 
     def block(call: int) -> int:
         return len(WorkerOrder(Partition(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).samples(1))

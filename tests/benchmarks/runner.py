@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from raytrain.demo.s3_server import serve
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import UsageError
 from tests.benchmarks.process_tree import end_tree
 
@@ -93,7 +93,7 @@ def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, Path,
     if not (data / "train").is_dir():
         raise UsageError(f"--data is {data}, which has no folder train in it; give the folder that holds train/<class>/*.jpg.")
     directory = data if scale >= 1 else _part(data, scale, scratch / "images")
-    with serve(directory) as server:
+    with S3Server(directory) as server:
         yield "s3://train", directory / "train", _environment(scratch) | server.environment()
 
 

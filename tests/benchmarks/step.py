@@ -25,9 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raytrain import models
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.manifest import build_manifest
-from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.recipes import cifar10
 from raytrain.storage.base import open_store
 from raytrain.training.augment import Augment
@@ -156,14 +158,14 @@ class MemorySource:
 
     images: np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C), in the order of the first epoch
     labels: np.ndarray[Any, np.dtype[np.int64]]
-    shares: Partition
+    partition: Partition
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return batches_from_cache(self.shares, CachedBlocks(self._block, BLOCK_ROWS, self.shares.plan, Cursor()), first_step)
+        return batches_from_cache(self.partition, CachedBlocks(self._block, BLOCK_ROWS, self.partition.plan, Cursor()), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
         one_batch = BatchPlan(len(self.images), BATCH, 1, 0, max_steps=1)
-        return batches_from_cache(Partition(one_batch, self.shares.rank, self.shares.loads), CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()), 0)
+        return batches_from_cache(Partition(one_batch, self.partition.rank, self.partition.loads), CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()), 0)
 
     def _block(self, number: int) -> Block:
         rows = slice(number * BLOCK_ROWS, (number + 1) * BLOCK_ROWS)

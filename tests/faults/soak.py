@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 import raytrain
-from raytrain.demo.s3_server import serve
+from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from tests.faults.soak_faults import LOOP, STORAGE, WHAT_IT_DOES, Soaked, head_processes, last_line, named, title
 from tests.helpers.faulty_s3 import faulty_s3
@@ -128,7 +128,7 @@ def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
     for name in ("tmp", "s3/soak/images", "s3/soak-runs"):
         (folder / name).mkdir(parents=True)
     make_images(folder / "s3" / "soak" / "images", NUM_IMAGES)
-    with serve(folder / "s3") as server, started_head(folder) as head, faulty_s3(server.endpoint_url, 0.0) as proxy:
+    with S3Server(folder / "s3") as server, started_head(folder) as head, faulty_s3(server.endpoint_url, 0.0) as proxy:
         os.environ.update(server.environment())  # this process looks at storage past the proxy
         environment = {**head.environment, **server.environment(), "AWS_ENDPOINT_URL": proxy.url, "TMPDIR": str(folder / "tmp")}
         yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], head, proxy, folder, environment)

@@ -13,7 +13,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainingFailed
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from raytrain.storage.base import S3Settings, open_store
 from tests.helpers.key_issuer import LIFE_S, Issuer, issuing_s3
@@ -51,7 +51,7 @@ def unhindered(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def issuer(
-    s3_server: EmbeddedS3, s3: EmbeddedS3, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, s3: S3Server, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Issuer]:
     """Issues all the keys that this process has; the images are at ``s3_url``."""
     put_images(images, open_store(s3_url, settings=S3Settings(s3.endpoint_url, "us-east-1")))

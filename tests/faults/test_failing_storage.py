@@ -19,7 +19,7 @@ import torch
 
 import raytrain
 from raytrain import TrainingFailed
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run
 from raytrain.runs.records import read_run
@@ -50,7 +50,7 @@ def test_a_run_through_s3_that_fails_requests_repeats_and_counts_them(
     max_requests_per_read: float,
     undisturbed: raytrain.TrainResult,
     images: Path,
-    s3: EmbeddedS3,
+    s3: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,7 +169,7 @@ def train_on_without_storage(run: raytrain.Run, batch: raytrain.Batch, folder: P
 
 
 def test_a_run_trains_on_while_its_storage_is_away_and_its_checkpoints_arrive_later(
-    undisturbed: raytrain.TrainResult, images: Path, s3: EmbeddedS3, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: raytrain.TrainResult, images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = Away(tmp_path)
     with faulty_s3(s3.endpoint_url, interfere=away.interfere) as proxy:
@@ -206,7 +206,7 @@ def heavy_loop(run: raytrain.Run, folder: Path) -> None:
 
 
 def test_a_worker_that_is_killed_while_it_uploads_a_checkpoint_leaves_the_one_before(
-    undisturbed: raytrain.TrainResult, images: Path, s3: EmbeddedS3, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: raytrain.TrainResult, images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = threading.Event()
 

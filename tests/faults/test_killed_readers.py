@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import raytrain
-from raytrain.demo.s3_server import EmbeddedS3, serve
+from raytrain.demo.s3_server import S3Server
 from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.small_runs import assert_same_weights, config, make_images
 
@@ -32,8 +32,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(bucket: Path) -> Iterator[EmbeddedS3]:
-    with serve(bucket.parent) as server:
+def server(bucket: Path) -> Iterator[S3Server]:
+    with S3Server(bucket.parent) as server:
         yield server
 
 
@@ -70,7 +70,7 @@ class Killer:
 def test_killed_readers_lose_nothing(
     cache: str,
     undisturbed: raytrain.TrainResult,
-    server: EmbeddedS3,
+    server: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

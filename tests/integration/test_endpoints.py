@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrain.demo.s3_server import serve
+from raytrain.demo.s3_server import S3Server
 
 
 def test_the_embedded_server_listens_on_loopback_only(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with serve(tmp_path):
+    with S3Server(tmp_path):
         servers = set(psutil.Process().children(recursive=True)) - before
         addresses = {each.laddr.ip for server in servers for each in server.net_connections() if each.status == psutil.CONN_LISTEN}
     assert addresses == {"127.0.0.1"}
@@ -24,7 +24,7 @@ def test_the_embedded_server_listens_on_loopback_only(tmp_path: Path) -> None:
 def test_nobody_without_a_key_reads_or_changes_what_is_there(method: str, tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "a").write_bytes(b"1")
-    with serve(tmp_path) as server:
+    with S3Server(tmp_path) as server:
         asked = urllib.request.Request(f"{server.endpoint_url}/bucket/a", method=method, data=b"2" if method == "PUT" else None)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(asked, timeout=20)

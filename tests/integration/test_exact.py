@@ -16,7 +16,9 @@ from torch import nn
 
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.storage.base import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
@@ -71,7 +73,7 @@ def images(num_samples: int, bad: tuple[int, ...] = ()) -> Block:
 
 class MemorySource:
     def __init__(self, block: Block, plan: BatchPlan, rank: int, loads: tuple[float, ...]) -> None:
-        self.shares = Partition(plan, rank, loads)
+        self.partition = Partition(plan, rank, loads)
         in_order = plan.samples(0, np.arange(plan.num_samples))
         ordered = Block(block.images[in_order], block.labels[in_order], in_order)
         rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
@@ -79,11 +81,11 @@ class MemorySource:
         self.blocks = CachedBlocks(blocks.__getitem__, 5, plan, plan.cursor(0))
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return batches_from_cache(self.shares, self.blocks, first_step)
+        return batches_from_cache(self.partition, self.blocks, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        plan = dataclasses.replace(self.shares.plan, batch_size=6, epochs=1, max_steps=None)
-        return batches_from_cache(Partition(plan, self.shares.rank, self.shares.loads), self.blocks, 0)
+        plan = dataclasses.replace(self.partition.plan, batch_size=6, epochs=1, max_steps=None)
+        return batches_from_cache(Partition(plan, self.partition.rank, self.partition.loads), self.blocks, 0)
 
 
 class Recorder:

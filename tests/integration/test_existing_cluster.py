@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.demo.digits import render
+from raytrain.demo.digits import render_digits
 from tests.helpers.ray_head import DEADLINE_S, RAY, Head, started_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,7 +24,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return render(tmp_path_factory.mktemp("digits"), num_images=200)
+    return render_digits(tmp_path_factory.mktemp("digits"), num_images=200)
 
 
 def words(digits: Path, storage: Path, name: str) -> list[str]:

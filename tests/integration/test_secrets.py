@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrain.demo.digits import render
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.digits import render_digits
+from raytrain.demo.s3_server import S3Server
 from tests.helpers.ray_head import DEADLINE_S, RAY, Head, started_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -84,11 +84,11 @@ def _as_written(key: str) -> set[bytes]:
 
 
 @pytest.fixture(scope="module")
-def searched(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Searched]:
+def searched(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Searched]:
     """All commands have run: with keys in the environment and with a session's token, in a profile, and with wrong ones."""
     folder = tmp_path_factory.mktemp("secrets")
     (folder / "loop.py").write_text(LOOP)
-    render(folder / "digits", num_images=200)
+    render_digits(folder / "digits", num_images=200)
     for part in ("train", "test"):
         (folder / "digits" / part).rename(s3_server.directory / f"secret-{part}")
     (s3_server.directory / "secret-runs").mkdir()
@@ -100,7 +100,7 @@ def searched(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) ->
             yield Searched(head, [folder / "runs", s3_server.directory], commands, keys, _show_decoy(head, commands))
 
 
-def _use_everything(head: Head, commands: Commands, server: EmbeddedS3, folder: Path) -> list[str]:
+def _use_everything(head: Head, commands: Commands, server: S3Server, folder: Path) -> list[str]:
     known, token, wrong = server.environment(), secrets.token_hex(24), secrets.token_hex(20)
     keys = {**head.environment, **known, "AWS_SESSION_TOKEN": token}
     profile = {**head.environment, **_profile(folder, known)}

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import raytrain
-from raytrain.demo.digits import render
+from raytrain.demo.digits import render_digits
 from raytrain.runs.records import list_runs, read_run
 
 
@@ -25,7 +25,7 @@ def torchrun(data: Path, storage: Path, *options: str, meanwhile: Callable[[], N
 
 
 def test_the_loop_trains_under_torchrun(tmp_path: Path) -> None:
-    done = torchrun(render(tmp_path / "digits", num_images=200), tmp_path)
+    done = torchrun(render_digits(tmp_path / "digits", num_images=200), tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["samples_seen"] for row in rows if row["kind"] == "step"] == [180, 360]
@@ -37,7 +37,7 @@ def test_the_loop_trains_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_it_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
-    data = render(tmp_path / "digits", num_images=200)
+    data = render_digits(tmp_path / "digits", num_images=200)
     stopped = torchrun(data, tmp_path, "--epochs", "100000", meanwhile=partial(stop_when_it_trains, tmp_path))
     assert stopped.returncode == 0, stopped.stderr
     summary = read_run(str(tmp_path), "run").summary
@@ -56,7 +56,7 @@ def stop_when_it_trains(storage: Path) -> None:
 
 
 def test_too_many_bad_images_end_it_with_a_checkpoint(tmp_path: Path) -> None:
-    data = render(tmp_path / "digits", num_images=200)
+    data = render_digits(tmp_path / "digits", num_images=200)
     for digit in range(3):
         (data / "train" / str(digit) / "0001.png").write_bytes(b"this is not an image")
     done = torchrun(data, tmp_path)

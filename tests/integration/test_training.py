@@ -18,7 +18,7 @@ import pytest
 import raytrain
 from raytrain import UsageError
 from raytrain.cli.new_project import new
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.storage.base import open_store
@@ -130,7 +130,7 @@ def test_an_error_in_the_loop_is_said_in_one_sentence_and_the_run_can_go_on(imag
     assert raytrain.train(dataclasses.replace(options, resume=True, epochs=1)).status == "finished"
 
 
-def test_images_that_cannot_be_read_are_skipped_and_listed(s3: EmbeddedS3, s3_url: str, images: Path, tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_are_skipped_and_listed(s3: S3Server, s3_url: str, images: Path, tmp_path: Path) -> None:
     store = open_store(s3_url)
     for path in images.rglob("*.png"):
         store.put(f"{path.parent.name}/{path.name}", path.read_bytes())
@@ -176,7 +176,7 @@ def test_too_many_bad_images_end_the_run_with_a_checkpoint(images: Path, tmp_pat
     assert (resumed.status, resumed.num_skipped) == ("finished", 1)
 
 
-def test_a_run_may_live_in_s3(s3: EmbeddedS3, s3_url: str, images: Path) -> None:
+def test_a_run_may_live_in_s3(s3: S3Server, s3_url: str, images: Path) -> None:
     options = config(images, s3_url, epochs=1)
     result = raytrain.train(options)
     assert result.run_dir == f"{s3_url}/run"

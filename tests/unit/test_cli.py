@@ -305,7 +305,7 @@ def test_predict_export_doctor_and_demo_hand_on_their_options(stand_in: Callable
     stand_in("exporting", export=note({"same_answers": 9}))
     stand_in("doctor", diagnose=note(report))
     stand_in("devices", list_devices=note(report))
-    stand_in("demo", demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})), outcome=lambda *_: "")
+    stand_in("demo", run_demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})), summary=lambda *_: "")
     for argv, document, exit_code in (
         ("export first --output m.onnx --data d --json", {"same_answers": 9}, 0),
         ("predict first --data d --output p.csv --top-k 3 --storage s --json", {"images": 7}, 0),

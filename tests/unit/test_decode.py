@@ -1,4 +1,4 @@
-"""Files as people have them: shown as Pillow and browsers would show them, or refused with a reason, never at a great price."""
+"""Real-world image files are decoded as Pillow and browsers show them, or refused with a reason and at little cost."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def photo() -> Array:
 
 
 def alpha() -> Array:
-    """How opaque each pixel is: from not at all on the left to wholly on the right, (24, 40)."""
+    """Opacity of each pixel: from 0 on the left to 255 on the right, (24, 40)."""
     return np.broadcast_to(np.linspace(0, 255, WIDTH).astype(np.uint8), (HEIGHT, WIDTH))
 
 
 def on_white(colours: Array, opacity: Array) -> npt.NDArray[np.float64]:
-    share = opacity[..., None] / 255
-    return colours * share + 255 * (1 - share)
+    weight = opacity[..., None] / 255
+    return colours * weight + 255 * (1 - weight)
 
 
 def encoded(image: Image.Image | Array, format: str, **options: Any) -> bytes:
@@ -50,7 +50,7 @@ def encoded(image: Image.Image | Array, format: str, **options: Any) -> bytes:
 
 
 def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> bytes:
-    """A PNG file out of its compressed rows: for what Pillow cannot write."""
+    """A PNG file made from its compressed rows, for kinds that Pillow cannot write."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -60,7 +60,7 @@ def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> by
 
 
 def black_png(side: int) -> bytes:
-    """``side`` x ``side`` RGB pixels of 0, compressed without ever being there: one piece of zeros, repeated."""
+    """``side`` x ``side`` RGB pixels of 0, compressed without being in memory: one piece of zeros, repeated."""
     num_bytes, pieces = side * (1 + 3 * side), 200
     packer = zlib.compressobj(9, wbits=-15)
     piece = packer.compress(bytes(num_bytes // pieces)) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -79,7 +79,7 @@ def assert_close(shown: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance:
     assert difference <= tolerance, f"differs by up to {difference}"
 
 
-# What is shown.
+# Images that are decoded.
 
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
@@ -93,7 +93,9 @@ def test_usual_files_are_shown_as_pillow_shows_them(format: str, mode: str) -> N
     assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), tolerance)
 
 
-@pytest.mark.parametrize("options", [{"progressive": True}, {"quality": 30}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}])
+@pytest.mark.parametrize(
+    "options", [{"progressive": True}, {"quality": 30}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}]
+)
 def test_jpegs_of_all_kinds_are_shown_as_pillow_shows_them(options: dict[str, Any]) -> None:
     data = encoded(photo(), "JPEG", **options)
     assert_close(decode(data, SHAPE), as_pillow_shows(data), 3)
@@ -102,7 +104,7 @@ def test_jpegs_of_all_kinds_are_shown_as_pillow_shows_them(options: dict[str, An
 
 def test_cmyk_has_the_colours_that_it_was_made_from() -> None:
     data = encoded(Image.fromarray(photo()).convert("CMYK"), "JPEG", quality=95)
-    assert b"Adobe" in data[:200]  # which says that the values are inverted
+    assert b"Adobe" in data[:200]  # the mark that says that the values are inverted
     assert_close(decode(data, SHAPE), photo(), 16)
     assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), 3)
 
@@ -125,7 +127,9 @@ def test_16_bits_a_channel_become_8() -> None:
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])
 def test_what_is_transparent_is_white(format: str) -> None:
-    data = encoded(np.dstack([photo(), alpha()]), format, **({"lossless": True, "exact": True} if format == "WEBP" else {}))
+    data = encoded(
+        np.dstack([photo(), alpha()]), format, **({"lossless": True, "exact": True} if format == "WEBP" else {})
+    )
     assert_close(decode(data, SHAPE), on_white(photo(), alpha()), 1)
 
 
@@ -185,7 +189,9 @@ def test_a_camera_that_was_turned_takes_upright_pictures(format: str, orientatio
     assert_close(decode(encoded(photo(), format, exif=exif, **lossless), shape), upright, 6 if format == "JPEG" else 0)
 
 
-@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"])
+@pytest.mark.parametrize(
+    "exif", [b"Exif\0\0", b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"]
+)
 def test_a_damaged_exif_block_turns_nothing(exif: bytes) -> None:
     assert_close(decode(encoded(photo(), "JPEG", quality=100, subsampling=0, exif=exif), SHAPE), photo(), 6)
 
@@ -202,7 +208,7 @@ def test_a_large_image_is_scaled_and_stretched_to_the_shape(format: str) -> None
     assert_close(decode(encoded(large, format, **({"quality": 95} if format == "JPEG" else {})), SHAPE), photo(), 20)
 
 
-# What is refused.
+# Files that are refused.
 
 
 @pytest.mark.parametrize(
@@ -267,7 +273,7 @@ def test_a_bomb_is_refused_by_its_header(bomb: Callable[[], bytes], monkeypatch:
         decode(data, SHAPE)
 
 
-def test_whatever_is_wrong_with_a_file_it_is_shown_or_refused() -> None:
+def test_any_damaged_file_is_decoded_or_refused() -> None:
     chance = random.Random(0)
     noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
     files = [encoded(noise, format, **options) for format, options in FUZZED]

@@ -1,4 +1,4 @@
-"""The demo: what it does to this process and to the machine, and the commands that it gives away."""
+"""The demo: its effect on this process and machine, and the commands that it suggests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rich.console import Console
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
 from raytrain.demo import demo
-from raytrain.demo.s3_server import serve
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import UsageError
 from raytrain.storage.base import open_store
 
 
-def printed(result: Any, **places: str) -> str:
+def printed(result: Any, **folders: str) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(demo.outcome(result, **places))
+    console.print(demo.summary(result, **folders))
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -38,30 +38,32 @@ RESULT: Any = SimpleNamespace(
 )
 
 
-def test_the_users_own_aws_configuration_is_out_of_the_way_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_aws_configuration_is_ignored_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a user's")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://a.user.example")
     (tmp_path / "own").mkdir()
     before = dict(os.environ)
-    with serve(tmp_path) as server, demo._only(server.environment()):
+    with S3Server(tmp_path) as server, demo._aws_environment(server.environment()):
         open_store("s3://own").check_readable()
         assert "AWS_SESSION_TOKEN" not in os.environ
     assert dict(os.environ) == before
 
 
-def test_a_second_demo_gets_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_second_demo_gets_another_name(tmp_path: Path) -> None:
     for name in ("demo", "demo-2", "demo-3"):
-        assert demo._free_name(str(tmp_path)) == name
+        assert demo._unused_name(str(tmp_path)) == name
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
 
 
 def test_a_bucket_for_the_runs_is_refused() -> None:
-    with pytest.raises(UsageError, match="--storage is s3://bucket/runs; the demo keeps its run in a folder"):
-        demo.demo(storage="s3://bucket/runs")
+    with pytest.raises(UsageError, match="--storage is s3://bucket/runs; the demo stores its run in a folder"):
+        demo.run_demo(storage="s3://bucket/runs")
 
 
-def test_the_outcome_gives_accuracy_places_and_commands_that_the_command_line_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_gives_accuracy_locations_and_commands_that_the_command_line_understands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("UV", raising=False)
     text = printed(RESULT, storage="some where", images="my images")
     assert "99.12%" in text

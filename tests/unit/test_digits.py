@@ -17,7 +17,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def test_every_class_has_the_same_number_of_images_on_each_side(tmp_path: Path) -> None:
-    paths = contents(digits.render(tmp_path, num_images=105, test_fraction=0.2))
+    paths = contents(digits.render_digits(tmp_path, num_images=105, test_fraction=0.2))
     assert set(paths) == {f"train/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 9)} | {
         f"test/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 3)
     }
@@ -26,7 +26,7 @@ def test_every_class_has_the_same_number_of_images_on_each_side(tmp_path: Path) 
 
 def test_the_seed_decides_the_pixels(tmp_path: Path) -> None:
     first, again, other = (
-        contents(digits.render(tmp_path / name, num_images=40, test_fraction=0.25, seed=seed))
+        contents(digits.render_digits(tmp_path / name, num_images=40, test_fraction=0.25, seed=seed))
         for name, seed in (("first", 3), ("again", 3), ("other", 4))
     )
     assert first == again
@@ -34,7 +34,7 @@ def test_the_seed_decides_the_pixels(tmp_path: Path) -> None:
 
 
 def test_images_are_grey_28x28_with_ink_that_stands_out(tmp_path: Path) -> None:
-    for path in digits.render(tmp_path, num_images=300).rglob("*.png"):
+    for path in digits.render_digits(tmp_path, num_images=300).rglob("*.png"):
         image = Image.open(path)
         assert (image.mode, image.size) == ("L", (28, 28))
         pixels = np.asarray(image, dtype=float)
@@ -45,7 +45,7 @@ def test_images_are_grey_28x28_with_ink_that_stands_out(tmp_path: Path) -> None:
 
 def test_digits_lean_by_up_to_45_degrees_either_way() -> None:
     rng = np.random.default_rng(0)
-    leans = np.array([lean_degrees(digits.draw(1, rng).astype(float)) for _ in range(400)])
+    leans = np.array([lean_degrees(digits.draw_digit(1, rng).astype(float)) for _ in range(400)])
     assert leans.min() < -30 and leans.max() > 30
     assert np.abs(leans).max() < 45 + 25  # an oblique one leans by itself
 
@@ -70,4 +70,4 @@ def test_every_font_draws_ten_different_digits(font: str) -> None:
 
 def test_too_few_images_are_refused_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"num_images 30 and test_fraction 0\.1 leave 0 of a class's 3 images"):
-        digits.render(tmp_path, num_images=30)
+        digits.render_digits(tmp_path, num_images=30)

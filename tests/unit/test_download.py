@@ -1,4 +1,4 @@
-"""Public data sets: fetched from a server of this machine that has small archives of the same shape."""
+"""Public data sets, downloaded from a local server that has small archives of the same structure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the URL under which it can be fetched."""
+    """A folder and the URL that serves it."""
     folder = tmp_path / "served"
     folder.mkdir()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
@@ -44,7 +44,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def archive(file: Path, contents: dict[str, bytes]) -> str:
-    """Write a .tgz file; its MD5."""
+    """Write a .tgz file; returns its MD5."""
     with tarfile.open(file, "w:gz") as tar:
         for name, data in contents.items():
             member = tarfile.TarInfo(name)
@@ -53,8 +53,8 @@ def archive(file: Path, contents: dict[str, bytes]) -> str:
     return hashlib.md5(file.read_bytes()).hexdigest()
 
 
-def quietly(name: str, destination: Path | str) -> dict[str, Any]:
-    return download.fetch_dataset(name, str(destination), Console(file=io.StringIO()))
+def quietly(name: str, destination: Path | str) -> download.DownloadResult:
+    return download.download(name, str(destination), Console(file=io.StringIO()))
 
 
 @pytest.fixture
@@ -63,7 +63,9 @@ def flowers(served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, url = served
     names = ("daisy/1.jpg", "daisy/2.jpg", "tulips/3.jpg", "LICENSE.txt")
     monkeypatch.setattr(
-        download, "FLOWERS_MD5", archive(folder / "flowers.tgz", {f"flower_photos/{name}": name.encode() for name in names})
+        download,
+        "FLOWERS_MD5",
+        archive(folder / "flowers.tgz", {f"flower_photos/{name}": name.encode() for name in names}),
     )
     monkeypatch.setattr(download, "FLOWERS_URL", f"{url}/flowers.tgz")
     return folder / "flowers.tgz"
@@ -92,10 +94,12 @@ def cifar10(served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> np.nda
     return pixels
 
 
-def test_cifar10_becomes_class_folders_with_every_pixel(cifar10: np.ndarray, tmp_path: Path) -> None:
+def test_cifar10_becomes_class_folders_with_the_same_pixels(cifar10: np.ndarray, tmp_path: Path) -> None:
     result = quietly("cifar10", tmp_path / "cifar10")
-    assert result == {"name": "cifar10", "destination": str(tmp_path / "cifar10"), "num_images": 8}
-    train, test = (build_manifest(open_store(str(tmp_path / "cifar10" / part)), classes=tuple(NAMES)) for part in ("train", "test"))
+    assert result == download.DownloadResult("cifar10", str(tmp_path / "cifar10"), num_images=8)
+    train, test = (
+        build_manifest(open_store(str(tmp_path / "cifar10" / part)), classes=tuple(NAMES)) for part in ("train", "test")
+    )
     assert (len(train), len(test)) == (6, 2)
     assert sorted(train.keys.to_pylist())[:2] == ["airplane/00000.png", "airplane/00003.png"]
     image = np.asarray(Image.open(tmp_path / "cifar10" / "train" / "bird" / "00004.png"))
@@ -103,30 +107,32 @@ def test_cifar10_becomes_class_folders_with_every_pixel(cifar10: np.ndarray, tmp
 
 
 def test_flowers_become_class_folders(flowers: Path, tmp_path: Path) -> None:
-    assert quietly("flowers", tmp_path / "flowers")["num_images"] == 3
+    assert quietly("flowers", tmp_path / "flowers").num_images == 3
     manifest = build_manifest(open_store(str(tmp_path / "flowers")))
     assert manifest.classes == ("daisy", "tulips") and len(manifest) == 3
     assert sorted(path.name for path in (tmp_path / "flowers").iterdir()) == ["LICENSE.txt", "daisy", "tulips"]
 
 
-def test_a_download_that_breaks_off_or_is_other_than_it_should_be_is_said_and_can_be_repeated(
+def test_a_truncated_or_missing_download_is_an_error_and_can_be_repeated(
     flowers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = flowers.read_bytes()
     flowers.write_bytes(right[:-20])
-    with pytest.raises(StorageError, match=r"flowers could not be fetched into .*flowers \(.*corrupted.*\); check the network"):
+    with pytest.raises(
+        StorageError, match=r"flowers could not be downloaded into .*flowers \(.*corrupted.*\); check the network"
+    ):
         quietly("flowers", tmp_path / "flowers")
     flowers.unlink()
     with pytest.raises(StorageError, match="404"):
         quietly("flowers", tmp_path / "flowers")
     flowers.write_bytes(right)
-    assert quietly("flowers", tmp_path / "flowers")["num_images"] == 3
+    assert quietly("flowers", tmp_path / "flowers").num_images == 3
 
 
-def test_wrong_names_and_places_are_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no data set 'mnist'; there are cifar10 and flowers\."):
+def test_wrong_names_and_destinations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no data set 'mnist'; choose cifar10 or flowers\."):
         quietly("mnist", tmp_path / "mnist")
-    with pytest.raises(UsageError, match="s3://bucket/flowers is no folder"):
+    with pytest.raises(UsageError, match="s3://bucket/flowers is not a folder"):
         quietly("flowers", "s3://bucket/flowers")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()

@@ -11,12 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.manifest import UNLABELLED, Manifest, build_manifest, list_images, split
+from raytrain.data.manifest import UNLABELLED, Manifest, build_manifest, list_images, train_test_split
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store, open_store
 
 FILES = ["dog/1.jpg", "cat/2.PNG", "cat/1.jpeg", "more/cat/3.webp", "owl/0.bmp", "owl/1.Gif"]
-OTHERS = ["readme.txt", "top.jpg", "cat/.hidden.jpg", ".ipynb_checkpoints/1.jpg", "cat/._1.jpg", "cat/notes.json", "dog/jpg"]
+OTHERS = [
+    "readme.txt",
+    "top.jpg",
+    "cat/.hidden.jpg",
+    ".ipynb_checkpoints/1.jpg",
+    "cat/._1.jpg",
+    "cat/notes.json",
+    "dog/jpg",
+]
 
 
 @pytest.fixture
@@ -46,13 +54,15 @@ def assert_same(one: Manifest, other: Manifest) -> None:
     assert one.digest == other.digest
 
 
-def test_images_are_labelled_by_the_folder_that_they_lie_in(store: Store) -> None:
+def test_images_are_labelled_by_their_folder(store: Store) -> None:
     manifest = build_manifest(fill(store, *FILES, *OTHERS))
     assert manifest.classes == ("cat", "dog", "owl")
     assert keys(manifest) == sorted(FILES) and len(manifest) == 6
     assert [manifest.classes[label] for label in manifest.labels] == ["cat", "cat", "dog", "cat", "owl", "owl"]
     assert manifest.sizes_bytes.tolist() == [len(key) for key in keys(manifest)]
-    assert manifest.etags.to_pylist() == [{found.path: found.etag for found in store.list()}[key] for key in keys(manifest)]
+    assert manifest.etags.to_pylist() == [
+        {found.path: found.etag for found in store.list()}[key] for key in keys(manifest)
+    ]
     assert manifest.num_ignored == len(OTHERS) and manifest.url == store.url
 
 
@@ -68,12 +78,16 @@ def test_real_images_have_the_same_manifest_in_a_folder_and_in_s3(cifar10_folder
 def test_images_without_labels_can_be_listed(store: Store) -> None:
     manifest = list_images(fill(store, *FILES, *OTHERS))
     assert keys(manifest) == sorted([*FILES, "top.jpg"])
-    assert set(manifest.labels.tolist()) == {UNLABELLED} and manifest.classes == () and manifest.num_ignored == len(OTHERS) - 1
+    assert (
+        set(manifest.labels.tolist()) == {UNLABELLED}
+        and manifest.classes == ()
+        and manifest.num_ignored == len(OTHERS) - 1
+    )
 
 
 def test_the_digest_is_of_keys_labels_and_sizes(store: Store) -> None:
     manifest = build_manifest(fill(store, *FILES))
-    store.put("cat/2.PNG", b"as many b")  # as long as before: nothing that the digest covers
+    store.put("cat/2.PNG", b"as many b")  # as long as before, so that the digest does not change
     assert build_manifest(store).digest == manifest.digest
     assert build_manifest(store).etags != manifest.etags
     store.put("owl/0.bmp", b"shorter")
@@ -87,7 +101,7 @@ def test_the_digest_is_of_keys_labels_and_sizes(store: Store) -> None:
     assert len({manifest.digest, *(other.digest for other in changed)}) == 6
 
 
-def test_parquet_brings_a_manifest_back(store: Store) -> None:
+def test_parquet_restores_a_manifest(store: Store) -> None:
     manifest = build_manifest(fill(store, *FILES, *OTHERS, "ünï/日本.jpg"))
     assert_same(Manifest.from_parquet(manifest.to_parquet()), manifest)
     assert_same(pickle.loads(pickle.dumps(manifest)), manifest)
@@ -103,14 +117,14 @@ def test_other_programs_read_the_parquet(store: Store, tmp_path: Path) -> None:
     assert table.column_names == ["key", "label", "size_bytes", "etag"] and table["key"].to_pylist() == keys(manifest)
 
 
-def test_what_is_no_whole_manifest_is_refused(store: Store) -> None:
+def test_a_damaged_manifest_is_refused(store: Store) -> None:
     written = build_manifest(fill(store, *FILES)).to_parquet()
     for data in (written[:-10], written[: len(written) // 2], b"", b"no parquet"):
-        with pytest.raises(StorageError, match="not a whole manifest"):
+        with pytest.raises(StorageError, match="manifest is damaged"):
             Manifest.from_parquet(data)
 
 
-def test_a_manifest_that_somebody_edited_is_refused(store: Store) -> None:
+def test_an_edited_manifest_is_refused(store: Store) -> None:
     table = pq.read_table(pa.BufferReader(build_manifest(fill(store, *FILES)).to_parquet()))
     edited = pa.BufferOutputStream()
     pq.write_table(table.set_column(1, "label", pa.array([2, 0, 0, 0, 1, 1], pa.int32())), edited)
@@ -122,28 +136,28 @@ def test_a_manifest_that_somebody_edited_is_refused(store: Store) -> None:
     ("paths", "expected"),
     [
         (["a/readme.txt", "b.pdf"], r"no images below .*, and 2 other files"),
-        (["1.jpg", "2.jpg", "3.jpg"], r"3 images below .* lie in no class folders.*/images/cat/"),
+        (["1.jpg", "2.jpg", "3.jpg"], r"3 images below .* are not in class folders.*/images/cat/"),
         (["cat/1.jpg", "cat/2.jpg", "9.jpg"], r"All 3 images below .* are of one class, 'cat'"),
     ],
 )
-def test_what_is_no_data_set_is_said(store: Store, paths: list[str], expected: str) -> None:
+def test_what_is_not_a_data_set_is_refused(store: Store, paths: list[str], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         build_manifest(fill(store, *paths))
 
 
-def test_a_store_that_is_not_there_is_said(store: Store) -> None:
+def test_a_missing_folder_is_an_error(store: Store) -> None:
     with pytest.raises(StorageError, match="There is no folder"):
         build_manifest(store)
 
 
-def test_an_empty_prefix_is_said(s3_url: str) -> None:
+def test_an_empty_prefix_is_an_error(s3_url: str) -> None:
     with pytest.raises(UsageError, match=f"no images below {s3_url}/none, and 0 other files"):
         build_manifest(open_store(f"{s3_url}/none"))
 
 
-def test_a_file_name_that_is_not_utf_8_is_said(store: Store) -> None:
+def test_a_file_name_that_is_not_utf_8_is_an_error(store: Store) -> None:
     fill(store, "cat/1.jpg", b"cat/caf\xe9.jpg".decode("utf-8", "surrogateescape"))
-    with pytest.raises(UsageError, match=r"caf\\udce9.jpg' is not UTF-8"):
+    with pytest.raises(UsageError, match=r"caf\\udce9.jpg' is not valid UTF-8"):
         build_manifest(store)
 
 
@@ -154,36 +168,36 @@ def test_test_images_take_the_labels_of_the_training_images(store: Store) -> Non
     assert one_class.labels.tolist() == [2]
 
 
-def test_test_classes_that_are_no_training_classes_are_said(store: Store) -> None:
+def test_test_classes_that_are_not_training_classes_are_refused(store: Store) -> None:
     with pytest.raises(UsageError, match=r"2 classes that the training images lack: elk, emu \(those have cat, owl\)"):
         build_manifest(fill(store, "owl/1.jpg", "emu/1.jpg", "elk/1.jpg"), classes=("cat", "owl"))
 
 
 def test_a_split_is_stratified_random_and_repeatable(store: Store) -> None:
     manifest = numbered(store, cat=100, dog=50, elk=7)
-    train, test = split(manifest, 0.1, seed=3)
+    train, test = train_test_split(manifest, 0.1, seed=3)
     assert np.bincount(test.labels).tolist() == [10, 5, 1]
     assert sorted(keys(train) + keys(test)) == keys(manifest)
     assert keys(train) == sorted(keys(train)) and keys(test) == sorted(keys(test))
     assert train.classes == test.classes == manifest.classes
-    again, other = split(manifest, 0.1, seed=3)[1], split(manifest, 0.1, seed=4)[1]
+    again, other = train_test_split(manifest, 0.1, seed=3)[1], train_test_split(manifest, 0.1, seed=4)[1]
     assert again.digest == test.digest != other.digest
     assert keys(test)[:10] != keys(manifest)[:10]
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.999])
-def test_a_split_leaves_each_class_on_both_sides_where_it_can(store: Store, fraction: float) -> None:
-    train, test = split(numbered(store, cat=2, dog=40, elk=1), fraction, seed=0)
+def test_a_split_has_each_class_on_both_sides_if_possible(store: Store, fraction: float) -> None:
+    train, test = train_test_split(numbered(store, cat=2, dog=40, elk=1), fraction, seed=0)
     assert min(np.bincount(train.labels, minlength=3)) >= 1
     assert min(np.bincount(test.labels, minlength=3)[:2]) >= 1 and 2 not in test.labels
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=200), st.floats(0.01, 0.99), st.integers(-5, 10**6))
-def test_a_split_loses_and_doubles_nothing(labels: list[int], fraction: float, seed: int) -> None:
+def test_a_split_has_each_image_once(labels: list[int], fraction: float, seed: int) -> None:
     names = pa.array([f"{number:03d}.jpg" for number in range(len(labels))], pa.large_string())
     sizes = np.ones(len(labels), np.int64)
     manifest = Manifest(names, np.array(labels, np.int32), sizes, names, ("a", "b", "c", "d"), "folder")
-    train, test = split(manifest, fraction, seed)
+    train, test = train_test_split(manifest, fraction, seed)
     assert sorted(keys(train) + keys(test)) == keys(manifest)
     for label in set(labels):
         num_images, num_held_out = labels.count(label), int((test.labels == label).sum())

@@ -1,4 +1,4 @@
-"""The recipes' networks, and finding, building and seeding a network by its name."""
+"""The networks of the recipes, and building and seeding a network by its name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_digits_has_the_learnables_of_its_document() -> None:
     assert [layer.kernel_size for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [(5, 5), (3, 3), (3, 3)]
 
 
-def test_digits_pools_nothing_at_its_own_size() -> None:
+def test_digits_does_not_pool_images_of_28x28() -> None:
     first_two = models.digits(num_classes=10, channels=1)[:2]  # type: ignore[index]
     images = torch.randn(2, 1, 28, 28)
     assert torch.equal(first_two(images), first_two[0](images))
@@ -39,7 +39,9 @@ def test_cifar10_has_the_layers_of_its_document() -> None:
     found = kinds(model)
     assert (found[nn.Conv2d], found[nn.BatchNorm2d], found[nn.ReLU]) == (12, 12, 12)
     assert (found[nn.MaxPool2d], found[nn.AdaptiveAvgPool2d], found[nn.Linear]) == (2, 1, 1)
-    assert [layer.out_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [32] * 4 + [64] * 4 + [128] * 4
+    assert [layer.out_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [32] * 4 + [64] * 4 + [
+        128
+    ] * 4
     assert model[:-3](torch.zeros(2, 3, 32, 32)).shape == (2, 128, 8, 8)  # type: ignore[index]
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
@@ -49,8 +51,8 @@ def test_digits_lstm_reads_rows_and_keeps_no_state() -> None:
     images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
     logits = model(images)
     assert logits.shape == (3, 10)
-    assert torch.equal(model(images), logits)  # nothing is left of the batch before
-    torch.testing.assert_close(torch.cat([model(image[None]) for image in images]), logits)  # nor of the image before
+    assert torch.equal(model(images), logits)  # no state is left of the previous batch
+    torch.testing.assert_close(torch.cat([model(image[None]) for image in images]), logits)  # nor of the previous image
     assert not torch.allclose(model(images.flip(2)), logits) and not torch.allclose(model(images.roll(1, 3)), logits)
     assert kinds(model)[nn.LSTM] == 1
 
@@ -70,13 +72,14 @@ def test_the_seed_alone_decides_the_weights() -> None:
     first = weights(build_model("raytrain.models:cifar10", 10, 3, seed=1))
     after = torch.rand(3)
     torch.manual_seed(7)
-    assert torch.equal(torch.rand(3), after)  # no number of the global generator was used
+    assert torch.equal(torch.rand(3), after)  # the global generator was not used
     assert torch.equal(weights(build_model("raytrain.models:cifar10", 10, 3, seed=1)), first)
     assert not torch.equal(weights(build_model("raytrain.models:cifar10", 10, 3, seed=2)), first)
 
 
 @pytest.mark.parametrize(
-    ("name", "channels", "size"), [("resnet18", 3, 64), ("squeezenet1_1", 1, 64), ("googlenet", 3, 64), ("vit_b_16", 1, 224)]
+    ("name", "channels", "size"),
+    [("resnet18", 3, 64), ("squeezenet1_1", 1, 64), ("googlenet", 3, 64), ("vit_b_16", 1, 224)],
 )
 def test_torchvision_networks_by_name(name: str, channels: int, size: int) -> None:
     model = build_model(name, 7, channels, seed=0).train()
@@ -103,14 +106,14 @@ def test_a_network_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         build_model("broken_networks:tiny", 5, 3, seed=0)
 
 
-def test_names_that_lead_nowhere() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(UsageError, match=r"resnet19 is no classifier of torchvision \(did you mean .*resnet1(8|01|52)"):
         build_model("resnet19", 10, 3, seed=0)
     with pytest.raises(UsageError, match="there is no module nowhere_at_all"):
         build_model("nowhere_at_all.networks:f", 10, 3, seed=0)
 
 
-def test_torchvision_is_imported_only_where_it_is_used() -> None:
+def test_torchvision_is_imported_only_if_it_is_used() -> None:
     program = (
         "import sys; from raytrain.training.model import build_model; build_model('raytrain.models:digits', 10, 1, 0);"
         "sys.exit('torchvision' in sys.modules)"

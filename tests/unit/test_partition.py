@@ -1,50 +1,111 @@
-"""Whatever the workers and however the images travel, together they hold the batches that one worker would."""
+"""The local batches of any workers are together the global batches, and their sizes follow the loads."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from fractions import Fraction
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.batch_plan import BatchPlan, Int64s
-from raytrain.data.block_order import CacheOrder, WorkerOrder
-from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache, batches_from_stream
+from raytrain.data.batch_plan import BatchPlan, GlobalBatch
+from raytrain.data.partition import Partition, partition_sizes
 
-loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=5).filter(any)
-
-
-def block(samples: Int64s) -> Block:
-    """Images that tell their sample; one in five cannot be read."""
-    images = (samples % 256).astype(np.uint8).reshape(-1, 1, 1, 1)
-    return Block(images, np.where(samples % 5, samples, -1), samples)
+sizes = st.integers(1, 1000)
+batch_sizes = st.integers(1, 400)
+seeds = st.integers(0, 2**64 - 1)
+loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=6).filter(any)
 
 
-def all_streamed(shares: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
-    order = WorkerOrder(shares, first_step, rows_per_block)
-    return list(batches_from_stream(shares, (block(order.samples(number)) for number in range(len(order))), first_step))
-
-
-def all_cached(shares: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
-    origin = shares.plan.cursor(first_step)
-    order = CacheOrder(shares.plan, origin, rows_per_block)
-    blocks = CachedBlocks(lambda number: block(order.samples(number)), rows_per_block, shares.plan, origin)
-    return list(batches_from_cache(shares, blocks, first_step))
-
-
-@given(st.integers(1, 150), st.integers(1, 60), st.integers(0, 2**64 - 1), loads, st.integers(1, 50), st.data())
-def test_workers_hold_the_batches_of_one(
-    num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
+@given(sizes, batch_sizes, seeds, loads)
+def test_the_local_batches_of_a_global_batch_are_its_samples_in_order_for_any_workers(
+    num_samples: int, batch_size: int, seed: int, loads: list[float]
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed)
-    first_step = data.draw(st.integers(0, plan.num_steps - 1))
-    for travel in (all_streamed, all_cached):
-        by_rank = [travel(Partition(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
-        assert {len(shares) for shares in by_rank} == {plan.num_steps - first_step}
-        for step, together in enumerate(zip(*by_rank, strict=True), start=first_step):
-            planned = plan.share(plan.batch(step), 0, [1])
-            used = np.concatenate([share.samples for share in together])
-            assert used.tolist() == planned[planned % 5 > 0].tolist()
-            for share in together:
-                assert share.batch == plan.batch(step)
-                assert share.labels.tolist() == share.samples.tolist()
-                assert share.images.reshape(-1).tolist() == (share.samples % 256).tolist()
+    for step in {0, plan.steps_per_epoch - 1, plan.num_steps - 1}:
+        batch = plan.batch(step)
+        alone = plan.batch_samples(batch)
+        together = np.concatenate([Partition(plan, rank, loads).local_samples(batch) for rank in range(len(loads))])
+        assert alone.tolist() == together.tolist()
+        assert 1 <= batch.size <= batch_size
+
+
+@given(sizes, batch_sizes, seeds, loads, st.integers(1, 5))
+def test_the_parts_of_a_batch_are_the_same_for_any_workers(
+    num_samples: int, batch_size: int, seed: int, loads: list[float], accumulate: int
+) -> None:
+    plan = BatchPlan(num_samples, batch_size, 2, seed, accumulate=accumulate)
+    for batch in {plan.batch(0), plan.batch(plan.num_steps - 1)}:
+        alone = in_parts(Partition(plan, 0, [1.0]), batch)
+        by_rank = [in_parts(Partition(plan, rank, loads), batch) for rank in range(len(loads))]
+        assert [list(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)] == alone
+        assert list(itertools.chain(*alone)) == plan.batch_samples(batch).tolist()
+        assert (
+            plan.batch_samples(batch).tolist()
+            == BatchPlan(num_samples, batch_size, 2, seed).batch_samples(batch).tolist()
+        )
+        sizes = [len(part) for part in alone]
+        assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1 and len(sizes) == min(accumulate, batch.size)
+
+
+def in_parts(partition: Partition, batch: GlobalBatch) -> list[list[int]]:
+    """A worker's samples in each part of a batch."""
+    ends = np.cumsum(partition.part_sizes(batch))
+    samples = partition.local_samples(batch)
+    assert len(samples) == ends[-1]
+    return [part.tolist() for part in np.split(samples, ends[:-1])]
+
+
+@given(st.integers(1, 60), st.integers(1, 30), seeds, loads, loads, st.data())
+def test_an_epoch_that_resumes_with_other_workers_uses_each_sample_once(
+    num_samples: int, batch_size: int, seed: int, before: list[float], after: list[float], data: st.DataObject
+) -> None:
+    plan = BatchPlan(num_samples, batch_size, 1, seed)
+    stopped = data.draw(st.integers(0, plan.num_steps))
+    workers = [(step, before if step < stopped else after) for step in range(plan.num_steps)]
+    used = [
+        Partition(plan, rank, loads).local_samples(plan.batch(step))
+        for step, loads in workers
+        for rank in range(len(loads))
+    ]
+    assert sorted(np.concatenate(used).tolist()) == list(range(num_samples))
+    first = np.concatenate([np.empty(0, np.int64), *used[: stopped * len(before)]])
+    assert len(first) == (plan.cursor(stopped).position if stopped < plan.num_steps else num_samples)
+
+
+@given(st.integers(0, 10**6), loads)
+def test_each_worker_gets_samples_by_its_load_and_the_remainder_goes_to_the_first(
+    num_samples: int, loads: list[float]
+) -> None:
+    counts = partition_sizes(num_samples, loads)
+    assert sum(counts) == num_samples
+    whole = [math.floor(num_samples * Fraction(load) / Fraction(sum(loads))) for load in loads]
+    more = [count - due for count, due, load in zip(counts, whole, loads, strict=True) if load]
+    assert more == [1] * sum(more) + [0] * (len(more) - sum(more))
+    assert not any(count for count, load in zip(counts, loads, strict=True) if not load)
+
+
+def test_the_remainder_goes_to_the_first_workers() -> None:
+    assert partition_sizes(10, [1, 1, 1, 1]) == [3, 3, 2, 2]
+    assert partition_sizes(10, [1, 0, 2]) == [4, 0, 6]
+    assert partition_sizes(2, [0, 1, 1, 1]) == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("loads", [[0, 0], [-1, 2]])
+def test_loads_without_a_positive_one_or_with_a_negative_one_are_refused(loads: list[float]) -> None:
+    with pytest.raises(ValueError, match="Worker loads"):
+        partition_sizes(10, loads)
+
+
+@given(st.integers(0, 10**6), loads, st.sampled_from([0.25, 0.5, 2, 1024]))
+def test_only_the_ratio_of_the_loads_matters(num_samples: int, loads: list[float], factor: float) -> None:
+    assert partition_sizes(num_samples, [load * factor for load in loads]) == partition_sizes(num_samples, loads)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64))
+def test_equal_workers_differ_by_one_sample_at_most(num_samples: int, num_workers: int) -> None:
+    counts = partition_sizes(num_samples, [1] * num_workers)
+    assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1

@@ -1,4 +1,4 @@
-"""The recipes say what their documents say, and every field gives way to an override."""
+"""The recipes have the options of their documents, and every field can be overridden."""
 
 from __future__ import annotations
 
@@ -14,30 +14,50 @@ from raytrain.training.model import build_model
 
 
 def test_cifar10_scales_with_the_workers_as_its_document_does() -> None:
-    config = cifar10().resolved(num_workers=8)
+    config = cifar10().scaled_to(num_workers=8)
     assert (config.batch_size, config.learning_rate, config.epochs) == (2048, pytest.approx(0.8), 50)
-    assert (config.schedule, config.drop_factor, config.drop_period, config.weight_decay) == ("piecewise", 0.1, 45, 1e-10)
-    assert (config.horizontal_flip, config.translate, config.evaluate_every, config.batch_norm) == (True, 4, 1, "aggregate")
+    assert (config.schedule, config.drop_factor, config.drop_period, config.weight_decay) == (
+        "piecewise",
+        0.1,
+        45,
+        1e-10,
+    )
+    assert (config.horizontal_flip, config.translate, config.evaluate_every, config.batch_norm) == (
+        True,
+        4,
+        1,
+        "aggregate",
+    )
 
 
-def test_digits_and_flowers_are_those_of_their_documents() -> None:
-    config = digits().resolved(num_workers=4)
+def test_digits_and_flowers_have_the_options_of_their_documents() -> None:
+    config = digits().scaled_to(num_workers=4)
     assert (config.batch_size, config.epochs, config.image_size, config.channels) == (512, 20, (28, 28), 1)
-    assert (config.learning_rate, config.momentum, config.schedule, config.test_fraction) == (0.01, 0.9, "constant", 0.1)
-    config = flowers().resolved(num_workers=4)
+    assert (config.learning_rate, config.momentum, config.schedule, config.test_fraction) == (
+        0.01,
+        0.9,
+        "constant",
+        0.1,
+    )
+    config = flowers().scaled_to(num_workers=4)
     assert (config.batch_size, config.epochs, config.image_size, config.model) == (512, 100, (100, 100), "resnet50")
-    assert (config.learning_rate, config.momentum, config.schedule, config.test_fraction) == (0.01, 0.9, "constant", 0.1)
+    assert (config.learning_rate, config.momentum, config.schedule, config.test_fraction) == (
+        0.01,
+        0.9,
+        "constant",
+        0.1,
+    )
 
 
-def test_alexnet_transfer_is_that_of_its_document() -> None:
-    config = alexnet_transfer().resolved(num_workers=8)
+def test_alexnet_transfer_has_the_options_of_its_document() -> None:
+    config = alexnet_transfer().scaled_to(num_workers=8)
     assert (config.model, config.weights, config.head_learning_rate_factor) == ("alexnet", "DEFAULT", 20)
     assert (config.batch_size, config.learning_rate, config.test_fraction) == (2000, pytest.approx(0.01), 0.1)
     assert (config.schedule, config.drop_factor, config.drop_period) == ("piecewise", 0.1, 20)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_a_whole_configuration(name: str) -> None:
+def test_a_recipe_is_a_complete_configuration(name: str) -> None:
     config = RECIPES[name]()
     assert config.recipe == name
     assert TrainConfig.from_json(config.to_json()) == config
@@ -52,6 +72,8 @@ def test_the_network_of_a_recipe_takes_its_images(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", [digits, digits_lstm, cifar10, flowers, alexnet_transfer, custom])
 def test_every_field_can_be_overridden(recipe: Any) -> None:
-    other = dataclasses.replace(TrainConfig(batch_size=3, learning_rate=0.5), recipe="mine", channels=1, epochs=1, translate=1)
+    other = dataclasses.replace(
+        TrainConfig(batch_size=3, learning_rate=0.5), recipe="mine", channels=1, epochs=1, translate=1
+    )
     assert recipe(**vars(other)) == other
-    assert recipe(batch_size=30, learning_rate=0.3).resolved(num_workers=2).batch_size == 30
+    assert recipe(batch_size=30, learning_rate=0.3).scaled_to(num_workers=2).batch_size == 30

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from obstore.store import S3Store
 
-from raytrain.demo.s3_server import EmbeddedS3, serve
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError
 
 DEADLINE_S = 20.0
@@ -47,7 +47,7 @@ def listens(url: str) -> bool:
 
 def test_what_is_written_is_in_the_folder_when_the_server_is_closed(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
-    with serve(tmp_path) as server:
+    with S3Server(tmp_path) as server:
         bucket(server.environment()).put("a/b.bin", b"x" * 6_000_000)
     assert (tmp_path / "bucket/a/b.bin").read_bytes() == b"x" * 6_000_000
     assert not listens(server.endpoint_url)
@@ -55,28 +55,28 @@ def test_what_is_written_is_in_the_folder_when_the_server_is_closed(tmp_path: Pa
 
 def test_a_wrong_secret_is_refused_and_keys_differ_at_each_start(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
-    with serve(tmp_path) as first, serve(tmp_path) as second:
+    with S3Server(tmp_path) as first, S3Server(tmp_path) as second:
         bucket(first.environment()).put("a", b"1")
         with pytest.raises(Exception, match="SignatureDoesNotMatch"):
             bucket(first.environment(), secret_access_key="wrong").put("a", b"1")
         assert first.environment()["AWS_SECRET_ACCESS_KEY"] != second.environment()["AWS_SECRET_ACCESS_KEY"]
 
 
-def test_the_secret_stands_in_no_command_line(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
+def test_the_secret_is_not_in_a_command_line(tmp_path: Path) -> None:
+    with S3Server(tmp_path) as server:
         secret = server.environment()["AWS_SECRET_ACCESS_KEY"]
         assert len(secret) >= 40 and secret not in repr(vars(server)["_process"].args) + repr(server)
         assert not [p for p in psutil.process_iter(["cmdline"]) if secret in " ".join(p.info["cmdline"] or [])]
 
 
-def test_a_taken_port_is_said(tmp_path: Path) -> None:
-    with serve(tmp_path) as server, pytest.raises(StorageError, match=r"did not start.*address already in use"):
-        EmbeddedS3(tmp_path, port=urlsplit(server.endpoint_url).port or 0)
+def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
+    with S3Server(tmp_path) as server, pytest.raises(StorageError, match=r"did not start.*address already in use"):
+        S3Server(tmp_path, port=urlsplit(server.endpoint_url).port or 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the server with its parent on Linux only")
-def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
-    start = "from raytrain.demo.s3_server import EmbeddedS3; print(EmbeddedS3(sys.argv[1]).endpoint_url, flush=True)"
+def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    start = "from raytrain.demo.s3_server import S3Server; print(S3Server(sys.argv[1]).endpoint_url, flush=True)"
     program = f"import sys, time; {start}; time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -90,7 +90,7 @@ def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
 
 def test_a_ctrl_c_of_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    with serve(tmp_path):
+    with S3Server(tmp_path):
         (server,) = set(psutil.Process().children()) - before
         assert os.getpgid(server.pid) != os.getpgid(0)  # a terminal sends Ctrl-C to the group in its foreground
     assert not server.is_running()

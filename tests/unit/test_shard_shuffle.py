@@ -1,4 +1,4 @@
-"""The order of packed samples: as exact as the plan's other one, and read shard by shard."""
+"""The order of packed samples is as exact as that of other samples, and reads shard by shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import CacheOrder, WorkerOrder
 from raytrain.data.partition import Partition
 from raytrain.data.permutation import permute
-from raytrain.data.shard_shuffle import NUM_LANES, WINDOW_SHARDS, ShardShuffle, lay_out
+from raytrain.data.shard_shuffle import NUM_LANES, WINDOW_SHARDS, ShardShuffle, lane_positions
 
 layouts = st.lists(st.integers(1, 60), min_size=1, max_size=50)
 batch_sizes = st.integers(1, 400)
@@ -22,7 +22,9 @@ loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=6).fil
 
 
 def packed_plan(sizes: list[int], batch_size: int, seed: int, *, epochs: int = 2, shuffle: bool = True) -> BatchPlan:
-    return BatchPlan(sum(sizes), batch_size, epochs, seed, shuffle=shuffle, lanes=ShardShuffle(np.array(sizes, np.int64)))
+    return BatchPlan(
+        sum(sizes), batch_size, epochs, seed, shuffle=shuffle, shard_shuffle=ShardShuffle(np.array(sizes, np.int64))
+    )
 
 
 def shard_of_sample(sizes: list[int]) -> np.ndarray:
@@ -34,7 +36,9 @@ def epoch_of(plan: BatchPlan, epoch: int = 0) -> np.ndarray:
 
 
 @given(layouts, batch_sizes, seeds, st.booleans())
-def test_every_epoch_is_a_permutation_however_samples_lie_in_shards(sizes: list[int], batch_size: int, seed: int, shuffle: bool) -> None:
+def test_every_epoch_is_a_permutation_however_samples_lie_in_shards(
+    sizes: list[int], batch_size: int, seed: int, shuffle: bool
+) -> None:
     plan = packed_plan(sizes, batch_size, seed, shuffle=shuffle)
     for epoch in (0, 1):
         assert sorted(epoch_of(plan, epoch).tolist()) == list(range(plan.num_samples))
@@ -55,20 +59,21 @@ def test_any_workers_see_the_same_batches(sizes: list[int], batch_size: int, see
     plan = packed_plan(sizes, batch_size, seed)
     for step in {0, plan.steps_per_epoch - 1, plan.num_steps - 1}:
         batch = plan.batch(step)
-        together = np.concatenate([plan.share(batch, rank, loads) for rank in range(len(loads))])
-        assert together.tolist() == plan.share(batch, 0, [1]).tolist()
+        together = np.concatenate([Partition(plan, rank, loads).local_samples(batch) for rank in range(len(loads))])
+        assert together.tolist() == plan.batch_samples(batch).tolist()
 
 
 @given(layouts, batch_sizes, seeds, loads, st.integers(1, 700), st.data())
-def test_a_worker_that_begins_in_the_middle_reads_just_its_shares(
+def test_a_worker_that_begins_in_the_middle_reads_just_its_local_batches(
     sizes: list[int], batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
     rank = data.draw(st.integers(0, len(loads) - 1))
     first_step = data.draw(st.integers(0, plan.num_steps - 1))
-    order = WorkerOrder(Partition(plan, rank, loads), first_step, rows_per_block)
+    partition = Partition(plan, rank, loads)
+    order = WorkerOrder(partition, first_step, rows_per_block)
     read = np.concatenate([np.empty(0, np.int64), *(order.samples(number) for number in range(len(order)))])
-    wanted = [plan.share(plan.batch(step), rank, loads) for step in range(first_step, plan.num_steps)]
+    wanted = [partition.local_samples(plan.batch(step)) for step in range(first_step, plan.num_steps)]
     assert read.tolist() == np.concatenate(wanted).tolist()
 
 
@@ -78,18 +83,22 @@ def test_a_cache_holds_each_packed_sample_once(
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
     order = CacheOrder(plan, plan.cursor(data.draw(st.integers(0, plan.num_steps - 1))), rows_per_block)
-    assert sorted(np.concatenate([order.samples(number) for number in range(len(order))]).tolist()) == list(range(plan.num_samples))
+    assert sorted(np.concatenate([order.samples(number) for number in range(len(order))]).tolist()) == list(
+        range(plan.num_samples)
+    )
 
 
 @given(layouts, batch_sizes)
-def test_a_lane_goes_on_where_its_batch_before_ended_and_has_the_same_columns_of_each(sizes: list[int], batch_size: int) -> None:
-    """But for the shorter batch that ends an epoch, which the lanes share out anew."""
+def test_a_lane_continues_where_the_previous_batch_ended_and_has_the_same_columns_of_each(
+    sizes: list[int], batch_size: int
+) -> None:
+    """Except for the shorter batch that ends an epoch, which is divided over the lanes anew."""
     num_samples = sum(sizes)
     num_full = num_samples // batch_size
-    places = lay_out(np.arange(num_full * batch_size), num_samples, batch_size).reshape(num_full, batch_size)
+    in_lanes = lane_positions(np.arange(num_full * batch_size), num_samples, batch_size).reshape(num_full, batch_size)
     num_lanes = min(NUM_LANES, batch_size)
     ends = np.arange(1, num_lanes + 1) * batch_size // num_lanes
-    for lane in np.split(places, ends[:-1], axis=1):  # (steps, columns of the lane)
+    for lane in np.split(in_lanes, ends[:-1], axis=1):  # (steps, columns of the lane)
         assert (np.diff(lane.reshape(-1)) == 1).all()
 
 
@@ -97,10 +106,10 @@ def test_a_lane_goes_on_where_its_batch_before_ended_and_has_the_same_columns_of
 def test_a_window_holds_all_samples_of_its_shards_and_no_others(sizes: list[int], batch_size: int, seed: int) -> None:
     plan = packed_plan(sizes, batch_size, seed)
     laid_out = np.empty(plan.num_samples, np.int64)
-    laid_out[lay_out(np.arange(plan.num_samples), plan.num_samples, batch_size)] = epoch_of(plan)
+    laid_out[lane_positions(np.arange(plan.num_samples), plan.num_samples, batch_size)] = epoch_of(plan)
     shards = shard_of_sample(sizes)[laid_out]
     _, firsts = np.unique(shards, return_index=True)
-    order = np.argsort(firsts)  # the shards as they come up
+    order = np.argsort(firsts)  # the shards in the order in which they are read
     for start in range(0, len(sizes), WINDOW_SHARDS):
         window, shards = np.split(shards, [sum(sizes[shard] for shard in order[start : start + WINDOW_SHARDS])])
         assert set(window.tolist()) == set(order[start : start + WINDOW_SHARDS].tolist())
@@ -108,31 +117,44 @@ def test_a_window_holds_all_samples_of_its_shards_and_no_others(sizes: list[int]
 
 @given(layouts, batch_sizes, st.integers(1, 40), st.integers(1, 3000), seeds, st.booleans(), st.data())
 def test_a_block_touches_few_shards(
-    sizes: list[int], batch_size: int, num_workers: int, rows_per_block: int, seed: int, shuffle: bool, data: st.DataObject
+    sizes: list[int],
+    batch_size: int,
+    num_workers: int,
+    rows_per_block: int,
+    seed: int,
+    shuffle: bool,
+    data: st.DataObject,
 ) -> None:
-    """In each lane that is the worker's, the windows that as many samples as the block has of it can lie in, and one more."""
+    """At most the windows that the block's samples in each of the worker's lanes can lie in, and one more."""
     plan = packed_plan(sizes, batch_size, seed, shuffle=shuffle)
     rank = data.draw(st.integers(0, num_workers - 1))
     order = WorkerOrder(Partition(plan, rank, [1] * num_workers), 0, rows_per_block)
     if len(order) == 0:
         return
     samples = order.samples(data.draw(st.integers(0, len(order) - 1)))
-    share = max(1, batch_size // num_workers)
+    local_batch_size = max(1, batch_size // num_workers)
     num_lanes = min(NUM_LANES, batch_size)
-    lanes_of_worker = min(num_lanes, share * num_lanes // batch_size + 3)
-    steps = -(-rows_per_block // share) + 1
+    lanes_of_worker = min(num_lanes, local_batch_size * num_lanes // batch_size + 3)
+    steps = -(-rows_per_block // local_batch_size) + 1
     windows = 2 + steps * -(-batch_size // num_lanes) // (WINDOW_SHARDS * min(sizes))
-    last_share = -(-(plan.num_samples % batch_size) // num_workers)  # the shorter batch of an epoch may come from other lanes
-    assert len(np.unique(shard_of_sample(sizes)[samples])) <= lanes_of_worker * windows * WINDOW_SHARDS + last_share
+    last_local_batch_size = -(
+        -(plan.num_samples % batch_size) // num_workers
+    )  # the shorter batch of an epoch may come from other lanes
+    assert (
+        len(np.unique(shard_of_sample(sizes)[samples]))
+        <= lanes_of_worker * windows * WINDOW_SHARDS + last_local_batch_size
+    )
 
 
 @given(st.integers(100, 300), st.integers(5, 30), st.sampled_from([2, 4, 8, 16]), seeds, st.booleans())
-def test_workers_read_shards_of_their_own(num_shards: int, shard_size: int, num_workers: int, seed: int, shuffle: bool) -> None:
+def test_workers_read_shards_of_their_own(
+    num_shards: int, shard_size: int, num_workers: int, seed: int, shuffle: bool
+) -> None:
     sizes = [shard_size] * num_shards
     plan = packed_plan(sizes, 256, seed, shuffle=shuffle)
     orders = [WorkerOrder(Partition(plan, rank, [1] * num_workers), 0, 10**6) for rank in range(num_workers)]
     num_read = [len(np.unique(shard_of_sample(sizes)[order.samples(0)])) for order in orders]
-    # Besides its part: the window at each end, and what the last, shorter batch takes from lanes beside its own.
+    # In addition to its own: the window at each end, and what the last, shorter batch takes from neighbouring lanes.
     assert max(num_read) <= num_shards / num_workers + 8 * WINDOW_SHARDS
 
 
@@ -157,13 +179,15 @@ def test_other_epochs_and_seeds_have_other_orders(seed: int) -> None:
 def test_a_shard_meets_any_other_in_its_window_and_its_samples_any_order() -> None:
     sizes = [2, 2, 2]
     drawn = [tuple(epoch_of(packed_plan(sizes, 6, seed)).tolist()) for seed in range(3_000)]
-    assert len(set(drawn)) == 3 * 24 * 2  # the shard that stands alone at the end, 4 samples before it, and its 2
+    assert len(set(drawn)) == 3 * 24 * 2  # the shard that is alone at the end, the 4 samples before it, and its 2
 
 
 @given(st.integers(1, 10**6), seeds, st.data())
-def test_a_huge_epoch_costs_an_array_of_its_shards_only(num_samples_a_shard: int, seed: int, data: st.DataObject) -> None:
-    lanes = ShardShuffle(np.full(10_000, num_samples_a_shard, np.int64))
-    plan = BatchPlan(10_000 * num_samples_a_shard, 1024, 1, seed, lanes=lanes)
+def test_a_huge_epoch_costs_an_array_of_its_shards_only(
+    num_samples_a_shard: int, seed: int, data: st.DataObject
+) -> None:
+    shard_shuffle = ShardShuffle(np.full(10_000, num_samples_a_shard, np.int64))
+    plan = BatchPlan(10_000 * num_samples_a_shard, 1024, 1, seed, shard_shuffle=shard_shuffle)
     start = data.draw(st.integers(0, plan.num_samples - 100))
     tracemalloc.start()
     samples = plan.samples(0, np.arange(start, start + 100))

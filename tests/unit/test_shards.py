@@ -24,25 +24,27 @@ from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder
 from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import ImageReader, ImageShape
-from raytrain.data.manifest import INDEX, UNLABELLED, Manifest, build_manifest, list_images, split
-from raytrain.data.partition import LocalBatch, Partition, batches_from_stream
-from raytrain.datasets.pack import pack
+from raytrain.data.local_batch import LocalBatch, batches_from_stream
+from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images, train_test_split
+from raytrain.data.partition import Partition
+from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
+from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import open_store
 from raytrain.storage.local import FolderStore
 
 SHAPE = ImageShape(8, 8, 3)
 
 
-def quietly(source: str | Path, destination: str | Path) -> dict[str, Any]:
+def quietly(source: str | Path, destination: str | Path) -> PackResult:
     return pack(str(source), str(destination), Console(file=io.StringIO()))
 
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of some ten images, and none kept from another test."""
+    """Shards of some ten images, and none cached by another test."""
     monkeypatch.setattr(shard_files, "SHARD_BYTES", 5_000)
-    monkeypatch.setattr(shard_files, "_kept", shard_files._Kept())
+    monkeypatch.setattr(shard_files, "_cache", shard_files._ShardCache())
 
 
 @pytest.fixture
@@ -82,7 +84,9 @@ def labelled_contents(manifest: Manifest) -> dict[str, tuple[str, bytes | Except
     store = open_store(manifest.url)
     keys: list[str] = manifest.keys.to_pylist()
     contents = store.get_many(keys) if manifest.packing is None else shard_files.read_packed(store, manifest.packing)
-    return {key: (manifest.classes[label], data) for key, label, data in zip(keys, manifest.labels, contents, strict=True)}
+    return {
+        key: (manifest.classes[label], data) for key, label, data in zip(keys, manifest.labels, contents, strict=True)
+    }
 
 
 def test_packed_images_are_the_images(images: Path, shards: Path) -> None:
@@ -99,8 +103,8 @@ def test_real_images_are_packed_from_s3_into_s3(cifar10_folder: Path, s3_url: st
     result = quietly(f"{s3_url}/images", f"{s3_url}/packed")
     manifest = build_manifest(open_store(f"{s3_url}/packed"))
     assert labelled_contents(manifest) == labelled_contents(build_manifest(folder))
-    assert result["num_images"] == 300 and result["num_classes"] == 10 and result["num_written"] == result["num_shards"]
-    assert result["digest"] == manifest.digest
+    assert result.num_images == 300 and result.num_classes == 10 and result.num_written == result.num_shards
+    assert result.digest == manifest.digest
     pixels, bad = ImageReader(open_store(f"{s3_url}/packed"), ImageShape(32, 32, 3)).read(manifest)
     assert not bad
     alone, _ = ImageReader(bucket, ImageShape(32, 32, 3)).read(build_manifest(bucket))
@@ -111,7 +115,10 @@ def test_real_images_are_packed_from_s3_into_s3(cifar10_folder: Path, s3_url: st
 def test_classes_are_mixed_over_the_shards(shards: Path) -> None:
     manifest = build_manifest(open_store(str(shards)))
     assert manifest.packing is not None
-    assert all(len(set(manifest.labels[manifest.packing.shard == number])) == 3 for number in range(len(manifest.packing.shards) - 1))
+    assert all(
+        len(set(manifest.labels[manifest.packing.shard == number])) == 3
+        for number in range(len(manifest.packing.shards) - 1)
+    )
 
 
 def test_a_packed_data_set_may_be_copied(images: Path, shards: Path, tmp_path: Path) -> None:
@@ -126,29 +133,31 @@ def test_other_programs_read_the_shards(shards: Path) -> None:
     assert json.loads((table.schema.metadata or {})[b"raytrain.shard"]) == {"classes": ["cat", "dog", "owl"]}
 
 
-# Going on.
+# Resuming.
 
 
 def test_packing_again_writes_only_what_is_missing_or_damaged(images: Path, shards: Path) -> None:
     first, second, third = sorted((shards / "shards").iterdir())[:3]
     before = {path.name: path.read_bytes() for path in (first, second, third)}
-    (shards / INDEX).unlink()
+    (shards / PACKED_INDEX).unlink()
     first.unlink()
     second.write_bytes(before[second.name][:-100])
     third.write_bytes(before[third.name].replace(b"IDAT", b"TADI", 1))
-    assert quietly(images, shards)["num_written"] == 3
+    assert quietly(images, shards).num_written == 3
     assert {path.name: path.read_bytes() for path in (first, second, third)} == before
-    assert quietly(images, shards)["num_written"] == 0
+    assert quietly(images, shards).num_written == 0
 
 
 def test_an_image_that_changed_makes_one_new_shard(images: Path, shards: Path) -> None:
     file = images / "dog" / "001.png"
     file.write_bytes(file.read_bytes()[::-1])
-    assert quietly(images, shards)["num_written"] == 1
+    assert quietly(images, shards).num_written == 1
     assert labelled_contents(build_manifest(open_store(str(shards))))["dog/001.png"] == ("dog", file.read_bytes())
 
 
-def test_an_interrupted_packing_is_no_data_set_yet(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_packing_is_no_data_set_yet(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = FolderStore.put
 
     def full(self: FolderStore, path: str, data: bytes) -> None:
@@ -163,46 +172,56 @@ def test_an_interrupted_packing_is_no_data_set_yet(images: Path, tmp_path: Path,
     with pytest.raises(UsageError, match="no images below"):
         build_manifest(open_store(str(tmp_path / "packed")))
     result = quietly(images, tmp_path / "packed")
-    assert 0 < result["num_written"] < result["num_shards"]
+    assert 0 < result.num_written < result.num_shards
 
 
-# What is wrong is said.
+# Errors.
 
 
-def test_an_image_that_goes_away_meanwhile_is_said(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_is_deleted_meanwhile_is_an_error(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = build_manifest(open_store(str(images)))
     monkeypatch.setattr("raytrain.datasets.pack.build_manifest", lambda _: listed)
     (images / "owl" / "002.png").unlink()
-    with pytest.raises(StorageError, match=r"owl/002.png was changed or deleted since the images were listed; run the command again\."):
+    with pytest.raises(
+        StorageError, match=r"owl/002.png was changed or deleted since the images were listed; run the command again\."
+    ):
         quietly(images, tmp_path / "packed")
 
 
-def test_a_store_that_keeps_something_else_is_said(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_returns_something_else_is_an_error(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = FolderStore.put
-    monkeypatch.setattr(FolderStore, "put", lambda self, path, data: put(self, path, data[:-1] if "000002" in path else data))
+    monkeypatch.setattr(
+        FolderStore, "put", lambda self, path, data: put(self, path, data[:-1] if "000002" in path else data)
+    )
     with pytest.raises(StorageError, match=r"000002-\w+.parquet is not what was written to it"):
         quietly(images, tmp_path / "packed")
 
 
-def test_what_cannot_be_packed_is_said(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_packed_is_refused(images: Path, shards: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="packed already"):
         quietly(shards, tmp_path / "again")
     with pytest.raises(UsageError, match="cannot be packed into itself"):
         quietly(images, images)
 
 
-def test_a_damaged_index_is_said(shards: Path) -> None:
-    (shards / INDEX).write_bytes(b"no index")
-    with pytest.raises(StorageError, match=f"{INDEX}, is damaged; delete it, and pack them again"):
+def test_a_damaged_index_is_an_error(shards: Path) -> None:
+    (shards / PACKED_INDEX).write_bytes(b"no index")
+    with pytest.raises(StorageError, match=f"{PACKED_INDEX}, is damaged; delete it, and pack the images again"):
         build_manifest(open_store(str(shards)))
 
 
-# A manifest like any other.
+# Manifests.
 
 
 def test_labels_are_those_of_the_training_images(shards: Path) -> None:
     store = open_store(str(shards))
-    assert {name for name, _ in labelled_contents(build_manifest(store, classes=("owl", "elk", "dog", "cat"))).values()} == {
+    assert {
+        name for name, _ in labelled_contents(build_manifest(store, classes=("owl", "elk", "dog", "cat"))).values()
+    } == {
         "cat",
         "dog",
         "owl",
@@ -214,26 +233,30 @@ def test_labels_are_those_of_the_training_images(shards: Path) -> None:
     assert set(list_images(store).labels.tolist()) == {UNLABELLED}
 
 
-def test_parquet_brings_a_packed_manifest_back_and_its_digest_tells_the_shards_apart(
+def test_parquet_restores_a_packed_manifest_and_its_digest_depends_on_the_shards(
     images: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = build_manifest(open_store(str(shards))).select(np.arange(0, 150, 2))
     again = Manifest.from_parquet(manifest.to_parquet())
     assert again.digest == manifest.digest and labelled_contents(again) == labelled_contents(manifest)
     monkeypatch.setattr(shard_files, "SHARD_BYTES", 7_000)
-    others = [build_manifest(open_store(str(images))).digest, quietly(images, tmp_path / "others")["digest"]]
+    others = [build_manifest(open_store(str(images))).digest, quietly(images, tmp_path / "others").digest]
     assert len({build_manifest(open_store(str(shards))).digest, *others}) == 3
 
 
-def test_a_run_opens_a_packed_data_set_and_keeps_it(shards: Path, tmp_path: Path) -> None:
+def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tmp_path: Path) -> None:
     config = TrainConfig(data=str(shards), image_size=(8, 8), batch_size=16, learning_rate=0.1)
     run_store = open_store(str(tmp_path / "run"))
     data = open_dataset(config, run_store)
     data.write(run_store)
-    (shards / INDEX).unlink()  # a run that goes on has its own
+    (shards / PACKED_INDEX).unlink()  # a run that resumes has its own
     again = open_dataset(config, run_store)
     for one, other in ((data.train, again.train), (data.test, again.test)):
-        assert one.digest == other.digest and one.lanes is not None and int(one.lanes.shard_sizes.sum()) == len(one)
+        assert (
+            one.digest == other.digest
+            and one.shard_shuffle is not None
+            and int(one.shard_shuffle.shard_sizes.sum()) == len(one)
+        )
     assert len(data.train) + len(data.test) == 150
     assert 0.2 < data.mean[0] < 0.4  # the greys are 0 to 149 of 255
 
@@ -243,25 +266,28 @@ def test_a_run_opens_a_packed_data_set_and_keeps_it(shards: Path, tmp_path: Path
 
 @pytest.fixture
 def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.ImageSet]:
-    """What a data task is given; the manifest travels by no object store, and what is skipped is kept in ``monitor.rows``."""
+    """The input of a data task, without an object store; skipped images are recorded in ``coordinator.skipped``."""
     monkeypatch.setattr(ingest, "_manifest", lambda manifest: manifest)
 
     def make(manifest: Manifest) -> ingest.ImageSet:
-        rows: list[dict[str, str]] = []
-        monitor = SimpleNamespace(rows=rows, skipped=SimpleNamespace(remote=rows.extend))
-        return ingest.ImageSet(open_store(manifest.url), SHAPE, manifest, len(manifest), monitor, manifest.packing is not None)
+        skipped: list[SkippedImage] = []
+        coordinator: Any = SimpleNamespace(skipped=skipped, skip=SimpleNamespace(remote=skipped.extend))
+        packed = manifest.packing is not None
+        return ingest.ImageSet(open_store(manifest.url), SHAPE, manifest, len(manifest), packed, coordinator)
 
     return make
 
 
-def read_shares(images: ingest.ImageSet, plan: BatchPlan, num_workers: int, rows_per_block: int, first_step: int = 0) -> list[list[LocalBatch]]:
-    """The shares of all workers, as data tasks would read them one after the other."""
+def read_local_batches(
+    images: ingest.ImageSet, plan: BatchPlan, num_workers: int, rows_per_block: int, first_step: int = 0
+) -> list[list[LocalBatch]]:
+    """The local batches of all workers, as data tasks would read them one after the other."""
 
     def read(rank: int) -> list[LocalBatch]:
-        shares = Partition(plan, rank, [1.0] * num_workers)
-        order = WorkerOrder(shares, first_step, rows_per_block)
+        partition = Partition(plan, rank, [1.0] * num_workers)
+        order = WorkerOrder(partition, first_step, rows_per_block)
         tables = (ingest.read_table(images, order.samples(number)) for number in range(len(order)))
-        return list(batches_from_stream(shares, (ingest.to_block(table, SHAPE) for table in tables), first_step))
+        return list(batches_from_stream(partition, (ingest.to_block(table, SHAPE) for table in tables), first_step))
 
     return [read(rank) for rank in range(num_workers)]
 
@@ -271,13 +297,16 @@ def test_any_workers_read_the_same_batches_with_their_pixels(
     shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], first_step: int
 ) -> None:
     manifest = build_manifest(open_store(str(shards)))
-    plan = BatchPlan(len(manifest), 32, 2, 5, lanes=manifest.lanes)
+    plan = BatchPlan(len(manifest), 32, 2, 5, shard_shuffle=manifest.shard_shuffle)
     seen: list[Any] = []
     for num_workers in (1, 3):
-        shares = read_shares(image_set(manifest), plan, num_workers, 20, first_step)
+        by_rank = read_local_batches(image_set(manifest), plan, num_workers, 20, first_step)
         batches = [
-            {name: np.concatenate([getattr(part, name) for part in parts]).tolist() for name in ("samples", "labels", "images")}
-            for parts in zip(*shares, strict=True)
+            {
+                name: np.concatenate([getattr(part, name) for part in parts]).tolist()
+                for name in ("samples", "labels", "images")
+            }
+            for parts in zip(*by_rank, strict=True)
         ]
         seen.append(batches)
     assert seen[0] == seen[1]
@@ -289,22 +318,24 @@ def test_any_workers_read_the_same_batches_with_their_pixels(
     assert sorted(last_epoch) == list(range(150))
 
 
-def test_an_epoch_reads_each_shard_once(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], reads: Counter[str]) -> None:
+def test_an_epoch_reads_each_shard_once(
+    shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], reads: Counter[str]
+) -> None:
     manifest = build_manifest(open_store(str(shards)))
     assert manifest.packing is not None
-    read_shares(image_set(manifest), BatchPlan(150, 32, 1, 0, lanes=manifest.lanes), 2, 20)
+    read_local_batches(image_set(manifest), BatchPlan(150, 32, 1, 0, shard_shuffle=manifest.shard_shuffle), 2, 20)
     assert {path: reads[path] for path in manifest.packing.shards} == dict.fromkeys(manifest.packing.shards, 1)
 
 
-def test_what_is_kept_has_its_bounds_and_never_lacks_what_a_block_needs(
+def test_the_cache_is_bounded_and_always_has_what_a_block_needs(
     shards: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = build_manifest(open_store(str(shards)))
     assert manifest.packing is not None
     of = manifest.packing.shard
-    monkeypatch.setattr(shard_files, "_KEPT_BYTES", 3 * 5_700)
+    monkeypatch.setattr(shard_files, "_CACHE_BYTES", 3 * 5_700)
     store = open_store(str(shards))
-    for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # 1 is the one that was not asked for longest when 3 comes
+    for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # 1 is the least recently used one when 3 is read
         shard_files.read_packed(store, manifest.packing.select(np.flatnonzero(np.isin(of, numbers))))
     assert [reads[manifest.packing.shards[number]] for number in range(4)] == [1, 2, 1, 1]
     shard_files.read_packed(store, manifest.packing)
@@ -312,7 +343,9 @@ def test_what_is_kept_has_its_bounds_and_never_lacks_what_a_block_needs(
     assert [reads[path] for path in manifest.packing.shards[4:]] == [1] * (len(manifest.packing.shards) - 4)
 
 
-def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
+def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(
+    shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]
+) -> None:
     manifest = build_manifest(open_store(str(shards)))
     assert manifest.packing is not None
     damaged, missing = (shards / path for path in manifest.packing.shards[:2])
@@ -322,23 +355,26 @@ def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(shards: Path,
     table = ingest.read_table(images, np.arange(150))
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
-    reasons = {row["key"]: row["reason"] for row in images.monitor.rows}
+    coordinator: Any = images.coordinator
+    reasons = {image.key: image.reason for image in coordinator.skipped}
     assert set(reasons) == set(np.array(manifest.keys.to_pylist())[lost])
     assert set(reasons.values()) == {"its shard is damaged; pack the images again", "the object is gone"}
 
 
 def test_held_out_packed_images_are_read_too(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
-    train, test = split(build_manifest(open_store(str(shards))), 0.2, seed=1)
-    plan = BatchPlan(len(test), 8, 1, 0, shuffle=False, lanes=test.lanes)
-    shares = read_shares(image_set(test), plan, 2, 7)
-    samples = np.concatenate([share.samples for worker in shares for share in worker])
+    train, test = train_test_split(build_manifest(open_store(str(shards))), 0.2, seed=1)
+    plan = BatchPlan(len(test), 8, 1, 0, shuffle=False, shard_shuffle=test.shard_shuffle)
+    by_rank = read_local_batches(image_set(test), plan, 2, 7)
+    samples = np.concatenate([local.samples for worker in by_rank for local in worker])
     assert sorted(samples.tolist()) == list(range(len(test))) and len(train) + len(test) == 150
     keys: list[str] = test.keys.to_pylist()
-    greys = [int(share.images[i].max()) for worker in shares for share in worker for i in range(len(share.samples))]
+    greys = [int(local.images[i].max()) for worker in by_rank for local in worker for i in range(len(local.samples))]
     assert greys == [int(keys[sample][-7:-4]) for sample in samples]
 
 
-def test_a_table_of_packed_images_is_an_arrow_table(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
+def test_a_table_of_packed_images_is_an_arrow_table(
+    shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]
+) -> None:
     from raytrain.inference.predictor import read_block
 
     manifest = list_images(open_store(str(shards)))
@@ -347,7 +383,7 @@ def test_a_table_of_packed_images_is_an_arrow_table(shards: Path, image_set: Cal
     assert table["error"].null_count == 150
 
 
-def test_the_command_tells_what_it_did(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_the_result(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", str(images), str(tmp_path / "packed"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["num_images"] == 150

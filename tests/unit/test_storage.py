@@ -14,7 +14,7 @@ import pytest
 from botocore import exceptions
 from obstore.exceptions import GenericError
 
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import S3Settings, Store, open_store
 from raytrain.storage.credentials import Credentials
@@ -130,7 +130,7 @@ def test_a_reader_never_sees_a_part(store: Store) -> None:
     assert seen <= set(contents)
 
 
-def test_a_pickled_store_reads_and_holds_no_secret(store: Store, s3_server: EmbeddedS3) -> None:
+def test_a_pickled_store_reads_and_holds_no_secret(store: Store, s3_server: S3Server) -> None:
     store.put("a", b"1")
     pickled = pickle.dumps(store)
     assert pickle.loads(pickled).get("a") == b"1"
@@ -232,7 +232,7 @@ def write_aws_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch, confi
         monkeypatch.setenv(name, str(folder / name))
 
 
-def test_a_profile_names_endpoint_region_and_keys(s3_server: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_names_endpoint_region_and_keys(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = s3_server.environment()
     config = f"[profile lab]\nregion = eu-lab-1\nendpoint_url = {there['AWS_ENDPOINT_URL']}\n"
     keys = f"aws_access_key_id = {there['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {there['AWS_SECRET_ACCESS_KEY']}\n"
@@ -286,7 +286,7 @@ def test_certificates_that_cannot_be_read_are_said(content: bytes | None, tmp_pa
         assert sentence(raised)
 
 
-def test_given_credentials_stand_above_those_of_the_environment(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_credentials_stand_above_those_of_the_environment(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there = s3.environment()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "else")
@@ -300,7 +300,7 @@ def test_given_credentials_stand_above_those_of_the_environment(s3: EmbeddedS3, 
 # What a healthy server refuses.
 
 
-def test_a_bucket_that_is_not_there_is_said(s3: EmbeddedS3) -> None:
+def test_a_bucket_that_is_not_there_is_said(s3: S3Server) -> None:
     store = open_store("s3://nobucket/data")
     for ask in (store.check_readable, store.check_writable, lambda: store.get("a"), lambda: list(store.list())):
         with pytest.raises(StorageError, match=f"There is no bucket nobucket at {s3.endpoint_url}") as raised:
@@ -310,7 +310,7 @@ def test_a_bucket_that_is_not_there_is_said(s3: EmbeddedS3) -> None:
     assert isinstance(problem, StorageError)
 
 
-def test_wrong_keys_are_said(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_keys_are_said(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = "…" + s3.environment()["AWS_ACCESS_KEY_ID"][-4:]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-one")
     with pytest.raises(StorageError, match=f"secret key does not belong to the access key {identity}") as raised:
@@ -322,7 +322,7 @@ def test_wrong_keys_are_said(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.Mo
     assert sentence(raised)
 
 
-def test_no_keys_are_said(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_keys_are_said(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StorageError, match=f"no AWS credentials for {s3_url}/data; set AWS_ACCESS_KEY_ID") as raised:
@@ -523,7 +523,7 @@ def test_a_reader_of_many_objects_never_notices_that_keys_expire() -> None:
 
 
 def test_keys_that_a_program_of_the_configuration_issues_open_s3_until_they_are_taken_back(
-    s3: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issuer = Issuer(tmp_path)
     with issuing_s3(s3, issuer) as url:

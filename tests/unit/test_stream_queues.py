@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raytrain.backends.ray.stream_queues import Stream, StreamQueues
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.block_order import WorkerOrder, in_turn
+from raytrain.data.block_order import WorkerOrder, interleave
 from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
 
@@ -40,13 +40,13 @@ def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
     plan = BatchPlan(num_samples, batch_size, 2, seed=3)
     first_step = first % plan.num_steps
     orders = [WorkerOrder(Partition(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
-    turns = in_turn(orders)
+    turns = interleave(orders)
     read: Counter[int] = Counter()
     rows_there = [0] * len(loads)
     rows_used = [0] * len(loads)
     for step in range(first_step, plan.num_steps):
         for rank, order in enumerate(orders):
-            rows_used[rank] += sum(order.shares.epoch_partition.part_sizes(plan.batch(step)))
+            rows_used[rank] += sum(order.partition.part_sizes(plan.batch(step)))
             while rows_there[rank] < rows_used[rank]:
                 which, number = next(turns)
                 assert number == read[which]
@@ -54,7 +54,7 @@ def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
                 read[which] += 1
         ahead = [-(-(there - used) // rows_per_block) for there, used in zip(rows_there, rows_used, strict=True)]
         assert max(ahead) <= 1  # what is left of the block that it began
-    assert all(read[rank] == len(order) for rank, order in enumerate(orders) if order.shares.loads[rank])
+    assert all(read[rank] == len(order) for rank, order in enumerate(orders) if order.partition.loads[rank])
 
 
 def test_a_worker_takes_its_own_in_order() -> None:

@@ -20,7 +20,15 @@ from raytrain.display.sweep_figure import picture
 from raytrain.display.sweep_terminal import SweepTerminalView, live_table, results_table
 from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect
 from raytrain.experiments.sweep.sweep import sweep
-from raytrain.experiments.sweep.trials import EARLY, Trial, check_names_free, is_over, plan_sweep, trials_of, write_sweep
+from raytrain.experiments.sweep.trials import (
+    EARLY,
+    Trial,
+    check_names_free,
+    is_over,
+    plan_sweep,
+    trials_of,
+    write_sweep,
+)
 from raytrain.runs import records
 from raytrain.runs.layout import SUMMARY
 from raytrain.runs.trial_status import TrialStatus

@@ -1,4 +1,4 @@
-"""Uploading: everything arrives, nothing is sent twice, and what did not arrive is said."""
+"""Uploads: everything arrives, nothing is sent twice, and what did not arrive is reported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 
 from raytrain.cli.commands import main
 from raytrain.data.manifest import build_manifest
-from raytrain.datasets.upload import upload
-from raytrain.demo.digits import render
+from raytrain.datasets.upload import UploadResult, upload
+from raytrain.demo.digits import render_digits
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store, open_store
 
-LARGE = bytes(range(256)) * 24_000  # more than one part of an upload: its ETag is no MD5 of the content
+LARGE = bytes(range(256)) * 24_000  # uploaded in several parts, so that its ETag is not the MD5 of the content
 
 
 def quiet() -> Console:
@@ -36,42 +36,52 @@ def contents(store: Store) -> dict[str, bytes]:
     return {stored.path: store.get(stored.path) for stored in store.list()}
 
 
-def test_all_files_arrive_and_hidden_ones_stay(folder: Path, s3_url: str) -> None:
+def test_all_files_arrive_except_hidden_ones(folder: Path, s3_url: str) -> None:
     (folder / ".hidden").write_text("")
     (folder / "cat" / ".DS_Store").write_text("")
     result = upload(str(folder), s3_url, quiet())
-    assert contents(open_store(s3_url)) == {"cat/1.jpg": b"one", "dog/a/2.jpg": b"two", "top.txt": b"three", "dog/large.png": LARGE}
-    assert result == {"folder": str(folder), "url": s3_url, "num_files": 4, "num_bytes": 11 + len(LARGE), "num_sent": 4}
+    assert contents(open_store(s3_url)) == {
+        "cat/1.jpg": b"one",
+        "dog/a/2.jpg": b"two",
+        "top.txt": b"three",
+        "dog/large.png": LARGE,
+    }
+    assert result == UploadResult(str(folder), s3_url, num_files=4, num_bytes=11 + len(LARGE), num_sent=4)
 
 
 def test_images_arrive_with_their_classes(s3_url: str, tmp_path: Path) -> None:
-    upload(str(render(tmp_path, num_images=40, test_fraction=0.25)), s3_url, quiet())
+    upload(str(render_digits(tmp_path, num_images=40, test_fraction=0.25)), s3_url, quiet())
     manifest = build_manifest(open_store(f"{s3_url}/train"))
     assert manifest.classes == tuple("0123456789") and len(manifest) == 30
 
 
-def test_a_second_upload_sends_only_what_is_missing_or_other(folder: Path, s3_url: str) -> None:
+def test_a_second_upload_sends_only_what_is_missing_or_different(folder: Path, s3_url: str) -> None:
     upload(str(folder), s3_url, quiet())
-    assert upload(str(folder), s3_url, quiet())["num_sent"] == 0
+    assert upload(str(folder), s3_url, quiet()).num_sent == 0
     (folder / "cat" / "1.jpg").write_bytes(b"eno")  # as long as before
     (folder / "dog" / "large.png").write_bytes(LARGE[::-1])
     open_store(s3_url).delete("top.txt")
-    assert upload(str(folder), s3_url, quiet())["num_sent"] == 3
+    assert upload(str(folder), s3_url, quiet()).num_sent == 3
     assert contents(open_store(s3_url))["cat/1.jpg"] == b"eno"
     assert contents(open_store(s3_url))["dog/large.png"] == LARGE[::-1]
 
 
-def test_what_did_not_arrive_is_said(folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_did_not_arrive_is_an_error(folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put: Any = type(open_store(s3_url)).put
     monkeypatch.setattr(
-        type(open_store(s3_url)), "put", lambda self, path, data: put(self, path, data[:-1] + b"?" if "1.jpg" in path else data)
+        type(open_store(s3_url)),
+        "put",
+        lambda self, path, data: put(self, path, data[:-1] + b"?" if "1.jpg" in path else data),
     )
-    with pytest.raises(StorageError, match=f"1 of 4 files are not in {s3_url} as they are in .*images, such as cat/1.jpg; run"):
+    with pytest.raises(
+        StorageError,
+        match=f"1 of 4 files in {s3_url} differ from those in .*images or are missing, such as cat/1.jpg; run",
+    ):
         upload(str(folder), s3_url, quiet())
 
 
-def test_wrong_places_are_said(folder: Path, s3_url: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'tests/images' is no place in S3; write s3://bucket/prefix\."):
+def test_wrong_folders_and_urls_are_refused(folder: Path, s3_url: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'tests/images' is not an S3 URL; write s3://bucket/prefix\."):
         upload(str(folder), "tests/images", quiet())
     with pytest.raises(StorageError, match="There is no folder"):
         upload(str(tmp_path / "none"), s3_url, quiet())
@@ -80,7 +90,7 @@ def test_wrong_places_are_said(folder: Path, s3_url: str, tmp_path: Path) -> Non
         upload(str(tmp_path / "empty"), s3_url, quiet())
 
 
-def test_the_command_tells_what_it_did(folder: Path, s3_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_the_result(folder: Path, s3_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["upload", str(folder), s3_url, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["num_sent"] == 4

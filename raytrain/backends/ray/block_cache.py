@@ -11,8 +11,8 @@ from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_table, to_block
 from raytrain.data.block_order import CacheOrder
+from raytrain.data.blocks import Block
 from raytrain.data.decode import ImageShape
-from raytrain.data.partition import Block
 
 _POLL_S = 10.0
 _FIRST_BLOCKS = 4  # read before anything else starts, so that the first steps have data, and the cores

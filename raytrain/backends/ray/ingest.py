@@ -23,11 +23,11 @@ from ray.data import DataContext, ExecutionResources
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.private_api import EXECUTION_CALLBACK
-from raytrain.data.batch_plan import Int64s
-from raytrain.data.block_order import Order, Turn, in_turn
+from raytrain.data.block_order import BlockOrder, BlockRef, interleave
+from raytrain.data.blocks import Block
 from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import Manifest
-from raytrain.data.partition import Block
+from raytrain.data.permutation import Int64s
 from raytrain.data.prefetch import Prefetch
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import Store
@@ -76,12 +76,12 @@ class DataCpus:
         return max(1, round(self.all / self.task))
 
 
-def block_refs(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, first: int = 0) -> Iterator[tuple[int, Any]]:
+def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, first: int = 0) -> Iterator[tuple[int, Any]]:
     """References of the blocks of all ``orders``, in turn, as they are read: the number of the order, and the reference.
 
     The first ``first`` turns are left out.
     """
-    turns = islice(in_turn(orders), first, None)
+    turns = islice(interleave(orders), first, None)
     head = list(islice(turns, images.within(_HEAD_BLOCKS, _HEAD_BYTES) * len(orders)))
     piped = Prefetch(_by_pipelines(images, orders, cpus, turns), depth=2)  # starts now
     try:
@@ -91,7 +91,7 @@ def block_refs(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, first:
         piped.close(_CLOSE_S)  # otherwise its thread asks a cluster that may have ended by then
 
 
-def _by_tasks(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, turns: Sequence[Turn]) -> Iterator[tuple[int, Any]]:
+def _by_tasks(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Sequence[BlockRef]) -> Iterator[tuple[int, Any]]:
     read = ray.remote(_read_block).options(num_cpus=cpus.task)
     asked: deque[tuple[int, Any]] = deque()
     running: list[Any] = []
@@ -107,11 +107,11 @@ def _by_tasks(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, turns: 
         yield which, ref
 
 
-def _read_block(images: ImageSet, order: Order, number: int) -> pa.Table:
+def _read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
     return read_table(images, order.samples(number))
 
 
-def _by_pipelines(images: ImageSet, orders: Sequence[Order], cpus: DataCpus, turns: Iterator[Turn]) -> Iterator[tuple[int, Any]]:
+def _by_pipelines(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Iterator[BlockRef]) -> Iterator[tuple[int, Any]]:
     while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
         bundles = _pipeline(images, orders, chunk, cpus).iter_internal_ref_bundles()  # REF_BUNDLES in private_api.py
         refs = (ref for bundle in bundles for ref in bundle.block_refs)
@@ -157,7 +157,7 @@ def to_table(pixels: np.ndarray[Any, np.dtype[np.uint8]], labels: Int64s, sample
     return pa.table({"image": column, "label": labels, "sample": samples})
 
 
-def _pipeline(images: ImageSet, orders: Sequence[Order], turns: Sequence[Turn], cpus: DataCpus) -> ray.data.Dataset:
+def _pipeline(images: ImageSet, orders: Sequence[BlockOrder], turns: Sequence[BlockRef], cpus: DataCpus) -> ray.data.Dataset:
     def read_block(row: Any) -> Any:
         return _read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
 

@@ -21,8 +21,10 @@ from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, to_bloc
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder
+from raytrain.data.blocks import Block
 from raytrain.data.decode import ImageShape
-from raytrain.data.partition import Block, Partition, Prefetch
+from raytrain.data.partition import Partition
+from raytrain.data.prefetch import Prefetch
 
 _POLL_S = 10.0
 _CLOSE_S = 10.0

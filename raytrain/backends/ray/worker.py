@@ -22,8 +22,9 @@ from raytrain.backends.ray.private_api import announced_preemption
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.backends.ray.streaming import stream_blocks
 from raytrain.data.batch_plan import BatchPlan, Cursor
-from raytrain.data.cached_blocks import CachedBlocks, batches_from_cache
-from raytrain.data.partition import LocalBatch, Partition, batches_from_stream
+from raytrain.data.blocks import CachedBlocks
+from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
 from raytrain.runs.metrics import MetricRow
 from raytrain.runs.outcome import Outcome, Progress

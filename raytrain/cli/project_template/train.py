@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import raytrain
-from raytrain.demo.digits import render
+from raytrain.demo.digits import render_digits
 from raytrain.display.terminal import TerminalView
 
 
 def main(name: str = "first") -> None:
     """Train, or go on with a run that was stopped."""
     if not Path("images").exists():
-        render("images")  # digits, to have something to begin with: put s3://bucket/prefix or a folder of yours below
+        render_digits("images")  # digits to start with: put s3://bucket/prefix or a folder of yours below
     config = raytrain.TrainConfig(
         name=name,
         resume=Path("runs", name).exists(),

@@ -18,8 +18,10 @@ from raytrain.backends.ray.block_cache import RemoteBlocks
 from raytrain.backends.ray.ingest import ImageSet
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.blocks import CachedBlocks
 from raytrain.data.dataset import write_manifests
-from raytrain.data.partition import CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.runs.history import Row
 from raytrain.runs.monitor import Status

@@ -1,0 +1,63 @@
+"""Blocks of decoded images, and a whole data set of them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.permutation import Int64s
+
+
+@dataclass(frozen=True)
+class Block:
+    """Decoded images that are moved together. A label below 0 marks an image that could not be read."""
+
+    images: npt.NDArray[np.uint8]  # (n, H, W, C)
+    labels: Int64s  # (n,)
+    samples: Int64s  # (n,), indices into the manifest
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def split(self, count: int) -> tuple[Block, Block]:
+        """The first ``count`` rows and the others, without a copy."""
+        return (
+            Block(self.images[:count], self.labels[:count], self.samples[:count]),
+            Block(self.images[count:], self.labels[count:], self.samples[count:]),
+        )
+
+
+class CachedBlocks:
+    """A whole data set as blocks in memory; their row ``r`` is position ``origin.position + r`` of epoch
+    ``origin.epoch``.
+
+    ``block(i)`` returns block ``i`` and waits until it is available, so that training can start with the first block.
+    """
+
+    def __init__(self, block: Callable[[int], Block], rows_per_block: int, plan: BatchPlan, origin: Cursor) -> None:
+        self._block = block
+        self._rows_per_block = rows_per_block
+        positions = (origin.position + np.arange(plan.num_samples, dtype=np.int64)) % plan.num_samples
+        self._row_of_sample = np.empty(plan.num_samples, np.int64)
+        self._row_of_sample[plan.samples(origin.epoch, positions)] = np.arange(plan.num_samples)
+
+    def gather(self, samples: Int64s) -> Block:
+        """Copy the images of ``samples`` out of the blocks, in the order of ``samples``."""
+        rows = self._row_of_sample[samples]
+        order = np.argsort(rows, kind="stable")
+        numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
+        images: npt.NDArray[np.uint8] | None = None
+        labels = np.empty(len(samples), np.int64)
+        for number, targets in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+            block = self._block(number)
+            sources = rows[targets] - number * self._rows_per_block
+            if images is None:
+                images = np.empty((len(samples), *block.images.shape[1:]), np.uint8)
+            images[targets] = block.images[sources]
+            labels[targets] = block.labels[sources]
+        assert images is not None
+        return Block(images, labels, samples)

@@ -1,0 +1,70 @@
+"""A worker's local batches, assembled from blocks of decoded images. Imports neither Ray nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.batch_plan import GlobalBatch
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.partition import Partition
+from raytrain.data.permutation import Int64s
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One worker's slice of a global batch, without the images that could not be read."""
+
+    batch: GlobalBatch
+    images: npt.NDArray[np.uint8]  # (m, H, W, C)
+    labels: Int64s  # (m,)
+    samples: Int64s  # (m,), indices into the manifest
+    part_sizes: tuple[int, ...]  # how many of the m are in each part of the global batch
+
+
+def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_step: int) -> Iterator[LocalBatch]:
+    """Cut the worker's blocks, which arrive in its order, into local batches from ``first_step`` to the plan's end."""
+    source = iter(blocks)
+    remaining: list[Block] = []
+    for step in range(first_step, partition.plan.num_steps):
+        batch = partition.plan.batch(step)
+        part_sizes = partition.part_sizes(batch)
+        rows, remaining = _next_rows(sum(part_sizes), remaining, source)
+        yield _local_batch(batch, rows, part_sizes)
+
+
+def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
+    """Gather the worker's local batches from a data set in memory, from ``first_step`` to the plan's end."""
+    for step in range(first_step, partition.plan.num_steps):
+        batch = partition.plan.batch(step)
+        samples = partition.local_samples(batch)
+        yield _local_batch(batch, [blocks.gather(samples)] if len(samples) else [], partition.part_sizes(batch))
+
+
+def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:
+    """``count`` rows from the ``remaining`` ones and the blocks that follow, and the rows that then remain."""
+    rows: list[Block] = []
+    while count > 0:
+        block = remaining.pop() if remaining else next(source)
+        head, tail = block.split(min(count, len(block)))
+        rows.append(head)
+        count -= len(head)
+        remaining = [tail] if len(tail) else []
+    return rows, remaining
+
+
+def _local_batch(batch: GlobalBatch, blocks: list[Block], part_sizes: Sequence[int]) -> LocalBatch:
+    if not blocks:
+        empty = np.empty(0, np.int64)
+        return LocalBatch(batch, np.empty((0, 0, 0, 0), np.uint8), empty, empty, tuple(part_sizes))
+    images = np.concatenate([block.images for block in blocks]) if len(blocks) > 1 else blocks[0].images
+    labels = np.concatenate([block.labels for block in blocks])
+    samples = np.concatenate([block.samples for block in blocks])
+    readable = labels >= 0
+    if not readable.all():
+        images, labels, samples = images[readable], labels[readable], samples[readable]
+        part_sizes = [int(part.sum()) for part in np.split(readable, np.cumsum(part_sizes)[:-1])]
+    return LocalBatch(batch, images, labels, samples, tuple(part_sizes))

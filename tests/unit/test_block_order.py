@@ -1,0 +1,55 @@
+"""Blocks of any length contain just the samples that a worker or a cache needs, in order."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.block_order import CacheOrder, WorkerOrder
+from raytrain.data.partition import Partition
+
+sizes = st.integers(1, 1000)
+batch_sizes = st.integers(1, 400)
+seeds = st.integers(0, 2**64 - 1)
+loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=6).filter(any)
+
+
+@given(sizes, batch_sizes, seeds, loads, st.integers(1, 700), st.data())
+def test_a_worker_reads_just_its_local_batches_in_blocks_of_any_length(
+    num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
+) -> None:
+    plan = BatchPlan(num_samples, batch_size, 2, seed, accumulate=data.draw(st.integers(1, 4)))
+    rank = data.draw(st.integers(0, len(loads) - 1))
+    first_step = data.draw(st.integers(0, plan.num_steps - 1))
+    partition = Partition(plan, rank, loads)
+    order = WorkerOrder(partition, first_step, rows_per_block)
+    read = np.concatenate([np.empty(0, np.int64), *(order.samples(number) for number in range(len(order)))])
+    wanted = [partition.local_samples(plan.batch(step)) for step in range(first_step, plan.num_steps)]
+    assert read.tolist() == np.concatenate(wanted).tolist()
+
+
+def test_a_worker_that_resumes_with_nothing_left_in_the_epoch_reads_all_of_the_next() -> None:
+    plan = BatchPlan(913, 228, 2, 0)  # the last batch of an epoch has one sample, which is worker 0's
+    order = WorkerOrder(Partition(plan, 1, [1, 1]), 4, rows_per_block=1)
+    read = np.concatenate([order.samples(number) for number in range(len(order))])
+    assert (
+        read.tolist()
+        == np.concatenate(
+            [Partition(plan, 1, [1, 1]).local_samples(plan.batch(step)) for step in range(4, 10)]
+        ).tolist()
+    )
+
+
+@given(sizes, batch_sizes, seeds, st.integers(1, 700), st.data())
+def test_a_cache_holds_each_sample_once_and_begins_at_the_cursor(
+    num_samples: int, batch_size: int, seed: int, rows_per_block: int, data: st.DataObject
+) -> None:
+    plan = BatchPlan(num_samples, batch_size, 2, seed)
+    step = data.draw(st.integers(0, plan.num_steps - 1))
+    order = CacheOrder(plan, plan.cursor(step), rows_per_block)
+    rows = np.concatenate([order.samples(number) for number in range(len(order))])
+    assert sorted(rows.tolist()) == list(range(num_samples))
+    first = plan.batch_samples(plan.batch(step))
+    assert rows[: len(first)].tolist() == first.tolist()

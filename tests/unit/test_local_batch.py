@@ -1,0 +1,55 @@
+"""For any workers, streamed or cached, the local batches together are the batches that one worker would get."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.block_order import CacheOrder, WorkerOrder
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.partition import Partition
+from raytrain.data.permutation import Int64s
+
+loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=5).filter(any)
+
+
+def block(samples: Int64s) -> Block:
+    """Images whose pixels are the number of their sample; one in five cannot be read."""
+    images = (samples % 256).astype(np.uint8).reshape(-1, 1, 1, 1)
+    return Block(images, np.where(samples % 5, samples, -1), samples)
+
+
+def all_streamed(partition: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
+    order = WorkerOrder(partition, first_step, rows_per_block)
+    return list(
+        batches_from_stream(partition, (block(order.samples(number)) for number in range(len(order))), first_step)
+    )
+
+
+def all_cached(partition: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
+    origin = partition.plan.cursor(first_step)
+    order = CacheOrder(partition.plan, origin, rows_per_block)
+    blocks = CachedBlocks(lambda number: block(order.samples(number)), rows_per_block, partition.plan, origin)
+    return list(batches_from_cache(partition, blocks, first_step))
+
+
+@given(st.integers(1, 150), st.integers(1, 60), st.integers(0, 2**64 - 1), loads, st.integers(1, 50), st.data())
+def test_workers_together_get_the_batches_of_one(
+    num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
+) -> None:
+    plan = BatchPlan(num_samples, batch_size, 2, seed)
+    first_step = data.draw(st.integers(0, plan.num_steps - 1))
+    for batches_of in (all_streamed, all_cached):
+        by_rank = [batches_of(Partition(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
+        assert {len(batches) for batches in by_rank} == {plan.num_steps - first_step}
+        for step, together in enumerate(zip(*by_rank, strict=True), start=first_step):
+            planned = plan.batch_samples(plan.batch(step))
+            used = np.concatenate([local.samples for local in together])
+            assert used.tolist() == planned[planned % 5 > 0].tolist()
+            for local in together:
+                assert local.batch == plan.batch(step)
+                assert local.labels.tolist() == local.samples.tolist()
+                assert local.images.reshape(-1).tolist() == (local.samples % 256).tolist()

@@ -1,0 +1,63 @@
+"""A prefetched iterator yields the same items, raises the same errors, and closes its source."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from raytrain.data.prefetch import Prefetch
+
+TIMEOUT_S = 20.0
+
+
+def test_the_items_come_in_order_and_the_end_comes_for_every_further_call() -> None:
+    prefetch = Prefetch(iter(range(100)), depth=3)
+    assert list(prefetch) == list(range(100))
+    assert list(prefetch) == []
+
+
+def test_at_most_depth_items_and_one_more_are_produced_ahead() -> None:
+    produced: list[int] = []
+    enough = threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(10):
+            produced.append(number)
+            if number == 3:
+                enough.set()
+            yield number
+
+    prefetch = Prefetch(items(), depth=3)
+    assert enough.wait(TIMEOUT_S)
+    assert produced == [0, 1, 2, 3]
+    assert list(prefetch) == list(range(10))
+
+
+def test_an_error_is_raised_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is full")
+
+    prefetch = Prefetch(items(), depth=2)
+    assert next(prefetch) == 1
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is full"):
+            next(prefetch)
+
+
+def test_close_closes_the_source_in_its_own_thread() -> None:
+    closed_by: list[str] = []
+
+    def items() -> Iterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            closed_by.append(threading.current_thread().name)
+
+    prefetch = Prefetch(items(), depth=1)
+    next(prefetch)
+    prefetch.close(TIMEOUT_S)
+    assert closed_by == ["prefetch"]
