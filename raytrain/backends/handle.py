@@ -1,4 +1,4 @@
-"""A run beside whoever started it, such as a notebook that goes on: watched, stopped and waited for through a handle."""
+"""A run in a thread of this process, such as a notebook's, that is watched, stopped and waited for through a handle."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raytrain.backends.train import TrainResult, View, train
 from raytrain.config import TrainConfig
 
 if TYPE_CHECKING:
-    from raytrain.runs.monitor import Snapshot
+    from raytrain.runs.snapshot import Snapshot
     from raytrain.training.run import Run
 
 
 class RunHandle:
-    """A run that trains in a thread of this process; :func:`start` gives one."""
+    """A run that trains in a thread of this process; :func:`raytrain.start` makes one."""
 
     def __init__(self, config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None) -> None:
         self._view = view
@@ -55,27 +55,3 @@ class RunHandle:
         self._snapshot = snapshot
         if self._view is not None:
             self._view(snapshot)
-
-
-def start(config: TrainConfig, *, loop: Callable[[Run], None] | None = None, view: View | None = None) -> RunHandle:
-    """As :func:`raytrain.train`, but return at once, with a handle of the run.
-
-    Args:
-        config: the options.
-        loop: a training loop of your own.
-        view: called about twice a second with the run's :class:`Snapshot`; by default, in a notebook, its picture below the cell.
-    """
-    return RunHandle(config, loop, view or _notebook_view())
-
-
-def _notebook_view() -> View | None:
-    """A view where this process is a notebook's."""
-    try:
-        from IPython.core.getipython import get_ipython
-    except ImportError:
-        return None
-    if getattr(get_ipython(), "kernel", None) is None:
-        return None
-    from raytrain.display.notebook import NotebookView
-
-    return NotebookView().update
