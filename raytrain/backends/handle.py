@@ -8,11 +8,13 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import TrainResult, View, train
+from raytrain.backends.train import train
 from raytrain.config import TrainConfig
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.snapshot import Snapshot, View
+from raytrain.runs.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from raytrain.runs.snapshot import Snapshot
     from raytrain.training.run import Run
 
 
@@ -39,19 +41,19 @@ class RunHandle:
 
     def stop(self, reason: str = "stop() of its handle") -> None:
         """Ask the run to stop with a checkpoint; returns at once."""
-        self._signals.reason = self._signals.reason or reason
+        self._signals.request_stop(StopRequest(reason))
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
-        """Wait for the run's end; raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s`` seconds."""
+        """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""
         return self._result.result(timeout_s)
 
     def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
         try:
-            self._result.set_result(train(config, loop=loop, view=self._look, signals=self._signals))
+            self._result.set_result(train(config, loop=loop, view=self._update, signals=self._signals))
         except BaseException as error:
             self._result.set_exception(error)
 
-    def _look(self, snapshot: Snapshot) -> None:
+    def _update(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         if self._view is not None:
             self._view(snapshot)

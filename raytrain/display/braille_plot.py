@@ -20,6 +20,7 @@ _DOTS = np.array(  # the bit of the dot at (row, column) of a cell
     [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16
 )
 _BLANK = 0x2800
+_LEGEND_INDENT = 2
 _AXIS_WIDTH = 7  # characters left of the axis, including a blank
 
 
@@ -72,7 +73,7 @@ class Plot:
         yield self._heading()
         yield from self._picture(width)
         if self._legend_below:
-            yield Padding(Columns(self._legend(), padding=(0, 2)), (0, 0, 0, min(_AXIS_WIDTH, options.max_width - 1)))
+            yield Padding(Columns(self._legend(), padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
 
     def _picture(self, width: int) -> Iterator[Text]:
         drawn = [(xs, ys) for _, xs, ys in self._series if len(xs)]

@@ -14,7 +14,7 @@ from raytrain.display.formatting import format_count, format_gigabytes
 from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
-    from raytrain.backends.ray.cluster import Placement
+    from raytrain.backends.ray.placement import Placement
     from raytrain.diagnostics.doctor import DoctorReport, Finding, Node
     from raytrain.diagnostics.node_probe import NodeReport
 

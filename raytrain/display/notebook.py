@@ -12,10 +12,9 @@ from rich.console import Console
 from raytrain.backends.handle import RunHandle
 from raytrain.display.dashboard import dashboard
 from raytrain.runs.metrics import MetricRow
-from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.snapshot import Snapshot, View
 
 if TYPE_CHECKING:
-    from raytrain.backends.train import View
     from raytrain.config import TrainConfig
     from raytrain.training.run import Run
 
