@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    from raytrain.inference.evaluate import EvaluationResult
+
 _MAX_CLASSES_COUNTED = 30
 _MIN_SIDE, _MAX_SIDE = 5.5, 16.0  # inches
 
 
-def confusion_figure(evaluation: Mapping[str, Any]) -> Figure:
-    """The confusion matrix of what :func:`raytrain.evaluate` returned: true classes as rows, predicted ones as columns.
+def confusion_figure(result: EvaluationResult) -> Figure:
+    """The confusion matrix: true classes as rows, predicted ones as columns.
 
     Correct predictions are blue and wrong ones orange; the darker a cell, the larger its fraction of the true class. Up
     to 30 classes, the cells have counts, and the accuracy of each class is on the right.
     """
     from matplotlib.figure import Figure
 
-    matrix, classes = np.array(evaluation["confusion_matrix"]), evaluation["classes"]
+    matrix, classes = result.confusion_matrix, result.classes
     side = min(_MAX_SIDE, max(_MIN_SIDE, 3.0 + 0.45 * len(classes)))
     figure = Figure(figsize=(side + 0.5, side), layout="constrained")
     axes = figure.add_subplot()
@@ -37,10 +39,9 @@ def confusion_figure(evaluation: Mapping[str, Any]) -> Figure:
     _name_classes(axes, classes, cell_points=(side - 2) * 72 / len(classes))
     if len(classes) <= _MAX_CLASSES_COUNTED:
         _write_counts(axes, matrix, fractions)
-        _write_accuracies(axes, [row["accuracy"] for row in evaluation["per_class"]])
-    accuracy = evaluation["accuracy"]
-    correct = "" if accuracy is None else f"{accuracy:.2%} of "
-    title = f"{evaluation['run']}    {correct}{evaluation['images']:,} images"
+        _write_accuracies(axes, [score.accuracy for score in result.per_class])
+    correct = "" if result.accuracy is None else f"{result.accuracy:.2%} of "
+    title = f"{result.run}    {correct}{result.images:,} images"
     axes.set_title(title, loc="left", weight="bold", pad=12)
     return figure
 

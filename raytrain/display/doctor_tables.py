@@ -15,7 +15,9 @@ from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
     from raytrain.backends.ray.placement import Placement
-    from raytrain.diagnostics.doctor import DoctorReport, Finding, Node
+    from raytrain.diagnostics.cluster_probe import Node
+    from raytrain.diagnostics.doctor import DoctorReport
+    from raytrain.diagnostics.findings import Finding
     from raytrain.diagnostics.node_probe import NodeReport
 
 _NUM_NODES_NAMED = 3

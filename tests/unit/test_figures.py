@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.curve_figures import comparison_figure, curve_figure
 from raytrain.display.png import save_png
 from raytrain.errors import UsageError
-from raytrain.inference.metrics import scores
+from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.metrics import Int64s, score
 from raytrain.runs.metrics import MetricRow
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
@@ -50,12 +50,17 @@ def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunReco
     )
 
 
-def evaluation(num_classes: int, seed: int = 0) -> dict[str, Any]:
+def evaluation(num_classes: int, seed: int = 0) -> EvaluationResult:
     draws = np.random.default_rng(seed)
     truth = draws.integers(0, num_classes, 40 * num_classes)
     answers = np.where(draws.random(len(truth)) < 0.7, truth, draws.integers(0, num_classes, len(truth)))
     classes = [f"class {label}" for label in range(num_classes)]
-    return {"run": "first", **scores(truth, answers, np.ones(len(truth)), classes)}
+    return result(truth, answers, classes)
+
+
+def result(truth: Int64s, answers: Int64s, classes: list[str]) -> EvaluationResult:
+    scores = score(truth, answers, np.ones(len(truth)), classes)
+    return EvaluationResult(run="first", data="images", checkpoint="step-1.pt", skipped=0, **vars(scores))
 
 
 def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:
@@ -107,13 +112,13 @@ def test_the_confusion_matrix_of_few_classes_shows_counts_and_accuracies() -> No
     for text in axes.texts:
         column, row = text.get_position()
         counts[int(row), int(column)] = int(text.get_text().replace(",", ""))
-    assert counts.tolist() == found["confusion_matrix"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == found["classes"]
+    assert counts.tolist() == found.confusion_matrix.tolist()
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(found.classes)
     (right,) = axes.child_axes
     assert [label.get_text() for label in right.get_yticklabels()] == [
-        f"{row['accuracy']:.1%}" for row in found["per_class"]
+        f"{each.accuracy:.1%}" for each in found.per_class
     ]
-    assert axes.get_title(loc="left").startswith(f"first    {found['accuracy']:.2%} of 200 images")
+    assert axes.get_title(loc="left").startswith(f"first    {found.accuracy:.2%} of 200 images")
 
 
 def test_the_confusion_matrix_of_many_classes_names_those_that_can_be_read() -> None:
@@ -125,7 +130,7 @@ def test_the_confusion_matrix_of_many_classes_names_those_that_can_be_read() -> 
 
 def test_an_evaluation_without_images_has_a_matrix_too(tmp_path: Path) -> None:
     nothing = np.array([], np.int64)
-    found = {"run": "first", **scores(nothing, nothing, nothing.astype(float), ["cat", "dog"])}
+    found = result(nothing, nothing, ["cat", "dog"])
     save_png(confusion_figure(found), str(tmp_path / "confusion.png"))
 
 
