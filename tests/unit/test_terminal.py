@@ -191,7 +191,8 @@ def test_without_a_terminal_a_plain_line_comes_once_an_interval() -> None:
     terminal.update(snapshot([], first_row=3))
     first, second = out.getvalue().splitlines()
     assert first == (
-        "step 120/1,000  epoch 2/10  loss 1.234  accuracy 0.567  8,512 images/s  learning rate 0.2  waiting for data 3%  00:01:20 left"
+        "step 120/1,000  epoch 2/10  loss 1.234  accuracy 0.567  8,512 images/s  learning rate 0.2  "
+        "waiting for data 3%  00:01:20 left"
     )
     assert second.startswith("step 140/1,000  epoch 2/10  loss nan")
 
