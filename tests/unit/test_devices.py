@@ -17,7 +17,6 @@ from raytrain.config import TrainConfig
 from raytrain.diagnostics.devices import Devices
 from raytrain.diagnostics.doctor import Node
 from raytrain.diagnostics.node_probe import Gpu, NodeReport, ProbeRequest, examine, gpus
-from raytrain.display.device_tables import devices_page
 from raytrain.errors import UsageError
 
 SMI = "NVIDIA H200, 143771, 570.86.15, 9.0\nNVIDIA GB10, [N/A], 580.65.06, 12.1"
@@ -45,9 +44,9 @@ def test_the_table_has_a_line_for_each_device() -> None:
     second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, silence="The node sleeps.")
     found = Devices((first, second))
     console = Console(width=110, file=io.StringIO(), record=True)
-    console.print(devices_page(found), highlight=False)
+    console.print(found, highlight=False)
     lines = [line.split() for line in console.export_text().splitlines()]
-    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "CPUs", "64.0", "GB"] in lines
+    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "of", "them", "64.0", "GB"] in lines
     assert ["GPU", "0", "NVIDIA", "H200", "151", "GB", "570.86.15", "9.0"] in lines
     assert ["GPU", "1", "NVIDIA", "GB10", "shared", "580.65.06", "12.1"] in lines
     told = [" ".join(line) for line in lines]
