@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from PIL import Image
-from raytrain.inference.evaluate import EvaluationResult
 
 from raytrain.config import TrainConfig
 from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.curve_figures import comparison_figure, curve_figure
 from raytrain.display.png import save_png
 from raytrain.errors import UsageError
+from raytrain.inference.evaluate import EvaluationResult
 from raytrain.inference.metrics import Int64s, score
 from raytrain.runs.metrics import MetricRow
 from raytrain.runs.records import RunRecord
