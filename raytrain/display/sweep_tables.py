@@ -26,8 +26,7 @@ def live_table(trials: Sequence[Trial], statuses: Mapping[str, TrialStatus], num
     ``statuses`` lacks the trials that have not started.
     """
     status_of = {trial.name: statuses.get(trial.name, TrialStatus()) for trial in trials}
-    values = trials[0].values if trials else {}
-    table = _trial_table(values, ("status", "epoch", "loss", "best\naccuracy", "images/s"))
+    table = _trial_table(trials, ("status", "epoch", "loss", "best\naccuracy", "images/s"))
     best = max((status.accuracy or 0.0 for status in status_of.values()), default=0.0)
     for trial in _most_interesting(trials, status_of, max(1, num_rows)):
         status = status_of[trial.name]
@@ -45,7 +44,7 @@ def live_table(trials: Sequence[Trial], statuses: Mapping[str, TrialStatus], num
 
 def results_table(result: SweepResult) -> RenderableType:
     """The trials from the best to the worst, why some of them failed or stopped, and how to continue."""
-    table = _trial_table(result.trials[0].values, ("status", "last\nepoch", "best\naccuracy", "steps", "seconds"))
+    table = _trial_table(result.trials, ("status", "last\nepoch", "best\naccuracy", "steps", "seconds"))
     best = max((trial.accuracy or 0.0 for trial in result.trials), default=0.0)
     for trial in result.trials:
         table.add_row(
@@ -60,12 +59,17 @@ def results_table(result: SweepResult) -> RenderableType:
     return Group(table, *(_reason(trial) for trial in result.trials if trial.reason), *_conclusion(result))
 
 
-def _trial_table(values: Mapping[str, object], columns: Sequence[str]) -> Table:
-    """A table without rows: the trial, the varied options, and ``columns``."""
-    table = Table(box=box.SIMPLE_HEAD)
+def _trial_table(trials: Sequence[Trial] | Sequence[TrialResult], columns: Sequence[str]) -> Table:
+    """A table without rows: the trial, the varied options, and ``columns``.
+
+    On a narrow screen, the headings of the options are wrapped, but no value is cut.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("trial", vertical="bottom", no_wrap=True)
-    for name in values:
-        table.add_column(flag_of(name).replace("-", "-\n"), justify="right", vertical="bottom")
+    for name in trials[0].values if trials else ():
+        heading = Text(flag_of(name).replace("-", "-\n"), overflow="fold")
+        longest = max(len(shown(trial.values[name])) for trial in trials)
+        table.add_column(heading, justify="right", vertical="bottom", min_width=longest)
     for column in columns:
         justify = "left" if column == "status" else "right"
         table.add_column(column, justify=justify, vertical="bottom", no_wrap=True)

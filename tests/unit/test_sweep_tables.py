@@ -120,10 +120,17 @@ def result() -> SweepResult:
 
 def test_the_results_begin_with_the_best_and_say_why_one_failed() -> None:
     seen = text(results_table(result()))
-    names = [line.split()[0] for line in seen.splitlines() if line.startswith("  rates-")]
+    names = [line.split()[0] for line in seen.splitlines() if line.startswith(" rates-") and ":" not in line]
     assert names == ["rates-00", "rates-01", "rates-02", "rates-03", "rates-04"]
     assert "rates-04 failed: boom" in seen
     assert "The best is rates-00: learning-rate=1 optimizer=sgd epochs=3" in seen
+
+
+def test_on_a_narrow_screen_no_value_is_cut() -> None:
+    lines = text(results_table(result()), width=80).splitlines()
+    rows = {words[0]: words[1:4] for words in map(str.split, lines) if words and words[0].startswith("rates-0")}
+    assert rows["rates-03"] == ["0.001", "adamw", "6"]
+    assert "…" not in "".join(lines)
 
 
 def test_the_picture_has_the_curves_of_all_and_a_panel_for_each_varied_option(tmp_path: Path) -> None:
