@@ -1,4 +1,4 @@
-"""A run beside whoever started it, such as a notebook that goes on: watched, stopped and waited for through a handle."""
+"""A run in a thread of this process, such as a notebook's, that is watched, stopped and waited for through a handle."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import TrainResult, View, train
+from raytrain.backends.train import train
 from raytrain.config import TrainConfig
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.snapshot import Snapshot, View
+from raytrain.runs.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from raytrain.runs.monitor import Snapshot
     from raytrain.training.run import Run
 
 
 class RunHandle:
-    """A run that trains in a thread of this process; :func:`start` gives one."""
+    """A run that trains in a thread of this process; :func:`raytrain.start` makes one."""
 
     def __init__(self, config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None) -> None:
         self._view = view
@@ -39,43 +41,19 @@ class RunHandle:
 
     def stop(self, reason: str = "stop() of its handle") -> None:
         """Ask the run to stop with a checkpoint; returns at once."""
-        self._signals.reason = self._signals.reason or reason
+        self._signals.request_stop(StopRequest(reason))
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
-        """Wait for the run's end; raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s`` seconds."""
+        """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""
         return self._result.result(timeout_s)
 
     def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
         try:
-            self._result.set_result(train(config, loop=loop, view=self._look, signals=self._signals))
+            self._result.set_result(train(config, loop=loop, view=self._update, signals=self._signals))
         except BaseException as error:
             self._result.set_exception(error)
 
-    def _look(self, snapshot: Snapshot) -> None:
+    def _update(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         if self._view is not None:
             self._view(snapshot)
-
-
-def start(config: TrainConfig, *, loop: Callable[[Run], None] | None = None, view: View | None = None) -> RunHandle:
-    """As :func:`raytrain.train`, but return at once, with a handle of the run.
-
-    Args:
-        config: the options.
-        loop: a training loop of your own.
-        view: called about twice a second with the run's :class:`Snapshot`; by default, in a notebook, its picture below the cell.
-    """
-    return RunHandle(config, loop, view or _notebook_view())
-
-
-def _notebook_view() -> View | None:
-    """A view where this process is a notebook's."""
-    try:
-        from IPython.core.getipython import get_ipython
-    except ImportError:
-        return None
-    if getattr(get_ipython(), "kernel", None) is None:
-        return None
-    from raytrain.display.notebook import NotebookView
-
-    return NotebookView().update

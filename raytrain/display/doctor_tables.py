@@ -1,4 +1,4 @@
-"""What the doctor shows in the terminal: a table of the nodes, and each trouble with what to do."""
+"""What the doctor found: a table of the nodes, and each problem with what to do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.backends.ray.cluster import Placement
-from raytrain.diagnostics.node_probe import NodeReport
-from raytrain.display.tables import facts
+from raytrain.display.formatting import format_count, format_gigabytes
+from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
-    from raytrain.diagnostics.doctor import DoctorReport, Finding, Node
+    from raytrain.backends.ray.placement import Placement
+    from raytrain.diagnostics.cluster_probe import Node
+    from raytrain.diagnostics.doctor import DoctorReport
+    from raytrain.diagnostics.findings import Finding
+    from raytrain.diagnostics.node_probe import NodeReport
 
-_NODES_NAMED = 3
+_NUM_NODES_NAMED = 3
 
 
 def doctor_page(report: DoctorReport) -> RenderableType:
@@ -26,78 +29,71 @@ def doctor_page(report: DoctorReport) -> RenderableType:
         "versions": " · ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items()),
         "data": report.data,
         "storage": report.storage,
-        "--workers auto": report.placement and _shown_placement(report.placement),
+        "--workers auto": report.placement and _placement_text(report.placement),
     }
-    return Group(facts(about), _table(report), _shown_troubles(report))
+    return Group(key_value_table(about), _node_table(report), _findings(report))
 
 
-def _table(report: DoctorReport) -> RenderableType:
+def _node_table(report: DoctorReport) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("node", no_wrap=True)
     for heading in ("CPUs, memory,\nobject store", "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
         table.add_column(heading)
     for node in report.nodes:
+        memory, object_store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
         table.add_row(
             f"{node.address}\n{node.id}",
-            f"{cpus(node.cpus)}\n{size(node.memory_bytes)}\n{size(node.object_store_bytes)}",
-            _shown_gpus(node),
-            *_shown_answer(node.answer, asked=report.data is not None),
+            f"{format_count(node.cpus, 'CPU')}\n{memory}\n{object_store}",
+            _gpu_text(node),
+            *_access(node.report, checks_data=report.data is not None),
         )
     return table
 
 
-def _shown_gpus(node: Node) -> str:
-    if node.answer is None or not node.answer.gpus:
+def _gpu_text(node: Node) -> str:
+    if node.report is None or not node.report.gpus:
         return f"{node.gpus:g}"
     return "\n".join(
-        f"{count} × {gpu.name.removeprefix('NVIDIA ')}\n{size(gpu.memory_bytes)}\ndriver {gpu.driver}"
-        for gpu, count in Counter(node.answer.gpus).items()
+        f"{count} × {gpu.name.removeprefix('NVIDIA ')}\n{format_gigabytes(gpu.memory_bytes)}\ndriver {gpu.driver}"
+        for gpu, count in Counter(node.report.gpus).items()
     )
 
 
-def _shown_answer(answer: NodeReport | None, *, asked: bool) -> tuple[RenderableType, RenderableType, str]:
-    if answer is None:
+def _access(report: NodeReport | None, *, checks_data: bool) -> tuple[RenderableType, RenderableType, str]:
+    """Whether the node reads the data, whether it writes the storage, and with what credentials."""
+    if report is None:
         return Text("no answer", "red"), Text("no answer", "red"), ""
-    reading, writes = answer.reading, Text("yes", "green") if answer.writable else Text("no", "red")
-    if reading is None:
-        return Text("no", "red") if asked else Text("not asked", "dim"), writes, answer.identity or "none needed"
-    speed = f"{reading.images_per_s:,.0f} images/s\n{reading.bytes_per_s / 1e6:,.1f} MB/s\nlisted: {reading.listing_s:.2f} s"
-    return Text(speed, "green"), writes, answer.identity or "none needed"
+    writes = Text("yes", "green") if report.writable else Text("no", "red")
+    return _read_speed_text(report, checks_data), writes, report.identity or "none needed"
 
 
-def _shown_placement(placement: Placement) -> str:
-    return f"{workers(placement)}; CPUs for each: {placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
+def _read_speed_text(report: NodeReport, checks_data: bool) -> Text:
+    speed = report.read_speed
+    if speed is None:
+        return Text("no", "red") if checks_data else Text("not checked", "dim")
+    rates = f"{speed.images_per_s:,.0f} images/s\n{speed.bytes_per_s / 1e6:,.1f} MB/s"
+    return Text(f"{rates}\nlisted: {speed.listing_s:.2f} s", "green")
 
 
-def workers(placement: Placement) -> str:
-    """Their number and what they train on, as a person reads it."""
-    return f"{placement.num_workers} {'worker' if placement.num_workers == 1 else 'workers'} on {placement.device}"
+def _placement_text(placement: Placement) -> str:
+    workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}"
+    return f"{workers}; CPUs for each: {placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
 
 
-def cpus(number: float) -> str:
-    """A number of CPUs, as a person reads it."""
-    return f"{number:g} {'CPU' if number == 1 else 'CPUs'}"
-
-
-def _shown_troubles(report: DoctorReport) -> RenderableType:
+def _findings(report: DoctorReport) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    for mark, style, troubles in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
-        for trouble in troubles:
-            grid.add_row(Text(mark, style), Text(_where(trouble, len(report.nodes)) + trouble.sentence))
+    for mark, style, findings in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
+        for finding in findings:
+            grid.add_row(Text(mark, style), Text(_which_nodes(finding, len(report.nodes)) + finding.sentence))
     if report.ok:
-        grid.add_row(Text("✓", "green"), "Nothing stands in the way.")
+        grid.add_row(Text("✓", "green"), "Nothing prevents training.")
     return grid
 
 
-def _where(trouble: Finding, num_nodes: int) -> str:
-    named, num_more = trouble.nodes[:_NODES_NAMED], len(trouble.nodes) - _NODES_NAMED
+def _which_nodes(finding: Finding, num_nodes: int) -> str:
+    named, num_more = finding.nodes[:_NUM_NODES_NAMED], len(finding.nodes) - _NUM_NODES_NAMED
     if not named or num_nodes == 1:
         return ""
-    if len(trouble.nodes) == num_nodes:
+    if len(finding.nodes) == num_nodes:
         return f"All {num_nodes} nodes: "
     return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "") + ": "
-
-
-def size(num_bytes: int) -> str:
-    """A number of bytes, as a person reads it."""
-    return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 100e9 else f"{num_bytes / 1e9:,.1f} GB"

@@ -1,4 +1,4 @@
-"""The part of a terminal that is drawn anew all the time; nothing where output is no terminal."""
+"""The part of a terminal that is redrawn all the time; if the output is not a terminal, there is no such part."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ if TYPE_CHECKING:
 
 
 class LiveView:
-    """What the views of a run and of a sweep have in common: ``with`` one of them, the terminal shows it, and has it back in the end.
+    """Base class of the views of a run and of a sweep: a context manager that owns a part of the terminal.
 
     Args:
-        console: where to; by default standard output. Its ``is_terminal`` decides between the live view and plain lines.
-        waiting: what is shown until there is something to draw.
+        console: where to print, by default standard output. If it is a terminal, the view redraws a picture in place;
+            otherwise, it prints plain lines.
+        waiting: what is shown until there is a picture.
     """
 
     def __init__(self, console: Console | None, waiting: str) -> None:
         self._console = console or Console()
-        self._live = Live(Spinner("dots", waiting), console=self._console, transient=True) if self._console.is_terminal else None
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(Spinner("dots", waiting), console=self._console, transient=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def _draw(self, picture: RenderableType, *, stays: bool) -> None:
-        """Draw ``picture``, which ``stays`` on the screen in the end or does not."""
+    def _print(self, line: str) -> None:
+        """Print a line as it is, without wrapping it; a live picture stays below it."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _draw(self, picture: RenderableType, *, keep: bool) -> None:
+        """Draw ``picture`` in place of the last one; with ``keep``, it stays on the screen when the view ends."""
         assert self._live is not None
-        self._live.transient = not stays
+        self._live.transient = not keep
         self._live.update(picture, refresh=True)

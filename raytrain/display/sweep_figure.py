@@ -1,4 +1,4 @@
-"""A sweep as PNG: the accuracy of all trials over the epochs, and the best of each against every varied value."""
+"""A sweep as a figure: the accuracies of all trials, and each trial's best against every varied option."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from raytrain.display.png import GREY, ORANGE, plain_axes
 from raytrain.errors import UsageError
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
 from raytrain.experiments.sweep.search_space import flag_of
@@ -15,20 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BEST, _OTHER, _GREY = "#e8710a", "#8fb7d9", "#666666"
+_BEST, _OTHER = ORANGE, "#8fb7d9"
 _PANELS_PER_ROW = 3
-_FEW_VALUES = 5  # each is named below the axis
-_DECADES = 1.5  # values that span more are drawn over a logarithmic axis
+_FEW_VALUES = 5  # up to so many values, each one is labelled
+_DECADES = 1.5  # values that span more have a logarithmic axis
 
 
-def picture(result: SweepResult) -> Figure:
-    """The curves of all trials, the best one in colour, and below them a panel for each varied option; UsageError without an evaluation."""
+def sweep_figure(result: SweepResult) -> Figure:
+    """The curves of all trials, the best one in orange, and below them a plot for each varied option.
+
+    Raises UsageError if no trial was evaluated.
+    """
     from matplotlib.figure import Figure
 
     trials = [trial for trial in result.trials if trial.evaluations]
     if not trials:
         raise UsageError(
-            f"No trial of sweep {result.name!r} was evaluated, and so there is nothing to draw; each is after --evaluate-every epochs."
+            f"No trial of sweep {result.name!r} was evaluated, so there is nothing to draw; trials are evaluated every "
+            "--evaluate-every epochs."
         )
     names = list(trials[0].values)
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
@@ -38,18 +43,19 @@ def picture(result: SweepResult) -> Figure:
     _curves(above.add_subplot(), trials, result.best)
     for place, name in enumerate(names, start=1):
         _against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
-    best = next((f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best), "")
-    figure.suptitle(f"{result.name}{best}", x=0.01, ha="left", weight="bold", fontsize=10)
+    best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
+    figure.suptitle("".join([result.name, *best]), x=0.01, ha="left", weight="bold", fontsize=10)
     return figure
 
 
 def _curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
+    """Accuracy over the epochs, a line for each trial with the trial's number at its end."""
     from matplotlib.ticker import MaxNLocator
 
-    for trial in reversed(trials):  # the best comes last, and so on top
+    for trial in reversed(trials):  # the best is drawn last, on top of the others
         epochs, accuracies = zip(*trial.evaluations, strict=True)
-        style: dict[str, Any] = {"color": _BEST, "linewidth": 2.0} if trial.name == best else {"color": _OTHER, "linewidth": 1.2}
-        axes.plot(epochs, accuracies, marker="o", markersize=3.5, **style)
+        color, width = (_BEST, 2.0) if trial.name == best else (_OTHER, 1.2)
+        axes.plot(epochs, accuracies, marker="o", markersize=3.5, color=color, linewidth=width)
         axes.annotate(
             trial.name.rpartition("-")[2],
             (epochs[-1], accuracies[-1]),
@@ -57,11 +63,11 @@ def _curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None
             textcoords="offset points",
             va="center",
             fontsize=7.5,
-            color=_BEST if trial.name == best else _GREY,
+            color=_BEST if trial.name == best else GREY,
         )
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(axes)
+    plain_axes(axes)
     axes.set_ylabel("test accuracy")
 
 
@@ -81,12 +87,5 @@ def _against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | N
         axes.set_xticks(range(len(ordered)), [shown(value) for value in ordered])
         axes.set_xlim(-0.5, len(ordered) - 0.5)
     axes.set_xlabel(flag_of(name))
-    _finish(axes)
+    plain_axes(axes)
     axes.set_ylabel("best test accuracy")
-
-
-def _finish(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.locator_params(axis="y", nbins=6)

@@ -19,7 +19,7 @@ from rich.console import Console
 import raytrain
 from raytrain.cli.commands import main
 from raytrain.config import TrainConfig
-from raytrain.display import figures
+from raytrain.display.study_figure import study_figure
 from raytrain.display.study_tables import study_page
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import UsageError
@@ -180,23 +180,23 @@ def test_the_page_has_the_figures_of_each_size_and_what_a_doubling_gives(tmp_pat
     lines = [line.split() for line in page.splitlines()]
     assert ["1", "256", "0.1", "1,000", "–", "00:00:02", "–", "0.9000"] in lines
     assert ["2", "512", "0.2", "1,700", "+70%", "00:00:01", "-41%", "0.9000"] in lines
-    assert "A doubling of the workers: images/s +70%, time to an accuracy of 0.855 -41%." in page
+    assert "Per doubling of the workers: images/s +70%, time to an accuracy of 0.855 -41%." in page
     assert "The final accuracies lie within 0.0 percentage points." in page
-    assert "━ on 1 0.900" in page and "● measured 2,890" in seen(study(options(tmp_path), [1, 2, 4], train=nothing), 120)
+    assert "━ on 1 0.900" in page and "━ on 4 0.900" in page and "● measured 2,890" in page
     assert "same command" not in page
 
 
 def test_the_page_of_a_stopped_study_says_how_to_go_on(tmp_path: Path) -> None:
     page = " ".join(seen(study(options(tmp_path), [1, 2, 4], train=Trainer(stop_in=2))).split())
-    assert "sizes-2 is stopped, sizes-4 is not begun; the same command goes on with the study." in page
+    assert "sizes-2 is stopped, sizes-4 is not begun; run the same command again to continue the study." in page
     assert "2 512 0.2 – – – – –" in page
-    assert "A doubling" not in page
+    assert "Per doubling" not in page
     nothing_yet = " ".join(seen(study(options(tmp_path, name="later"), [1], train=Trainer(stop_in=1))).split())
-    assert "later-1 is stopped; the same command" in nothing_yet
+    assert "later-1 is stopped; run the same command" in nothing_yet
 
 
 def test_the_picture_has_both_figures(tmp_path: Path) -> None:
-    over_time, over_workers = figures.scaling(study(options(tmp_path), [1, 2, 4], train=Trainer())).axes
+    over_time, over_workers = study_figure(study(options(tmp_path), [1, 2, 4], train=Trainer())).axes
     tested = [line for line in over_time.get_lines() if "worker" in str(line.get_label())]
     assert [str(line.get_label()) for line in tested] == ["1 worker  00:00:02", "2 workers  00:00:01", "4 workers  00:00:00"]
     assert list(tested[0].get_xdata()) == pytest.approx([1, 2, 3])  # pyright: ignore
@@ -206,8 +206,8 @@ def test_the_picture_has_both_figures(tmp_path: Path) -> None:
     assert list(in_proportion.get_ydata()) == pytest.approx([1000, 2000, 4000])  # pyright: ignore
     assert [text.get_text() for text in over_workers.texts] == ["1,000", "1,700 (+70%)", "2,890 (+70%)"]
     assert [panel.get_title(loc="right") for panel in (over_time, over_workers)] == [
-        "-41% a doubling of the workers",
-        "+70% a doubling of the workers",
+        "-41% per doubling of the workers",
+        "+70% per doubling of the workers",
     ]
 
 

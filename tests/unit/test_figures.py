@@ -1,10 +1,10 @@
-"""Pictures of runs: they hold what they should, and are PNG files that can be looked at."""
+"""The PNG figures of runs and evaluations: what they draw, and the files."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,31 +12,55 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from raytrain.config import TrainConfig
-from raytrain.display import figures
+from raytrain.display.confusion_figure import confusion_figure
+from raytrain.display.curve_figures import comparison_figure, curve_figure
+from raytrain.display.png import save_png
 from raytrain.errors import UsageError
-from raytrain.inference.metrics import scores
-from raytrain.runs.records import RunRecord, RunStatus
+from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.metrics import Int64s, score
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.records import RunRecord
+from raytrain.runs.status import RunStatus
 from raytrain.storage.base import open_store
 
 
 def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunRecord:
     """A run that is evaluated after each epoch and logs every fifth step."""
-    rows: list[dict[str, Any]] = []
+    rows: list[MetricRow] = []
     for step in range(5, num_epochs * steps_per_epoch + 1, 5):
-        row = {"step": step, "epoch": -(-step // steps_per_epoch), "loss": 2 / step, "accuracy": 1 - 2 / step, "elapsed_s": step / 2}
-        rows.append({"kind": "step", "learning_rate": 0.1, **row})
+        row = MetricRow(
+            kind="step",
+            step=step,
+            epoch=-(-step // steps_per_epoch),
+            elapsed_s=step / 2,
+            learning_rate=0.1,
+            metrics={"loss": 2 / step, "accuracy": 1 - 2 / step},
+        )
+        rows.append(row)
         if step % steps_per_epoch == 0:
-            rows.append({"kind": "evaluation", **row})
-    config = TrainConfig(batch_size=8, learning_rate=0.1)
-    return RunRecord(name=name, config=config, status=RunStatus(status="finished"), summary={}, metrics=rows, checkpoints=[], skipped=[])
+            rows.append(replace(row, kind="evaluation", learning_rate=None))
+    return RunRecord(
+        name=name,
+        config=TrainConfig(batch_size=8, learning_rate=0.1),
+        status=RunStatus(status="finished"),
+        summary={},
+        metrics=rows,
+        checkpoints=[],
+        skipped=[],
+    )
 
 
-def evaluation(num_classes: int, seed: int = 0) -> dict[str, Any]:
+def evaluation(num_classes: int, seed: int = 0) -> EvaluationResult:
     draws = np.random.default_rng(seed)
     truth = draws.integers(0, num_classes, 40 * num_classes)
     answers = np.where(draws.random(len(truth)) < 0.7, truth, draws.integers(0, num_classes, len(truth)))
     classes = [f"class {label}" for label in range(num_classes)]
-    return {"run": "first", **scores(truth, answers, np.ones(len(truth)), classes)}
+    return result(truth, answers, classes)
+
+
+def result(truth: Int64s, answers: Int64s, classes: list[str]) -> EvaluationResult:
+    scores = score(truth, answers, np.ones(len(truth)), classes)
+    return EvaluationResult(run="first", data="images", checkpoint="step-1.pt", skipped=0, **vars(scores))
 
 
 def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:
@@ -44,7 +68,7 @@ def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:
 
 
 def test_the_curves_of_a_run_are_those_of_its_history() -> None:
-    figure = figures.curves(record("first"))
+    figure = curve_figure(record("first"))
     losses, accuracies, rates = figure.axes[:3]
     (train, test) = drawn(losses)
     assert train[:2] == ("train 0.025", list(range(5, 81, 5)))
@@ -56,23 +80,24 @@ def test_the_curves_of_a_run_are_those_of_its_history() -> None:
 
 @pytest.mark.parametrize(("num_epochs", "marks"), [(1, [1]), (4, [1, 2, 3, 4]), (90, list(range(5, 91, 5)))])
 def test_epochs_are_marked_as_many_as_can_be_told_apart(num_epochs: int, marks: list[int]) -> None:
-    losses = figures.curves(record("first", num_epochs)).axes[0]
+    losses = curve_figure(record("first", num_epochs)).axes[0]
     (epochs,) = losses.child_axes
     assert list(epochs.get_xticks()) == marks
     assert losses.get_xlim() == (0, 20 * num_epochs)
     assert len(losses.patches) == len(marks) // 2
 
 
-def test_a_run_is_drawn_whatever_it_has_told(tmp_path: Path) -> None:
+def test_a_run_is_drawn_whatever_it_has_recorded(tmp_path: Path) -> None:
     short = record("first")
-    for rows in (short.metrics[:1], [{**short.metrics[0], "loss": None}], [row for row in short.metrics if row["kind"] == "step"]):
-        figures.save(figures.curves(RunRecord(**{**vars(short), "metrics": rows})), str(tmp_path / "run.png"))
+    without_loss = replace(short.metrics[0], metrics={"loss": None, "accuracy": 0.5})
+    for rows in (short.metrics[:1], [without_loss], [row for row in short.metrics if row.kind == "step"]):
+        save_png(curve_figure(replace(short, metrics=rows)), str(tmp_path / "run.png"))
     with pytest.raises(UsageError, match="'first' has no history yet"):
-        figures.curves(RunRecord(**{**vars(short), "metrics": []}))
+        curve_figure(replace(short, metrics=[]))
 
 
 def test_several_runs_share_the_axes_and_each_is_named() -> None:
-    figure = figures.comparison([record("first"), record("second", num_epochs=2)])
+    figure = comparison_figure([record("first"), record("second", num_epochs=2)])
     losses, accuracies = figure.axes
     assert [(label, xs[-1]) for label, xs, _ in drawn(losses)] == [("first", 80), ("second", 40)]
     assert [xs for _, xs, _ in drawn(accuracies)] == [[20, 40, 60, 80], [20, 40]]
@@ -82,48 +107,50 @@ def test_several_runs_share_the_axes_and_each_is_named() -> None:
 
 def test_the_confusion_matrix_of_few_classes_shows_counts_and_accuracies() -> None:
     found = evaluation(5)
-    axes = figures.confusion(found).axes[0]
+    axes = confusion_figure(found).axes[0]
     counts = np.zeros((5, 5), dtype=int)
     for text in axes.texts:
         column, row = text.get_position()
         counts[int(row), int(column)] = int(text.get_text().replace(",", ""))
-    assert counts.tolist() == found["confusion_matrix"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == found["classes"]
+    assert counts.tolist() == found.confusion_matrix.tolist()
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(found.classes)
     (right,) = axes.child_axes
-    assert [label.get_text() for label in right.get_yticklabels()] == [f"{row['accuracy']:.1%}" for row in found["per_class"]]
-    assert axes.get_title(loc="left").startswith(f"first    {found['accuracy']:.2%} of 200 images")
+    assert [label.get_text() for label in right.get_yticklabels()] == [
+        f"{each.accuracy:.1%}" for each in found.per_class
+    ]
+    assert axes.get_title(loc="left").startswith(f"first    {found.accuracy:.2%} of 200 images")
 
 
 def test_the_confusion_matrix_of_many_classes_names_those_that_can_be_read() -> None:
-    hundred = figures.confusion(evaluation(100)).axes[0]
+    hundred = confusion_figure(evaluation(100)).axes[0]
     assert (len(hundred.texts), len(hundred.get_yticklabels())) == (0, 100)
-    thousand = figures.confusion(evaluation(1000)).axes[0]
+    thousand = confusion_figure(evaluation(1000)).axes[0]
     assert 50 < len(thousand.get_yticklabels()) < 200
 
 
 def test_an_evaluation_without_images_has_a_matrix_too(tmp_path: Path) -> None:
     nothing = np.array([], np.int64)
-    found = {"run": "first", **scores(nothing, nothing, nothing.astype(float), ["cat", "dog"])}
-    figures.save(figures.confusion(found), str(tmp_path / "confusion.png"))
+    found = result(nothing, nothing, ["cat", "dog"])
+    save_png(confusion_figure(found), str(tmp_path / "confusion.png"))
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 100])
 def test_a_picture_is_a_png_of_a_size_to_look_at(num_classes: int, tmp_path: Path) -> None:
     path = tmp_path / "confusion.png"
-    figures.save(figures.confusion(evaluation(num_classes)), str(path))
+    save_png(confusion_figure(evaluation(num_classes)), str(path))
     with Image.open(path) as image:
         assert image.format == "PNG"
         assert 400 <= min(image.size) <= max(image.size) <= 2000
 
 
 def test_a_picture_may_go_to_s3(s3_url: str) -> None:
-    figures.save(figures.curves(record("first")), f"{s3_url}/first.png")
+    save_png(curve_figure(record("first")), f"{s3_url}/first.png")
     assert Image.open(io.BytesIO(open_store(s3_url).get("first.png"))).format == "PNG"
 
 
 def test_a_picture_is_a_png_in_a_folder_that_is_there(tmp_path: Path) -> None:
-    figure = figures.curves(record("first"))
+    figure = curve_figure(record("first"))
     with pytest.raises(UsageError, match=r"--png is 'curves.jpg'; its name must end in \.png\."):
-        figures.save(figure, "curves.jpg")
+        save_png(figure, "curves.jpg")
     with pytest.raises(UsageError, match="there is no folder"):
-        figures.save(figure, str(tmp_path / "nowhere" / "curves.png"))
+        save_png(figure, str(tmp_path / "nowhere" / "curves.png"))

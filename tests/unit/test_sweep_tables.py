@@ -16,8 +16,9 @@ import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.backends.train import train
 from raytrain.cli.commands import COMMANDS
-from raytrain.display.sweep_figure import picture
-from raytrain.display.sweep_terminal import SweepTerminalView, live_table, results_table
+from raytrain.display.sweep_figure import sweep_figure
+from raytrain.display.sweep_tables import live_table, results_table
+from raytrain.display.sweep_terminal import SweepTerminalView
 from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect
 from raytrain.experiments.sweep.sweep import sweep
 from raytrain.experiments.sweep.trials import (
@@ -46,8 +47,10 @@ def trials(storage: Path, **options: object) -> list[Trial]:
     return trials_of(plan_sweep(options, VARY, None), options, "rates")  # type: ignore[arg-type]
 
 
-def standings() -> dict[str, TrialStatus]:
-    running = TrialStatus(status="running", step=30, num_steps=90, epoch=2, num_epochs=3, loss=0.75, accuracy=0.5, num_evaluations=1)
+def statuses() -> dict[str, TrialStatus]:
+    running = TrialStatus(
+        status="running", step=30, num_steps=90, epoch=2, num_epochs=3, loss=0.75, accuracy=0.5, num_evaluations=1
+    )
     failed = TrialStatus(status="failed", epoch=1, num_epochs=3, reason="RuntimeError: out of memory")
     return {"rates-00": running, "rates-02": failed}
 
@@ -59,7 +62,7 @@ def text(renderable: RenderableType, width: int = 110) -> str:
 
 
 def test_the_table_shows_each_trial_with_its_values(tmp_path: Path) -> None:
-    seen = text(live_table(trials(tmp_path), standings(), 20))
+    seen = text(live_table(trials(tmp_path), statuses(), 20))
     rows = {line.split()[0]: line.split() for line in seen.splitlines() if line.strip().startswith("rates-")}
     assert rows["rates-00"] == ["rates-00", "0.001", "sgd", "running", "2/3", "0.750", "0.5000", "–"]
     assert rows["rates-03"][:4] == ["rates-03", "0.1", "adamw", "waiting"]
@@ -71,14 +74,17 @@ def test_a_short_screen_shows_those_that_train(tmp_path: Path) -> None:
     assert "rates-03" in seen and "rates-00" not in seen
 
 
-def test_where_there_is_no_screen_each_piece_of_news_is_one_line(tmp_path: Path) -> None:
+def test_without_a_terminal_each_change_is_one_line(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=60)
     with SweepTerminalView(console) as view:
         for _ in range(3):
-            view.update(trials(tmp_path), standings())
+            view.update(trials(tmp_path), statuses())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2
-    assert lines[0] == "rates-00  learning-rate=0.001 optimizer=sgd  running  epoch 2/3  loss 0.750  best test accuracy 0.5000"
+    assert (
+        lines[0]
+        == "rates-00  learning-rate=0.001 optimizer=sgd  running  epoch 2/3  loss 0.750  best test accuracy 0.5000"
+    )
     assert lines[1].endswith("(RuntimeError: out of memory)")
 
 
@@ -97,20 +103,38 @@ def result() -> SweepResult:
         )
         for number in range(4)
     ]
-    failed = TrialResult(**{**vars(done[0]), "name": "rates-04", "status": "failed", "accuracy": None, "reason": "boom", "evaluations": ()})
-    return SweepResult(name="rates", status="finished", best="rates-00", trials=(*done, failed), run_dir="", seconds=60.0)
+    failed = TrialResult(
+        **{
+            **vars(done[0]),
+            "name": "rates-04",
+            "status": "failed",
+            "accuracy": None,
+            "reason": "boom",
+            "evaluations": (),
+        }
+    )
+    return SweepResult(
+        name="rates", status="finished", best="rates-00", trials=(*done, failed), run_dir="", seconds=60.0
+    )
 
 
-def test_the_results_begin_with_the_best_and_tell_why_one_failed() -> None:
+def test_the_results_begin_with_the_best_and_say_why_one_failed() -> None:
     seen = text(results_table(result()))
-    names = [line.split()[0] for line in seen.splitlines() if line.startswith("  rates-")]
+    names = [line.split()[0] for line in seen.splitlines() if line.startswith(" rates-") and ":" not in line]
     assert names == ["rates-00", "rates-01", "rates-02", "rates-03", "rates-04"]
     assert "rates-04 failed: boom" in seen
     assert "The best is rates-00: learning-rate=1 optimizer=sgd epochs=3" in seen
 
 
+def test_on_a_narrow_screen_no_value_is_cut() -> None:
+    lines = text(results_table(result()), width=80).splitlines()
+    rows = {words[0]: words[1:4] for words in map(str.split, lines) if words and words[0].startswith("rates-0")}
+    assert rows["rates-03"] == ["0.001", "adamw", "6"]
+    assert "…" not in "".join(lines)
+
+
 def test_the_picture_has_the_curves_of_all_and_a_panel_for_each_varied_option(tmp_path: Path) -> None:
-    figure = picture(result())
+    figure = sweep_figure(result())
     file = tmp_path / "sweep.png"
     figure.savefig(file, format="png")
     assert file.stat().st_size > 10_000
@@ -175,7 +199,9 @@ def test_a_sweep_is_gone_on_with_as_it_was_begun(tmp_path: Path) -> None:
     options = begun(tmp_path)
     before = plan_sweep(config(tmp_path), VARY, None)
     assert plan_sweep(options, [], None) == plan_sweep(options, VARY, None) == before
-    with pytest.raises(UsageError, match=r"begun with --vary learning-rate=0\.001,0\.1 optimizer=sgd,adamw and 4 trials"):
+    with pytest.raises(
+        UsageError, match=r"begun with --vary learning-rate=0\.001,0\.1 optimizer=sgd,adamw and 4 trials"
+    ):
         plan_sweep(options, ["epochs=1,2"], None)
 
 
@@ -191,7 +217,9 @@ def test_a_sweep_and_a_run_are_not_taken_for_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("accuracy", "stops"), [(0.5, [4]), (0.65, [])])
-def test_trials_that_were_over_before_still_judge_the_others(accuracy: float, stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_were_over_before_still_judge_the_others(
+    accuracy: float, stops: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from raytrain.experiments.sweep import tuner
 
     stopped: list[int] = []

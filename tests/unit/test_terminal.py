@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live picture, the plain lines, the plots."""
+"""What a run looks like in the terminal: the live picture, the plain lines, the plots."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from raytrain.display.plots import Plot, Series
-from raytrain.display.terminal import TerminalView, curves, dashboard
-from raytrain.runs.monitor import Event, Snapshot
+from raytrain.config import TrainConfig
+from raytrain.display.braille_plot import Plot, Series
+from raytrain.display.curve_plots import comparison_plots, curve_plots
+from raytrain.display.dashboard import dashboard
+from raytrain.display.terminal import StudyTerminalView, TerminalView
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.records import RunRecord
+from raytrain.runs.snapshot import Event, Snapshot
+from raytrain.runs.status import RunStatus
+from raytrain.runs.stop_request import StopRequest
 
 
 class Clock:
@@ -22,16 +29,27 @@ class Clock:
         return self.now_s
 
 
-def step_row(step: int, **more: Any) -> dict[str, Any]:
-    row = {"kind": "step", "step": step, "loss": 1.234, "accuracy": 0.567, "images_per_s": 8512.3}
-    return {**row, "learning_rate": 0.2, "data_wait_fraction": 0.034, **more}
+def step_row(step: int, loss: float | None = 1.234) -> MetricRow:
+    return MetricRow(
+        kind="step",
+        step=step,
+        epoch=1,
+        images_per_s=8512.3,
+        learning_rate=0.2,
+        data_wait_fraction=0.034,
+        metrics={"loss": loss, "accuracy": 0.567},
+    )
 
 
-def snapshot(rows: list[dict[str, Any]], first_row: int = 0, **more: Any) -> Snapshot:
+def evaluation_row(step: int, loss: float, accuracy: float) -> MetricRow:
+    return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"loss": loss, "accuracy": accuracy})
+
+
+def snapshot(rows: list[MetricRow], first_row: int = 0, **more: Any) -> Snapshot:
     values: dict[str, Any] = {
         "name": "first",
         "status": "running",
-        "step": rows[-1]["step"] if rows else 0,
+        "step": rows[-1].step if rows else 0,
         "num_steps": 1000,
         "steps_per_epoch": 100,
         "num_workers": 2,
@@ -44,9 +62,9 @@ def snapshot(rows: list[dict[str, Any]], first_row: int = 0, **more: Any) -> Sna
         "evaluation": None,
         "num_skipped": 0,
         "num_retries": 0,
-        "stop_reason": None,
+        "stop_request": None,
         "events": (),
-        "summary": None,
+        "result": None,
     }
     return Snapshot(**{**values, **more})
 
@@ -57,25 +75,41 @@ def text(renderable: RenderableType, width: int = 110) -> str:
     return console.export_text()
 
 
-def test_the_picture_shows_where_the_run_is() -> None:
+def test_the_picture_shows_how_the_run_stands() -> None:
     rows = [step_row(10), step_row(230)]
     seen = text(
         dashboard(
-            snapshot(rows, num_skipped=3, num_retries=4_096, events=(Event(0, 62, "checkpoint of step 200 written"),)), rows
+            snapshot(rows, num_skipped=3, num_retries=4_096, events=(Event(0, 62, "checkpoint of step 200 written"),)),
+            rows,
         )
     )
-    for part in ("first", "running", "Epoch: 3, Elapsed: 00:12:34", "23%", "step 230/1,000", "epoch 3/10", "00:01:20 left"):
+    for part in (
+        "first",
+        "running",
+        "Epoch: 3, Elapsed: 00:12:34",
+        "23%",
+        "step 230/1,000",
+        "epoch 3/10",
+        "00:01:20 left",
+    ):
         assert part in seen
-    for part in ("2 workers", "8,512 images/s", "learning rate 0.2", "waiting for data 3%", "3 skipped", "4,096 retries"):
+    for part in (
+        "2 workers",
+        "8,512 images/s",
+        "learning rate 0.2",
+        "waiting for data 3%",
+        "3 skipped",
+        "4,096 retries",
+    ):
         assert part in seen
     assert "00:01:02  checkpoint of step 200 written" in seen
     assert "Ctrl-C stops with a checkpoint" in seen
 
 
-def test_the_picture_says_that_a_stop_is_on_its_way() -> None:
+def test_the_picture_says_that_a_stop_was_requested() -> None:
     rows = [step_row(10)]
-    assert "stopping" in text(dashboard(snapshot(rows, stop_reason="Ctrl-C"), rows))
-    over = text(dashboard(snapshot(rows, stop_reason="Ctrl-C", status="stopped"), rows))
+    assert "stopping" in text(dashboard(snapshot(rows, stop_request=StopRequest("Ctrl-C")), rows))
+    over = text(dashboard(snapshot(rows, stop_request=StopRequest("Ctrl-C"), status="stopped"), rows))
     assert "stopped" in over
     assert "Ctrl-C stops" not in over
 
@@ -84,13 +118,16 @@ def test_the_picture_says_that_a_stop_is_on_its_way() -> None:
 def test_the_picture_keeps_to_its_width_and_height(width: int) -> None:
     rows = [step_row(step) for step in range(10, 500, 10)]
     events = tuple(Event(k, 0.0, "something long that happened " * 20) for k in range(10))
-    few, many = text(dashboard(snapshot(rows[:1]), rows[:1]), width), text(dashboard(snapshot(rows, events=events), rows), width)
+    few, many = (
+        text(dashboard(snapshot(rows[:1]), rows[:1]), width),
+        text(dashboard(snapshot(rows, events=events), rows), width),
+    )
     assert max(len(line) for line in many.splitlines()) == width
     assert len(few.splitlines()) == len(many.splitlines())
 
 
 def test_a_loop_may_log_what_it_likes() -> None:
-    row = {"kind": "step", "step": 10, "generator_loss": 0.5}
+    row = MetricRow(kind="step", step=10, epoch=1, metrics={"generator_loss": 0.5})
     assert "step 10/1,000" in text(dashboard(snapshot([row]), [row]))
     terminal, out, _ = view()
     terminal.update(snapshot([row]))
@@ -128,12 +165,12 @@ def test_every_column_of_a_line_is_drawn_however_many_points_there_are() -> None
 
 def test_losses_that_are_not_numbers_leave_the_rest_of_the_curve() -> None:
     assert plotted([3.0, None, float("nan"), 0.0]) == plotted([3.0, 2.0, 1.0, 0.0])
-    assert "train nan" not in text(curves([step_row(1, loss=None)]))
+    assert "train nan" not in text(curve_plots([step_row(1, loss=None)]))
 
 
 def test_axes_and_heading_carry_the_figures() -> None:
-    rows = [step_row(10, loss=2.5), step_row(1200, loss=0.5), {"kind": "evaluation", "step": 1200, "loss": 0.75, "accuracy": 0.8}]
-    seen = text(curves(rows))
+    rows = [step_row(10, loss=2.5), step_row(1200, loss=0.5), evaluation_row(1200, 0.75, 0.8)]
+    seen = text(curve_plots(rows))
     for part in ("loss", "train 0.500", "test 0.750", "2.5 ┤", "0.5 ┤", "10", "step 1,200", "●"):
         assert part in seen
 
@@ -143,7 +180,7 @@ def view() -> tuple[TerminalView, io.StringIO, Clock]:
     return TerminalView(Console(file=out, width=60), interval_s=10, clock=clock), out, clock
 
 
-def test_where_there_is_no_terminal_a_plain_line_comes_once_an_interval() -> None:
+def test_without_a_terminal_a_plain_line_comes_once_an_interval() -> None:
     terminal, out, clock = view()
     terminal.update(snapshot([step_row(120)]))
     clock.now_s += 5
@@ -154,21 +191,25 @@ def test_where_there_is_no_terminal_a_plain_line_comes_once_an_interval() -> Non
     terminal.update(snapshot([], first_row=3))
     first, second = out.getvalue().splitlines()
     assert first == (
-        "step 120/1,000  epoch 2/10  loss 1.234  accuracy 0.567  8,512 images/s  learning rate 0.2  waiting for data 3%  00:01:20 left"
+        "step 120/1,000  epoch 2/10  loss 1.234  accuracy 0.567  8,512 images/s  learning rate 0.2  "
+        "waiting for data 3%  00:01:20 left"
     )
     assert second.startswith("step 140/1,000  epoch 2/10  loss nan")
 
 
-def test_where_there_is_no_terminal_each_event_is_one_line() -> None:
+def test_without_a_terminal_each_event_is_one_line() -> None:
     terminal, out, _ = view()
     events = (Event(0, 62.0, "checkpoint [of] step 200 written"), Event(1, 63.0, "stop requested: Ctrl-C"))
     terminal.update(snapshot([], events=events[:1]))
     terminal.update(snapshot([], events=events))
     terminal.update(snapshot([], events=events))
-    assert out.getvalue().splitlines() == ["00:01:02  checkpoint [of] step 200 written", "00:01:03  stop requested: Ctrl-C"]
+    assert out.getvalue().splitlines() == [
+        "00:01:02  checkpoint [of] step 200 written",
+        "00:01:03  stop requested: Ctrl-C",
+    ]
 
 
-def test_the_last_rows_are_told_when_the_run_is_over() -> None:
+def test_the_last_rows_are_printed_when_the_run_is_over() -> None:
     terminal, out, _ = view()
     terminal.update(snapshot([step_row(120)]))
     terminal.update(snapshot([step_row(1000)], first_row=1, status="finished"))
@@ -176,7 +217,7 @@ def test_the_last_rows_are_told_when_the_run_is_over() -> None:
 
 
 def screen(out: io.StringIO) -> str:
-    """What stands on the screen at the end: what came after the last erasing of a line, without control sequences."""
+    """What is on the screen at the end: what came after the last erased line, without control sequences."""
     return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue().rpartition("\x1b[2K")[2])
 
 
@@ -196,3 +237,72 @@ def test_a_run_that_never_started_leaves_nothing_on_the_screen() -> None:
     with TerminalView(Console(file=out, force_terminal=True, width=100, height=40)):
         pass
     assert screen(out).strip() == ""
+
+
+# Several runs
+
+
+def record(name: str, rows: list[MetricRow]) -> RunRecord:
+    return RunRecord(
+        name=name,
+        config=TrainConfig(batch_size=8, learning_rate=0.1),
+        status=RunStatus(status="finished"),
+        summary={},
+        metrics=rows,
+        checkpoints=[],
+        skipped=[],
+    )
+
+
+@pytest.mark.parametrize("num_runs", [2, 3, 7])
+def test_compared_runs_are_named_in_full_however_many_there_are(num_runs: int) -> None:
+    names = [f"cifar10-rate-0.{number}-momentum" for number in range(num_runs)]
+    rows = [
+        step_row(10, loss=2.5),
+        evaluation_row(10, 2.0, 0.25),
+        step_row(20, loss=0.5),
+        evaluation_row(20, 0.75, 0.8),
+    ]
+    seen = text(comparison_plots([record(name, rows) for name in names]), width=80)
+    for name in names:
+        assert f"━ {name}" in seen
+    assert seen.count("0.500") == seen.count("0.800") == num_runs
+    assert "…" not in seen
+
+
+def test_a_name_that_is_wider_than_its_plot_is_wrapped() -> None:
+    seen = text(comparison_plots([record("x" * 60, [step_row(10)]), record("second", [])]), width=80)
+    assert seen.count("x") >= 2 * 60
+    assert max(map(len, seen.splitlines())) <= 80
+
+
+def test_a_study_shows_one_run_after_the_other_and_which_it_is() -> None:
+    out = io.StringIO()
+    with StudyTerminalView(["sizes-1", "sizes-2"], Console(file=out, width=60)) as view:
+        view.update(snapshot([step_row(120)], name="sizes-1"))
+        view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
+        view.update(snapshot([step_row(120)], name="sizes-2", events=(Event(0, 62, "started"),)))
+    lines = [line.partition("  ")[0] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "Run 1 of 2: sizes-1",
+        "step 120/1,000",
+        "step 1,000/1,000",
+        "Run 2 of 2: sizes-2",
+        "00:01:02",
+        "step 120/1,000",
+    ]
+
+
+def test_a_study_in_a_terminal_keeps_the_picture_of_each_run() -> None:
+    out = io.StringIO()
+    with StudyTerminalView(console=Console(file=out, force_terminal=True, width=100, height=40)) as view:
+        view.update(snapshot([step_row(120)], name="sizes-1"))
+        view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
+        assert "starting the workers" in screen(out)  # until the next run has a picture
+        so_far = len(out.getvalue())
+        view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
+        assert "finished" not in out.getvalue()[so_far:]  # a run that is over is not drawn again
+        view.update(snapshot([step_row(130)], name="sizes-2"))
+    assert "sizes-2" in screen(out) and "step 130/1,000" in screen(out)
+    assert "sizes-1" not in screen(out)
+    assert "Run: sizes-1" in out.getvalue() and "Run: sizes-2" in out.getvalue()

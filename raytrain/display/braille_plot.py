@@ -1,26 +1,32 @@
-"""A small plot of braille dots for rich, as wide as the place that it is given."""
+"""A small plot of braille dots for rich, as wide as the space that it gets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console, ConsoleOptions
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 Floats = NDArray[np.float64]
 
-_DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16)  # bit of the dot at (row, column) of a cell
+_DOTS = np.array(  # the bit of the dot at (row, column) of a cell
+    [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16
+)
 _BLANK = 0x2800
-_AXIS_WIDTH = 7  # characters before the rule, a blank included
+_LEGEND_INDENT = 2
+_AXIS_WIDTH = 7  # characters left of the axis, including a blank
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points to draw in one ``style``: a line through them, or a ``mark`` on each. Points that are None or NaN are left out."""
+    """Points in one ``style``: a line through them, or a ``mark`` on each. A y that is None or NaN is left out."""
 
     label: str
     style: str
@@ -36,37 +42,65 @@ class Series:
 
 
 class Plot:
-    """Series over one pair of axes; the heading names each series, in its style, with its last value.
+    """Several series over one pair of axes.
 
-    ``last_x`` is how the greatest x is written below the plot.
+    Args:
+        title: above the plot.
+        series: what to draw.
+        height: lines of the plot itself.
+        last_x: format of the label at the right end of the x axis.
+        legend: where each series is named, in its style and with its last value: in the line of the title, which is cut
+            at the plot's width, or below the plot, in as many lines as it takes.
     """
 
-    def __init__(self, title: str, series: Sequence[Series], height: int = 8, last_x: str = "step {:,.0f}") -> None:
+    def __init__(
+        self,
+        title: str,
+        series: Sequence[Series],
+        height: int = 8,
+        *,
+        last_x: str = "step {:,.0f}",
+        legend: Literal["title", "below"] = "title",
+    ) -> None:
         self._title = title
         self._series = [(one, *one.points()) for one in series]
         self._height = height
         self._last_x = last_x
+        self._legend_below = legend == "below"
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width = max(4, options.max_width - _AXIS_WIDTH - 1)
         yield self._heading()
+        yield from self._picture(width)
+        if self._legend_below:
+            yield Padding(Columns(self._legend(), padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
+
+    def _picture(self, width: int) -> Iterator[Text]:
         drawn = [(xs, ys) for _, xs, ys in self._series if len(xs)]
         if not drawn:
-            yield from [Text(_rule("", "│"), style="dim")] * self._height
+            yield from [Text(_axis("", "│"), style="dim")] * self._height
             yield Text()
             return
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
         y_range = _range(np.concatenate([ys for _, ys in drawn]), margin=0.1)
         for label, line in zip(self._labels(y_range), self._lines(width, x_range, y_range), strict=True):
-            yield Text.assemble((_rule(label, "┤" if label else "│"), "dim"), line)
+            yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
         yield Text(self._bottom(width, *x_range), style="dim", no_wrap=True, overflow="crop")
 
     def _heading(self) -> Text:
         heading = Text(f"{self._title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
-        for one, _, ys in self._series:
-            value = f"{ys[-1]:{_form(ys[-1], '.3f')}}" if len(ys) else "–"
-            heading.append(f"  {one.mark or '━'} {one.label} {value}", style=f"not bold {one.style}")
+        if not self._legend_below:
+            for entry in self._legend():
+                heading.append("  ").append_text(entry)
         return heading
+
+    def _legend(self) -> list[Text]:
+        """Name and last value of each series."""
+        last = [f"{ys[-1]:{_format(ys[-1], '.3f')}}" if len(ys) else "–" for _, _, ys in self._series]
+        return [
+            Text(f"{one.mark or '━'} {one.label} {value}", style=f"not bold {one.style}", overflow="fold")
+            for (one, _, _), value in zip(self._series, last, strict=True)
+        ]
 
     def _labels(self, y_range: tuple[float, float]) -> list[str]:
         low, high = y_range
@@ -76,10 +110,12 @@ class Plot:
 
     def _bottom(self, width: int, low: float, high: float) -> str:
         first, last = f"{low:,.0f}", self._last_x.format(high)
-        return " " * (_AXIS_WIDTH + 1) + (first + last.rjust(width - len(first)) if len(first) + len(last) < width else last)
+        return " " * (_AXIS_WIDTH + 1) + (
+            first + last.rjust(width - len(first)) if len(first) + len(last) < width else last
+        )
 
     def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> list[Text]:
-        """One text for each row of cells, (height, width) characters."""
+        """One text of ``width`` characters for each of the ``height`` rows of cells."""
         chars = np.full((self._height, width), " ", dtype="<U1")
         styles = np.full((self._height, width), "", dtype=object)
         for one, xs, ys in self._series:
@@ -98,19 +134,19 @@ class Plot:
 
 
 def _range(values: Floats, margin: float) -> tuple[float, float]:
-    """The least and the greatest value, ``margin`` apart from the value where there is but one."""
+    """The smallest and the largest value; if they are the same, ``margin`` below and above it."""
     low, high = float(values.min()), float(values.max())
     return (low, high) if high > low else (low - margin, high + margin)
 
 
 def _scaled(values: Floats, limits: tuple[float, float], size: int) -> Floats:
-    """``values`` on 0 … ``size`` - 1, where ``limits`` come to lie on the ends."""
+    """Map ``values`` linearly so that ``limits`` become 0 and ``size`` - 1."""
     low, high = limits
     return (values - low) / (high - low) * (size - 1)
 
 
 def _braille(columns: Floats, rows: Floats, height: int, width: int) -> NDArray[np.uint16]:
-    """Cells (height, width) of a line through dots; points that share a column of dots are averaged."""
+    """Cells (height, width) of a line through dots. Points in the same column of dots are averaged."""
     cells = np.full((height, width), _BLANK, dtype=np.uint16)
     if not len(columns):
         return cells
@@ -127,7 +163,7 @@ def _braille(columns: Floats, rows: Floats, height: int, width: int) -> NDArray[
 
 
 def _styled(chars: Sequence[str], styles: Sequence[str]) -> Text:
-    """The characters as one text, those of one style that stand together in one piece."""
+    """The characters as one text; neighbours of the same style become one span."""
     text = Text()
     for style, piece in groupby(zip(chars, styles, strict=True), key=lambda pair: pair[1]):
         text.append("".join(char for char, _ in piece), style)
@@ -135,13 +171,13 @@ def _styled(chars: Sequence[str], styles: Sequence[str]) -> Text:
 
 
 def _number(value: float) -> str:
-    return f"{value:{_form(value, '.3g')}}"
+    return f"{value:{_format(value, '.3g')}}"
 
 
-def _form(value: float, small: str) -> str:
-    """How to write ``value``: as ``small`` says, or in whole numbers where those alone fill the axis."""
+def _format(value: float, small: str) -> str:
+    """The format of ``value``: ``small``, or a whole number from 100 on: more digits would not fit beside the axis."""
     return ",.0f" if 100 <= abs(value) < 100_000 else small
 
 
-def _rule(label: str, rule: str) -> str:
+def _axis(label: str, rule: str) -> str:
     return f"{label:>{_AXIS_WIDTH - 1}} {rule}"

@@ -1,0 +1,43 @@
+"""Runs side by side: options, results and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raytrain.display.curve_plots import comparison_plots
+from raytrain.display.formatting import UNKNOWN, format_option
+from raytrain.display.styles import run_styles
+from raytrain.experiments.compare import comparison
+from raytrain.runs.records import RunRecord
+
+_RESULTS = {
+    "status": ("status", "{}"),
+    "steps": ("steps", "{:,}"),
+    "epochs": ("epochs", "{:g}"),
+    "test_accuracy": ("test accuracy", "{:.4f}"),
+    "test_loss": ("test loss", "{:.4f}"),
+    "loss": ("training loss", "{:.4f}"),
+    "images_per_s": ("images/s", "{:,.0f}"),
+    "seconds": ("seconds", "{:,.0f}"),
+    "skipped": ("skipped", "{:,}"),
+}
+
+
+def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
+    """The options that differ, the results, and the curves of all runs, each run in its colour."""
+    runs = comparison(records)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(style="dim")
+    for run, style in zip(runs, run_styles(runs), strict=True):
+        table.add_column(Text(run["name"], style=style, overflow="fold"), justify="right", overflow="fold")
+    for option in runs[0]["options"]:
+        table.add_row(option.replace("_", " "), *(Text(format_option(run["options"][option])) for run in runs))
+    table.add_section()
+    for name, (label, text) in _RESULTS.items():
+        table.add_row(label, *(UNKNOWN if run[name] is None else text.format(run[name]) for run in runs))
+    return Group(table, comparison_plots(records), Text())

@@ -1,0 +1,76 @@
+"""The picture of a run that trains: heading, progress bar, curves, measurements and the last events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from raytrain.display.curve_plots import curve_heading, curve_plots
+from raytrain.display.formatting import format_count, format_duration
+from raytrain.display.progress_line import measurements
+from raytrain.display.styles import status_style
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.snapshot import Snapshot
+
+_NUM_EVENTS_SHOWN = 4
+_LINES_BESIDE_PLOTS = 13 + _NUM_EVENTS_SHOWN
+
+
+def dashboard(snapshot: Snapshot, rows: Sequence[MetricRow], plot_height: int = 8) -> RenderableType:
+    """The picture, with the curves of all ``rows`` so far. Its height stays the same while the run trains."""
+    style = status_style(snapshot.status)
+    status = "stopping" if snapshot.stop_request and not snapshot.over else snapshot.status
+    figures = [format_count(snapshot.num_workers, "worker"), *measurements(snapshot)]
+    return Panel(
+        Group(
+            Text(curve_heading(snapshot.epoch, snapshot.elapsed_s), style="bold"),
+            _progress(snapshot),
+            Text(),
+            curve_plots(rows, plot_height),
+            Text(),
+            Text("   ".join(figures), no_wrap=True, overflow="ellipsis"),
+            *_last_events(snapshot),
+        ),
+        title=Text.assemble((snapshot.name, "bold"), "  ", (status, style)),
+        title_align="left",
+        subtitle=None if snapshot.over else "Ctrl-C stops with a checkpoint, twice aborts",
+        subtitle_align="right",
+        border_style=style,
+        padding=(1, 2),
+    )
+
+
+def plot_height(console: Console) -> int:
+    """The number of lines that the rest of the picture leaves for the plots."""
+    return max(3, min(10, console.height - _LINES_BESIDE_PLOTS))
+
+
+def _progress(snapshot: Snapshot) -> RenderableType:
+    texts = [
+        Text(f"{snapshot.step / snapshot.num_steps:.0%}", style="bold"),
+        Text(f"epoch {snapshot.epoch}/{snapshot.num_epochs}"),
+        Text(f"step {snapshot.step:,}/{snapshot.num_steps:,}"),
+        Text("" if snapshot.time_left_s is None else f"{format_duration(snapshot.time_left_s)} left", style="cyan"),
+    ]
+    line = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    line.add_column(ratio=1)
+    for _ in texts:
+        line.add_column(no_wrap=True)
+    bar = ProgressBar(total=snapshot.num_steps, completed=snapshot.step, complete_style="cyan", finished_style="green")
+    line.add_row(bar, *texts)
+    return line
+
+
+def _last_events(snapshot: Snapshot) -> list[RenderableType]:
+    """Always the same number of lines, so that the picture keeps its height."""
+    events = snapshot.events[-_NUM_EVENTS_SHOWN:]
+    lines = [Text.assemble((format_duration(event.at_s), "dim"), f"  {event.text}") for event in events]
+    lines += [Text()] * (_NUM_EVENTS_SHOWN - len(lines))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return [Text(), *lines]

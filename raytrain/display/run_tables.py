@@ -1,0 +1,97 @@
+"""Runs as the commands print them: the list of runs, the page of one run, and the result of training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raytrain.config import TrainConfig
+from raytrain.display.curve_plots import curve_heading, curve_plots
+from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value
+from raytrain.display.key_value_table import key_value_table
+from raytrain.display.styles import status_style
+from raytrain.display.train_command import train_command
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.records import RunInfo, RunRecord
+from raytrain.runs.status import RunStatus
+
+_NUM_SKIPPED_SHOWN = 5
+
+
+def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
+    """How a run ended and, if it is not finished, the command that resumes it."""
+    lines: list[RenderableType] = [key_value_table(result.summary())]
+    if result.status != "finished":
+        command = train_command(dataclasses.replace(config, name=result.name))
+        lines += [Text(), Text.assemble("Resume with  ", (f"{command} --resume", "bold"), overflow="fold")]
+    return Group(*lines)
+
+
+def runs_table(runs: Sequence[RunInfo], storage: str) -> RenderableType:
+    """The list of runs."""
+    if not runs:
+        return Text(f"There are no runs in {storage} yet; `raytrain demo` trains one.")
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("name", "recipe", "status"):
+        table.add_column(heading, vertical="bottom", no_wrap=True)
+    for heading in ("epoch", "step", "test\naccuracy", "heartbeat"):
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    for run in runs:
+        status = run.status
+        table.add_row(
+            run.name,
+            run.recipe,
+            Text(status.status, style=status_style(status.status)),
+            f"{status.epoch}/{status.num_epochs}",
+            f"{status.step:,}/{status.num_steps:,}",
+            format_value(run.test_accuracy),
+            format_time(datetime.fromisoformat(status.heartbeat_at)) if status.heartbeat_at else UNKNOWN,
+        )
+    return table
+
+
+def run_page(record: RunRecord) -> RenderableType:
+    """Everything about one run."""
+    parts: list[RenderableType] = [_title(record.name, record.status)]
+    parts += [Text(train_command(record.config), style="dim", overflow="fold")]
+    if record.metrics:
+        last = record.metrics[-1]
+        parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
+    if record.summary:
+        parts += [key_value_table(record.summary)]
+    if record.checkpoints:
+        parts += [_checkpoints(record)]
+    if record.skipped:
+        parts += [_skipped(record)]
+    return Group(*(Group(part, Text()) for part in parts))
+
+
+def _title(name: str, status: RunStatus) -> Text:
+    at = f" at step {status.step:,}/{status.num_steps:,}, epoch {status.epoch}/{status.num_epochs}"
+    return Text.assemble(
+        (name, "bold"), "  ", (status.status, status_style(status.status)), at if status.num_steps else ""
+    )
+
+
+def _checkpoints(record: RunRecord) -> RenderableType:
+    table = Table("checkpoint", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("size", justify="right")
+    table.add_column("written")
+    for stored in record.checkpoints:
+        table.add_row(stored.path, f"{stored.size_bytes / 1e6:,.1f} MB", format_time(stored.modified))
+    return table
+
+
+def _skipped(record: RunRecord) -> RenderableType:
+    lines = [f"{image.key}: {image.reason}" for image in record.skipped[:_NUM_SKIPPED_SHOWN]]
+    num_more = len(record.skipped) - len(lines)
+    if num_more:
+        lines.append(f"and {num_more:,} more in skipped.jsonl")
+    title = Text(f"{format_count(len(record.skipped), 'image')} skipped", style="yellow")
+    return Group(title, *(Text(f"  {line}") for line in lines))

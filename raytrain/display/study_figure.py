@@ -1,0 +1,90 @@
+"""A scaling study as a figure: accuracy over the time of training, and images/s over the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raytrain.display.formatting import format_count, format_duration
+from raytrain.display.png import BLUE, GREY, plain_axes
+from raytrain.experiments.scaling import curve
+from raytrain.runs.metrics import MetricRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from raytrain.experiments.study import StudyResult
+
+
+def study_figure(study: StudyResult) -> Figure:
+    """Both plots, of the sizes that are finished."""
+    from matplotlib.figure import Figure
+
+    compared = study.summary()
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    over_time, over_workers = figure.subplots(2)
+    for panel, gain in ((over_time, "time_gain"), (over_workers, "images_per_s_gain")):
+        plain_axes(panel)
+        panel.margins(x=0.01)
+        if compared[gain] is not None:
+            title = f"{compared[gain]:+.0%} per doubling of the workers"
+            panel.set_title(title, loc="right", fontsize=10, color=GREY)
+    _draw_accuracies(over_time, study.histories, compared)
+    if sizes := [size for size in compared["sizes"] if size["images_per_s"]]:
+        _draw_speeds(over_workers, sizes)
+    figure.suptitle(study.name, x=0.01, ha="left", weight="bold")
+    return figure
+
+
+def _draw_accuracies(panel: Axes, histories: Mapping[int, Sequence[MetricRow]], compared: Mapping[str, Any]) -> None:
+    """A line for each size, and a pale one of the training batches; the legend says when each reached the target."""
+    times = {size["workers"]: size["seconds_to_target"] for size in compared["sizes"]}
+    unit, unit_s = _time_unit(max((size["seconds"] or 0 for size in compared["sizes"]), default=0))
+    for number, (workers, rows) in enumerate(histories.items()):
+        colour = f"C{number % 10}"
+        trained, tested = curve(rows, "step"), curve(rows, "evaluation")
+        time = "" if times[workers] is None else f"  {format_duration(times[workers])}"
+        label = format_count(workers, "worker") + time
+        panel.plot(np.divide(trained.seconds, unit_s), trained.accuracies, color=colour, alpha=0.25, linewidth=0.8)
+        panel.plot(
+            np.divide(tested.seconds, unit_s), tested.accuracies, color=colour, label=label, marker="o", markersize=3
+        )
+    target = compared["target_accuracy"]
+    if target is not None:
+        panel.axhline(target, color=GREY, linewidth=0.8, linestyle="--")
+    title = "" if target is None else f"time to {target:.3f}"
+    panel.legend(title=title, alignment="left", loc="lower right", frameon=False)
+    panel.set_xlim(left=0)
+    panel.set_xlabel(f"{unit} of training")
+    panel.set_ylabel("test accuracy (pale: training batches)")
+
+
+def _draw_speeds(panel: Axes, sizes: Sequence[Mapping[str, Any]]) -> None:
+    """Images/s over the workers, both axes in doublings, with the gain of each size over the one before."""
+    workers, speeds = [size["workers"] for size in sizes], [size["images_per_s"] for size in sizes]
+    linear = [speeds[0] * size / workers[0] for size in workers]
+    panel.plot(workers, linear, color=GREY, linewidth=0.8, linestyle="--", label="linear scaling")
+    panel.plot(workers, speeds, color=BLUE, marker="o", markersize=5, label="measured (gain per doubling)")
+    for size in sizes:
+        gain = "" if size["images_per_s_gain"] is None else f" ({size['images_per_s_gain']:+.0%})"
+        text = f"{size['images_per_s']:,.0f}{gain}"
+        point = (size["workers"], size["images_per_s"])
+        panel.annotate(text, point, (6, -16), textcoords="offset points", color=BLUE)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xticks(workers, [str(size) for size in workers])
+    panel.set_yticks(linear, [f"{speed:,.0f}" for speed in linear])
+    panel.minorticks_off()
+    panel.margins(x=0.13, y=0.15)
+    panel.legend(loc="upper left", frameon=False)
+    panel.set_xlabel("workers")
+    panel.set_ylabel("images/s")
+
+
+def _time_unit(longest_s: float) -> tuple[str, int]:
+    """The largest unit of which ``longest_s`` has at least three, and its seconds."""
+    units = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+    return next((unit for unit in units if longest_s >= 3 * unit[1]), units[-1])

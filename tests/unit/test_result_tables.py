@@ -1,0 +1,121 @@
+"""What the commands print at the end: results of training, runs, evaluations and audits."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from rich.console import Console, RenderableType
+
+from raytrain.config import TrainConfig
+from raytrain.diagnostics.audit import AuditResult, EpochAudit
+from raytrain.display.audit_table import audit_page
+from raytrain.display.evaluation_tables import evaluation_page
+from raytrain.display.run_json import run_record_json
+from raytrain.display.run_tables import result_page, run_page
+from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.metrics import score
+from raytrain.recipes import cifar10
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.records import RunRecord
+from raytrain.runs.skipped_images import SkippedImage
+from raytrain.runs.status import RunStatus
+
+
+def text(renderable: RenderableType, width: int = 110) -> str:
+    """What is printed, with single blanks between the words."""
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(renderable, highlight=False)
+    return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
+
+
+def result(status: str) -> TrainResult:
+    return TrainResult(
+        name="first",
+        status=status,
+        steps=12,
+        epochs=3.0,
+        samples_seen=96,
+        test_accuracy=0.97,
+        test_loss=None,
+        checkpoint="checkpoints/step-000000012.pt",
+        run_dir="runs/first",
+        seconds=61.5,
+        num_workers=2,
+    )
+
+
+def test_a_run_that_is_not_finished_ends_with_the_command_that_resumes_it() -> None:
+    config = cifar10(data="my images", workers=2, horizontal_flip=False, image_size=(8, 9))
+    seen = text(result_page(config, result("stopped"))).replace("\n", " ")
+    assert "status stopped" in seen and "test accuracy 0.9700" in seen and "workers 2" in seen
+    options = "--data 'my images' --name first --image-size 8 9 --no-horizontal-flip --workers 2"
+    assert set(options.split()) <= set(seen.split())
+    assert "Resume with raytrain train cifar10" in seen and seen.endswith("--resume")
+    assert "Resume" not in text(result_page(config, result("finished")))
+
+
+def record() -> RunRecord:
+    return RunRecord(
+        name="first",
+        config=TrainConfig(name="first", batch_size=8, learning_rate=0.1),
+        status=RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9),
+        summary={"stop_reason": "Ctrl-C"},
+        metrics=[MetricRow(kind="step", step=20, epoch=2, elapsed_s=60.0, metrics={"loss": 0.1, "generator": 2.0})],
+        checkpoints=[],
+        skipped=[SkippedImage(f"cat/{number}.jpg", "truncated") for number in range(7)],
+    )
+
+
+def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
+    seen = text(run_page(record()))
+    for part in ("first stopped at step 20/90, epoch 2/9", "Epoch: 2, Elapsed: 00:01:00", "train 0.100", "Ctrl-C"):
+        assert part in seen
+    assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
+
+
+def test_the_json_of_a_run_has_its_rows_flat() -> None:
+    document = run_record_json(record())
+    assert document["metrics"] == [
+        {"kind": "step", "step": 20, "epoch": 2, "elapsed_s": 60.0, "loss": 0.1, "generator": 2.0}
+    ]
+    assert document["skipped"][0] == {"key": "cat/0.jpg", "reason": "truncated"}
+
+
+def evaluation(truth: list[int], answers: list[int], classes: list[str]) -> EvaluationResult:
+    scores = score(np.array(truth), np.array(answers), np.ones(len(truth)), classes)
+    return EvaluationResult(run="first", data="d", checkpoint="c.pt", skipped=1, **vars(scores))
+
+
+def test_an_evaluation_shows_classes_and_confusions() -> None:
+    seen = text(evaluation_page(evaluation([0, 0, 0, 0, 1], [0, 0, 0, 1, 1], ["cat", "dog"]), "first-confusion.png"))
+    for part in ("accuracy 0.8000", "images 5", "skipped 1", "picture first-confusion.png", "cat 4 3 0.7500"):
+        assert part in seen
+    assert "cat dog 1 25.0%" in seen
+
+
+def test_of_many_classes_the_worst_are_shown() -> None:
+    right = [label for label in range(30) for _ in range(label + 1)]
+    wrong = [label for label in range(30) if label != 7]
+    classes = [f"class-{label}" for label in range(30)]
+    seen = text(evaluation_page(evaluation(right + wrong, right + [7] * len(wrong), classes)), 150)
+    assert "class-0 2 1 0.5000" in seen
+    assert "class-29 " not in seen
+    assert "and 10 better classes" in seen
+    assert "No image was misclassified." in text(evaluation_page(evaluation([0], [0], ["cat"])))
+
+
+def audited(**faults: tuple[str, ...]) -> AuditResult:
+    fields = {"missing": (), "doubled": (), "misplaced": (), **faults}
+    return AuditResult("first", 1, 20, (EpochAudit(epoch=1, planned=1000, used_once=990, unreadable=2, **fields),))
+
+
+def test_an_audit_ends_with_its_verdict() -> None:
+    clean = text(audit_page(audited()))
+    assert "1 1,000 990 2 0 0 0" in clean
+    assert "Every readable sample was used exactly once per epoch, in its step (steps 1 to 20)." in clean
+    seen = text(audit_page(audited(missing=tuple(f"cat/{number}.jpg" for number in range(12)), doubled=("a.jpg",))))
+    assert "Some samples were not used exactly once per epoch, in their step (steps 1 to 20):" in seen
+    assert "missing in epoch 1: cat/9.jpg" in seen and "cat/10.jpg" not in seen
+    assert "and 3 more; --json lists them all" in seen
