@@ -24,7 +24,7 @@ from raytrain.diagnostics import doctor, node_probe
 from raytrain.diagnostics.doctor import DoctorReport, diagnose
 from raytrain.diagnostics.node_probe import Gpu, NodeReport, ProbeRequest, examine
 from raytrain.errors import UsageError
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
