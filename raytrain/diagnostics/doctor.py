@@ -25,10 +25,10 @@ from raytrain.diagnostics.findings import (
 from raytrain.diagnostics.node_probe import ProbeRequest, versions
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
-from raytrain.storage.open import open_store
 from raytrain.storage.credential_broker import with_lent_credentials
 from raytrain.storage.credentials import CredentialSource
 from raytrain.storage.errors import explain
+from raytrain.storage.open import open_store
 
 _CREDENTIAL_METHODS = {
     "env": "environment",

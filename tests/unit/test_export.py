@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from raytrain.storage.open import open_store
 
 import raytrain
 from raytrain.config import TrainConfig
@@ -21,7 +22,6 @@ from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.layout import CLASSES
-from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints, Identity, Progress
 from raytrain.training.model import build_model
 
@@ -32,7 +32,8 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMALS) -> None:
     """A run called ``run`` with a checkpoint whose batch norm has statistics."""
     store = run_store(storage, "run")
-    write_config(store, config)
+    resolved = config.resolve(name="run", num_workers=1, device="cpu", mean=config.mean or (), std=config.std or ())
+    write_config(store, resolved)
     store.put(CLASSES, json.dumps(classes).encode())
     model = build_model(config.model, len(classes), config.channels, config.seed)
     model(torch.randn(16, config.channels, *config.image_size))
@@ -86,7 +87,9 @@ def test_the_file_knows_its_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
 def test_it_is_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_path: Path) -> None:
     make_run(str(tmp_path), cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3)), CIFAR10)
-    result = raytrain.export("run", str(tmp_path / f"m.{suffix}"), data=str(cifar10_folder / "test"), storage=str(tmp_path))
+    result = raytrain.export(
+        "run", str(tmp_path / f"m.{suffix}"), data=str(cifar10_folder / "test"), storage=str(tmp_path)
+    )
     assert (result.images, result.same_answers) == (64, 64)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.jpg").write_bytes(b"no image")
@@ -134,7 +137,9 @@ def test_a_network_that_cannot_be_followed_is_refused(tmp_path: Path, monkeypatc
 def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(str(tmp_path), small())
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more)
+    )
     with pytest.raises(UsageError, match=r"and onnxscript is not installed: install raytrain\[onnx\]"):
         raytrain.export("run", str(tmp_path / "model.onnx"), storage=str(tmp_path))
     raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))

@@ -12,9 +12,9 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from raytrain.backends.ray.placement import Placement
 from raytrain.backends.ray.credentials import serving_credentials
 from raytrain.backends.ray.ingest import ImageSet, chosen, configure, to_block, to_table
+from raytrain.backends.ray.placement import Placement
 from raytrain.data.batch_plan import Int64s
 from raytrain.data.decode import ImageReader, ImageShape, Pixels
 from raytrain.data.manifest import Manifest
@@ -52,7 +52,7 @@ def predict_images(
     with serving_credentials(f"predict-{uuid.uuid4().hex[:8]}") as (served, lender):
         packed = manifest.packing is not None
         store = with_lent_credentials(images, served)
-        image_set = ImageSet(store, shape, ray.put(manifest), len(manifest), coordinator=None, packed=packed)
+        image_set = ImageSet(store, shape, ray.put(manifest), len(manifest), packed)
         actor_arguments = load_predictor, with_lent_credentials(run_store, served), placement.threads, shape
         for table in _pipeline(image_set, actor_arguments, placement).iter_batches(
             batch_size=None, batch_format="pyarrow"
