@@ -229,7 +229,8 @@ def test_gpus_that_ray_counts_and_the_driver_does_not_are_a_failure() -> None:
     node = Node("10.0.0.1", "0" * 8, 8, 2, 10**9, 10**9, HEALTHY)
     (failure,) = findings.group_by_sentence([node], findings.node_failures)
     assert failure == (
-        "The NVIDIA driver reports no GPU, but Ray counts 2; check the driver, and that a container runs with --gpus all.",
+        "The NVIDIA driver reports no GPU, but Ray counts 2; check the driver, and that a container runs with --gpus "
+        "all.",
         ("10.0.0.1",),
     )
 

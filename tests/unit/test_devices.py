@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from raytrain.backends.gpus import Gpu, gpus
 from raytrain.backends.ray import connection
@@ -14,6 +16,7 @@ from raytrain.config import TrainConfig
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.diagnostics.devices import Devices, node_devices
 from raytrain.diagnostics.node_probe import NodeReport, ProbeRequest, probe_node
+from raytrain.display.device_tables import devices_page
 from raytrain.errors import UsageError
 from tests.helpers import fake_nvml
 
@@ -32,11 +35,27 @@ def test_a_node_reports_its_devices_without_any_stores() -> None:
     assert (report.gpus, report.problems, report.identity, report.read_speed) == (GPUS, (), None, None)
 
 
-def test_the_summary_has_the_devices_and_problems_of_each_node() -> None:
+@pytest.fixture
+def two_nodes() -> Devices:
+    """The devices of a node with GPUs and of one that did not answer."""
     report = NodeReport({}, GPUS, None, None, None, False, ("torch cannot compute on the GPUs.",))
     first = Node("10.0.0.1", "a1b2c3d4", 16, 2, 64 * 10**9, 10**9, report)
     second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, error="The node sleeps.")
-    found = Devices((node_devices(first), node_devices(second)))
+    return Devices((node_devices(first), node_devices(second)))
+
+
+def test_the_table_has_a_line_for_each_device(two_nodes: Devices) -> None:
+    console = Console(width=110, file=io.StringIO(), record=True)
+    console.print(devices_page(two_nodes), highlight=False)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "CPUs", "64.0", "GB"] in lines
+    assert ["GPU", "0", "NVIDIA", "H200", "151", "GB", "580.65.06", "9.0"] in lines
+    assert ["GPU", "1", "NVIDIA", "GB10", "shared", "580.65.06", "12.1"] in lines
+    shown = [" ".join(line) for line in lines]
+    assert "✗ 10.0.0.1: torch cannot compute on the GPUs." in shown and "✗ 10.0.0.2: The node sleeps." in shown
+
+
+def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: Devices) -> None:
     h200, gb10 = (
         {"number": 0, "name": "NVIDIA H200", "memory_bytes": 143771 << 20, "driver": "580.65.06", "capability": "9.0"},
         {"number": 1, "name": "NVIDIA GB10", "memory_bytes": 0, "driver": "580.65.06", "capability": "12.1"},
@@ -46,7 +65,7 @@ def test_the_summary_has_the_devices_and_problems_of_each_node() -> None:
         {"address": "10.0.0.1", "id": "a1b2c3d4", "cpus": 16, "memory_bytes": 64 * 10**9, "gpus": [h200, gb10]},
         {"address": "10.0.0.2", "id": "e5f6a7b8", "cpus": 8, "memory_bytes": 32 * 10**9, "gpus": []},
     )
-    assert found.summary() == {
+    assert two_nodes.summary() == {
         "nodes": [{**nodes[0], "problems": [problem]}, {**nodes[1], "problems": ["The node sleeps."]}]
     }
 
