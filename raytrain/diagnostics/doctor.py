@@ -25,7 +25,6 @@ from raytrain.diagnostics.findings import (
 from raytrain.diagnostics.node_probe import ProbeRequest, versions
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
-from raytrain.storage.credential_broker import with_lent_credentials
 from raytrain.storage.credentials import CredentialSource
 from raytrain.storage.errors import explain
 from raytrain.storage.open import open_store
@@ -106,7 +105,7 @@ class _LentCredentials:
         return ProbeRequest(data and self._lend_to(data), self._lend_to(storage), self.source, self.found_in)
 
     def _lend_to(self, store: Store) -> Store:
-        return store if self.source is None else with_lent_credentials(store, self.source)
+        return store if self.source is None else store.with_lent_credentials(self.source)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from raytrain.data.batch_plan import Int64s
 from raytrain.data.decode import ImageReader, ImageShape, Pixels
 from raytrain.data.manifest import Manifest
 from raytrain.storage.base import Store
-from raytrain.storage.credential_broker import with_lent_credentials
 
 
 class BlockPredictor(Protocol):
@@ -51,9 +50,9 @@ def predict_images(
     """
     with serving_credentials(f"predict-{uuid.uuid4().hex[:8]}") as (served, lender):
         packed = manifest.packing is not None
-        store = with_lent_credentials(images, served)
+        store = images.with_lent_credentials(served)
         image_set = ImageSet(store, shape, ray.put(manifest), len(manifest), packed)
-        actor_arguments = load_predictor, with_lent_credentials(run_store, served), placement.threads, shape
+        actor_arguments = load_predictor, run_store.with_lent_credentials(served), placement.threads, shape
         for table in _pipeline(image_set, actor_arguments, placement).iter_batches(
             batch_size=None, batch_format="pyarrow"
         ):
