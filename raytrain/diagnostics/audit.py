@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.batch_plan import BatchPlan, Int64s
+from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.manifest import Manifest
+from raytrain.data.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.runs.history import read_skipped
@@ -109,7 +110,7 @@ def _plan(config: ResolvedConfig, manifest: Manifest) -> BatchPlan:
         config.epochs,
         config.seed,
         max_steps=config.max_steps,
-        lanes=manifest.lanes,
+        shard_shuffle=manifest.shard_shuffle,
     )
 
 
@@ -152,8 +153,7 @@ class _Auditor:
         """The step (num_samples,) that should use each sample; 0 if none of the steps should."""
         planned_step = np.zeros(self._plan.num_samples, np.int64)
         for step in range(first, last + 1):
-            batch = self._plan.batch(step - 1)
-            planned_step[self._plan.samples(batch.epoch, np.arange(batch.start, batch.stop))] = step
+            planned_step[self._plan.batch_samples(self._plan.batch(step - 1))] = step
         return planned_step
 
     def _keys_of(self, samples: npt.NDArray[np.integer]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from raytrain.inference.trained_run import require_checkpoint
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.storage.base import Store
 from raytrain.training.augment import Augment
-from raytrain.training.checkpoint import identity_of, read_checkpoint
+from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.model import build_model
 
 
@@ -35,7 +35,7 @@ class Classifier(nn.Module):
         self.shape = decoded_shape(config)
         self.checkpoint = checkpoint
         self.network = build_model(config.model, len(classes), config.channels, config.seed)
-        self._augment = Augment(config, config.mean, config.std)
+        self._augment = Augment(config)
         if config.precision == "float64":
             self.network.double()
 
@@ -68,7 +68,7 @@ def load(run: str, *, storage: str = "./runs") -> Classifier:
 def load_classifier(store: Store, run: str) -> Classifier:
     """The same as :func:`load`, from the ``store`` of the run."""
     path = require_checkpoint(store, run)
-    content = read_checkpoint(store, path)
-    classifier = Classifier(read_resolved_config(store), identity_of(content).classes, path)
-    classifier.network.load_state_dict(content["state"]["model"])
+    checkpoint = read_checkpoint(store, path)
+    classifier = Classifier(read_resolved_config(store), checkpoint.identity.classes, path)
+    classifier.network.load_state_dict(checkpoint.state["model"])
     return classifier.eval()

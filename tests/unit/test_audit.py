@@ -18,12 +18,11 @@ from raytrain.data.manifest import Manifest
 from raytrain.runs.documents import write_config
 from raytrain.runs.layout import MANIFEST
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import CLASSES, MEAN, STD, Recorder, config, images, make_run
+from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run
 from tests.integration.test_own_loops import to_the_end
 
 NUM_IMAGES = 38
 OPTIONS = config(batch_size=7, epochs=2, trace=True, checkpoint_every_steps=4)
-RESOLVED = OPTIONS.resolve(name="run", num_workers=2, device="cpu", mean=MEAN, std=STD)
 
 
 def train(folder: str, stop_after: int | None = None) -> None:
@@ -41,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = open_store(str(tmp_path / "run"))
     store.put(MANIFEST, manifest.to_parquet())
     store.put("skipped.jsonl", b'{"key": "03.png", "reason": "the file is empty"}\n')
-    write_config(store, RESOLVED)
+    write_config(store, OPTIONS)
     run_in_processes(2, train, str(tmp_path / "run"), 6)
     run_in_processes(3, train, str(tmp_path / "run"))
     return tmp_path
@@ -83,6 +82,6 @@ def test_a_step_whose_worker_left_no_trace_is_seen(storage: Path) -> None:
 
 
 def test_a_run_without_a_trace_is_refused(tmp_path: Path) -> None:
-    write_config(open_store(str(tmp_path / "run")), RESOLVED)
+    write_config(open_store(str(tmp_path / "run")), OPTIONS)
     with pytest.raises(UsageError, match="has no trace; train with --trace"):
         audit("run", storage=str(tmp_path))

@@ -22,7 +22,8 @@ from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.layout import CLASSES
-from raytrain.training.checkpoint import Checkpoints, Identity, Progress
+from raytrain.runs.outcome import Progress
+from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.model import build_model
 
 ANIMALS = ("cat", "dog", "fox")

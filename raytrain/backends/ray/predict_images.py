@@ -15,9 +15,9 @@ import ray.data
 from raytrain.backends.ray.credentials import serving_credentials
 from raytrain.backends.ray.ingest import ImageSet, chosen, configure, to_block, to_table
 from raytrain.backends.ray.placement import Placement
-from raytrain.data.batch_plan import Int64s
 from raytrain.data.decode import ImageReader, ImageShape, Pixels
 from raytrain.data.manifest import Manifest
+from raytrain.data.permutation import Int64s
 from raytrain.storage.base import Store
 
 
