@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from raytrain.experiments.sweep.results import SweepResult
     from raytrain.experiments.sweep.sweep import sweep
     from raytrain.inference.classifier import Classifier, load
+    from raytrain.inference.evaluate import evaluate
     from raytrain.inference.export import export
-    from raytrain.inference.predict import evaluate, predict
+    from raytrain.inference.predict import predict
     from raytrain.training.batch import Batch
     from raytrain.training.run import Run
 
@@ -60,7 +61,7 @@ _LATER = {
     "SweepResult": "raytrain.experiments.sweep.results",
     "audit": "raytrain.diagnostics.audit",
     "compare": "raytrain.experiments.compare",
-    "evaluate": "raytrain.inference.predict",
+    "evaluate": "raytrain.inference.evaluate",
     "export": "raytrain.inference.export",
     "load": "raytrain.inference.classifier",
     "predict": "raytrain.inference.predict",

@@ -1,9 +1,10 @@
-"""Whether a run used each sample exactly once an epoch: what its workers noted, held against its plan."""
+"""Check whether a run used each sample exactly once per epoch, by comparing its trace with its batch plan."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,56 +12,98 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 
-from raytrain.config import TrainConfig
+from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.runs import records
-from raytrain.runs.history import SKIPPED, read_lines
+from raytrain.runs.documents import open_run, read_resolved_config
+from raytrain.runs.history import read_skipped
 from raytrain.runs.layout import MANIFEST, TRACE
 from raytrain.storage.base import Store
 
 
-def audit(run: str, *, storage: str = "./runs") -> dict[str, Any]:
-    """Hold the trace of a run (made with ``--trace``) against its plan.
+@dataclass(frozen=True)
+class EpochAudit:
+    """How the samples of the traced steps of one epoch were used. ``epoch`` is counted from 1."""
 
-    Returns:
-        run, first_step and last_step (those traced), epochs and clean. Each of the epochs has epoch, planned (samples that the
-        traced steps should have used), used_once, unreadable (listed in skipped.jsonl), and the keys that were missing (planned,
-        readable and never used), doubled (used more than once) and misplaced (used in another step than planned). The run is
-        clean where there are none of these.
+    epoch: int
+    planned: int
+    """Samples that these steps should have used."""
+    used_once: int
+    unreadable: int
+    """Samples that skipped.jsonl lists and that were not used."""
+    missing: tuple[str, ...]
+    """Keys of readable samples that were planned and never used."""
+    doubled: tuple[str, ...]
+    """Keys of samples that were used more than once."""
+    misplaced: tuple[str, ...]
+    """Keys of samples that were used in another step than planned."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether each readable sample was used exactly once, in its step."""
+        return not (self.missing or self.doubled or self.misplaced)
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What :func:`audit` found in the steps ``first_step`` to ``last_step``, which are those with a trace."""
+
+    run: str
+    first_step: int
+    last_step: int
+    epochs: tuple[EpochAudit, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether each readable sample was used exactly once per epoch, in its step."""
+        return all(epoch.clean for epoch in self.epochs)
+
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return {**asdict(self), "clean": self.clean}
+
+
+def audit(run: str, *, storage: str = "./runs") -> AuditResult:
+    """Compare the trace of a run that was trained with ``--trace`` with the run's batch plan.
 
     Raises:
-        UsageError: there is no such run, or it left no trace.
+        UsageError: there is no such run, or it has no trace.
     """
-    store = records.open_run(storage, run)
-    steps, samples = _trace(store)
-    if not len(steps):
-        raise UsageError(f"Run {run!r} left no trace; train with --trace to keep which samples each step used.")
+    store = open_run(storage, run)
+    trace = _read_trace(store)
+    if not len(trace.steps):
+        raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")
     manifest = Manifest.from_parquet(store.get(MANIFEST))
-    plan = _plan(records.read_config(store), manifest)
-    skipped = {row["key"] for row in read_lines(store, SKIPPED)}
-    unreadable = np.isin(manifest.keys.to_numpy(zero_copy_only=False).astype(str), list(skipped))
-    first, last = int(steps.min()), int(steps.max())
-    epochs = [_epoch(plan, manifest, unreadable, steps, samples, *bounds) for bounds in _epochs(plan, first, last)]
-    clean = not any(epoch[fault] for epoch in epochs for fault in ("missing", "doubled", "misplaced"))
-    return {"run": run, "first_step": first, "last_step": last, "epochs": epochs, "clean": clean}
+    skipped = {image.key for image in read_skipped(store)}
+    auditor = _Auditor(trace, _plan(read_resolved_config(store), manifest), manifest, skipped)
+    first, last = int(trace.steps.min()), int(trace.steps.max())
+    return AuditResult(run, first, last, tuple(auditor.audit_epochs(first, last)))
 
 
-def _trace(store: Store) -> tuple[Int64s, Int64s]:
-    """Steps (counted from 1) and samples of all workers, row by row."""
-    files = store.get_many([found.path for found in store.list(TRACE)])
-    for file in files:
-        if isinstance(file, Exception):
-            raise file
-    tables = [pyarrow.parquet.read_table(io.BytesIO(file)) for file in files if isinstance(file, bytes)]
-    table = pa.concat_tables(tables) if tables else pa.table({"step": pa.array([], pa.int64()), "sample": pa.array([], pa.int64())})
-    return table["step"].to_numpy(), table["sample"].to_numpy()
+@dataclass(frozen=True)
+class _Trace:
+    """The samples that all workers used, one by one: sample ``samples[i]`` in step ``steps[i]``, counted from 1."""
+
+    steps: Int64s
+    samples: Int64s
 
 
-def _plan(config: TrainConfig, manifest: Manifest) -> BatchPlan:
-    assert config.batch_size is not None, "a run keeps its resolved options"
+def _read_trace(store: Store) -> _Trace:
+    """The trace of all workers; raises what storage raises."""
+    tables: list[pa.Table] = []
+    for content in store.get_many([stored.path for stored in store.list(TRACE)]):
+        if isinstance(content, Exception):
+            raise content
+        tables.append(pyarrow.parquet.read_table(io.BytesIO(content)))
+    if not tables:
+        return _Trace(np.array([], np.int64), np.array([], np.int64))
+    table = pa.concat_tables(tables)
+    return _Trace(table["step"].to_numpy(), table["sample"].to_numpy())
+
+
+def _plan(config: ResolvedConfig, manifest: Manifest) -> BatchPlan:
     return BatchPlan(
         len(manifest),
         config.batch_size,
@@ -71,34 +114,47 @@ def _plan(config: TrainConfig, manifest: Manifest) -> BatchPlan:
     )
 
 
-def _epochs(plan: BatchPlan, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The traced steps, counted from 1, epoch by epoch: first and last of each."""
-    while first <= last:
-        end = min(last, (plan.batch(first - 1).epoch + 1) * plan.steps_per_epoch)
-        yield first, end
-        first = end + 1
+class _Auditor:
+    """Compares a trace with a plan, epoch by epoch."""
 
+    def __init__(self, trace: _Trace, plan: BatchPlan, manifest: Manifest, skipped: set[str]) -> None:
+        self._trace = trace
+        self._plan = plan
+        self._keys = manifest.keys
+        keys = manifest.keys.to_numpy(zero_copy_only=False).astype(str)
+        self._unreadable: npt.NDArray[np.bool_] = np.isin(keys, list(skipped))  # (num_samples,)
 
-def _epoch(
-    plan: BatchPlan, manifest: Manifest, unreadable: npt.NDArray[np.bool_], steps: Int64s, samples: Int64s, first: int, last: int
-) -> dict[str, Any]:
-    """What became of the samples of the steps ``first`` to ``last``, which are of one epoch."""
-    planned_step = np.zeros(plan.num_samples, np.int64)  # 0: in none of these steps
-    for step in range(first, last + 1):
-        planned_step[plan.batch_samples(plan.batch(step - 1))] = step
-    here = (steps >= first) & (steps <= last)
-    used = np.bincount(samples[here], minlength=plan.num_samples)
-    misplaced = samples[here][planned_step[samples[here]] != steps[here]]
+    def audit_epochs(self, first: int, last: int) -> Iterator[EpochAudit]:
+        """Audit the steps ``first`` to ``last``, counted from 1."""
+        while first <= last:
+            end = min(last, (self._plan.batch(first - 1).epoch + 1) * self._plan.steps_per_epoch)
+            yield self._audit_epoch(first, end)
+            first = end + 1
 
-    def keys(chosen: Any) -> list[str]:
-        return manifest.keys.take(pa.array(np.unique(chosen))).to_pylist()
+    def _audit_epoch(self, first: int, last: int) -> EpochAudit:
+        """Audit the steps ``first`` to ``last`` of one epoch."""
+        planned_step = self._planned_steps(first, last)
+        planned = planned_step > 0
+        in_steps = (self._trace.steps >= first) & (self._trace.steps <= last)
+        steps, samples = self._trace.steps[in_steps], self._trace.samples[in_steps]
+        times_used = np.bincount(samples, minlength=self._plan.num_samples)
+        unused = planned & (times_used == 0)
+        return EpochAudit(
+            epoch=self._plan.batch(first - 1).epoch + 1,
+            planned=int(planned.sum()),
+            used_once=int((times_used == 1).sum()),
+            unreadable=int((unused & self._unreadable).sum()),
+            missing=self._keys_of(np.flatnonzero(unused & ~self._unreadable)),
+            doubled=self._keys_of(np.flatnonzero(times_used > 1)),
+            misplaced=self._keys_of(samples[planned_step[samples] != steps]),
+        )
 
-    return {
-        "epoch": plan.batch(first - 1).epoch + 1,
-        "planned": int((planned_step > 0).sum()),
-        "used_once": int((used == 1).sum()),
-        "unreadable": int(((planned_step > 0) & unreadable & (used == 0)).sum()),
-        "missing": keys(np.flatnonzero((planned_step > 0) & (used == 0) & ~unreadable)),
-        "doubled": keys(np.flatnonzero(used > 1)),
-        "misplaced": keys(misplaced),
-    }
+    def _planned_steps(self, first: int, last: int) -> Int64s:
+        """The step (num_samples,) that should use each sample; 0 if none of the steps should."""
+        planned_step = np.zeros(self._plan.num_samples, np.int64)
+        for step in range(first, last + 1):
+            planned_step[self._plan.batch_samples(self._plan.batch(step - 1))] = step
+        return planned_step
+
+    def _keys_of(self, samples: npt.NDArray[np.integer]) -> tuple[str, ...]:
+        return tuple(self._keys.take(pa.array(np.unique(samples))).to_pylist())

@@ -1,4 +1,4 @@
-"""The devices of every node of a cluster, by the numbers that ``--gpus`` takes."""
+"""The CPUs and GPUs of every node of a cluster, by the numbers that ``--gpus`` takes."""
 
 from __future__ import annotations
 
@@ -6,56 +6,55 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from raytrain.backends.gpus import Gpu
+from raytrain.backends.ray.connection import connection
+from raytrain.diagnostics.cluster_probe import Node, probe_nodes
+from raytrain.diagnostics.node_probe import ProbeRequest
 
-from raytrain.backends.ray.cluster import connection
-from raytrain.diagnostics.doctor import Node, ask
-from raytrain.diagnostics.node_probe import Gpu, ProbeRequest
-from raytrain.display.doctor_tables import size
+
+@dataclass(frozen=True)
+class NodeDevices:
+    """A node's devices. A GPU's number is its index in ``gpus``; ``problems`` are sentences that say what to do."""
+
+    address: str
+    id: str
+    cpus: float
+    memory_bytes: int
+    gpus: tuple[Gpu, ...]
+    problems: tuple[str, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The same as plain values, each GPU with its number."""
+        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(self.gpus)]
+        return {**dataclasses.asdict(self), "gpus": gpus, "problems": list(self.problems)}
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What :func:`list_devices` found."""
+    """The devices of all nodes of a cluster."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeDevices, ...]
 
     def summary(self) -> dict[str, Any]:
-        """The nodes, each with its GPUs and what is wrong with them, as plain values."""
-        return {"nodes": [_summary(node) for node in self.nodes]}
-
-    def __rich__(self) -> RenderableType:
-        table = Table("node", "device", "name", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("memory", "driver", "capability"):
-            table.add_column(heading, justify="right")
-        for node in self.nodes:
-            table.add_row(f"{node.address} {node.id}", "CPU", f"{node.cpus:g} of them", size(node.memory_bytes), "", "")
-            for number, gpu in enumerate(_gpus(node)):
-                memory = size(gpu.memory_bytes) if gpu.memory_bytes else "shared"
-                table.add_row("", f"GPU {number}", gpu.name, memory, gpu.driver, gpu.capability)
-        lines = [Text(f"✗ {node.address}: {problem}", "red") for node in self.nodes for problem in _problems(node)]
-        return Group(table, *lines)
+        """The same as plain values."""
+        return {"nodes": [node.summary() for node in self.nodes]}
 
 
 def list_devices(address: str | None) -> Devices:
-    """Ask every node of the cluster at ``address`` for its devices; raises UsageError where there is no cluster."""
+    """List the devices of every node of the cluster at ``address``. Raises UsageError if there is no cluster."""
     with connection(address) as cluster:
         cluster.connect()
-        return Devices(ask(ProbeRequest(data=None, storage=None, source=None, resolved_by="")))
+        nodes = probe_nodes(ProbeRequest())
+    return Devices(tuple(node_devices(node) for node in nodes))
 
 
-def _summary(node: Node) -> dict[str, Any]:
-    gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(_gpus(node))]
-    known = {name: getattr(node, name) for name in ("address", "id", "cpus", "memory_bytes")}
-    return {**known, "gpus": gpus, "problems": _problems(node)}
-
-
-def _gpus(node: Node) -> tuple[Gpu, ...]:
-    return node.answer.gpus if node.answer else ()
-
-
-def _problems(node: Node) -> list[str]:
-    return list(node.answer.problems) if node.answer else [node.silence or ""]
+def node_devices(node: Node) -> NodeDevices:
+    """The devices of a node that was probed."""
+    return NodeDevices(
+        address=node.address,
+        id=node.id,
+        cpus=node.cpus,
+        memory_bytes=node.memory_bytes,
+        gpus=node.report.gpus if node.report else (),
+        problems=node.report.problems if node.report else (node.error or "",),
+    )

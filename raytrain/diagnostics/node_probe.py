@@ -1,6 +1,6 @@
-"""What one node finds out about itself: its GPUs, and whether it can read the data and write the runs. Runs there, as a task.
+"""What a node finds out about itself: its GPUs, and whether it can read the data and write to the run storage.
 
-Imports neither Ray nor torch, so that it says something also where those are out of order.
+Runs on the node as a task. Imports neither Ray nor torch, so that it works even if these are broken there.
 """
 
 from __future__ import annotations
@@ -19,46 +19,36 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import TypeVar
 
-from raytrain.data.manifest import SUFFIXES, open_packed
+from raytrain.backends.gpus import Gpu, gpus
+from raytrain.data.manifest import SUFFIXES, Packing, open_packed
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.storage.base import Store
-from raytrain.storage.credentials import NodeOrServed, own_role
+from raytrain.storage.credentials import CredentialSource, own_role
 from raytrain.storage.errors import explain
 
-_T = TypeVar("_T")
+T = TypeVar("T")
 
-_NUM_READ = 48
-_GPU_FIELDS = "name,memory.total,driver_version,compute_cap"
-_TIMEOUT_S = 60.0
-_CHECKED_WITH = re.compile(r"/\.write-check-[0-9a-f]+")  # the object's name says nothing, and differs from node to node
-_TRY_TORCH = "import torch; torch.ones(1, device='cuda').sum().item()"
+_NUM_OBJECTS_READ = 48
+_TORCH_TIMEOUT_S = 60.0
+_WRITE_CHECK_NAME = re.compile(r"/\.write-check-[0-9a-f]+")  # a random name, which differs from node to node
+_TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What every node is asked of the stores, if any. Holds no secret: they and the source ask for credentials on the node."""
+    """What every node checks. Contains no secret: the stores and ``lent`` fetch credentials on the node."""
 
-    data: Store | None
-    storage: Store | None
-    source: NodeOrServed | None
-    """None where no store needs credentials."""
-    resolved_by: str
-    """How the credentials that ``source`` serves were found, in a word."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU, as nvidia-smi tells it; ``memory_bytes`` is 0 where it does not tell."""
-
-    name: str
-    memory_bytes: int
-    driver: str
-    capability: str
+    data: Store | None = None
+    storage: Store | None = None
+    lent: CredentialSource | None = None
+    """The driver's credentials; None if no store is in S3."""
+    lent_from: str = ""
+    """Where the driver found these credentials, in a word, such as profile."""
 
 
 @dataclass(frozen=True)
 class ReadSpeed:
-    """How fast a few dozen images, or packed shards, were listed and read."""
+    """How fast a node listed and read a few dozen images or packed shards."""
 
     listing_s: float
     num_images: int
@@ -68,37 +58,38 @@ class ReadSpeed:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node found; ``problems`` are sentences that say what to do, and what is None could not be found or done."""
+    """What a node found; None for what failed or was not checked. ``problems`` are sentences that say what to do."""
 
     versions: dict[str, str | None]
     gpus: tuple[Gpu, ...]
     shm_bytes: int | None
     identity: str | None
-    reading: ReadSpeed | None
+    """Whose credentials the node uses for S3."""
+    read_speed: ReadSpeed | None
     writable: bool
     problems: tuple[str, ...]
 
 
-def examine(question: ProbeRequest, num_gpus: float) -> NodeReport:
-    """Answer the question on this node, of which Ray counts ``num_gpus`` GPUs."""
-    problems: dict[str, None] = {}  # in order, each once
-    data, storage = question.data, question.storage
+def probe_node(request: ProbeRequest, num_gpus: float) -> NodeReport:
+    """Check this node, which has ``num_gpus`` GPUs according to Ray."""
+    problems: dict[str, None] = {}  # ordered, each sentence once
+    data, storage = request.data, request.storage
     found = gpus()
     if found and num_gpus >= 1:
-        _attempt(_try_torch, "torch", problems)
+        _attempt(_check_torch, "torch", problems)
     return NodeReport(
         versions=versions(),
         gpus=found,
         shm_bytes=_shm_bytes(),
-        identity=_attempt(lambda: _identity(question), storage.url, problems) if storage else None,
-        reading=_attempt(lambda: _read(data), data.url, problems) if data else None,
-        writable=bool(storage and _attempt(lambda: _write(storage), storage.url, problems)),
+        identity=_attempt(lambda: _identity(request), storage.url, problems) if storage else None,
+        read_speed=_attempt(lambda: _measure_read_speed(data), data.url, problems) if data else None,
+        writable=bool(storage and _attempt(lambda: _check_writable(storage), storage.url, problems)),
         problems=tuple(problems),
     )
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what must agree over a cluster; None of what is not installed."""
+    """Versions of what must be the same on all nodes; None for packages that are not installed."""
     return {name: _version(name) for name in ("raytrain", "ray", "torch")} | {"python": platform.python_version()}
 
 
@@ -109,7 +100,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _attempt(action: Callable[[], _T], url: str, problems: dict[str, None]) -> _T | None:
+def _attempt(action: Callable[[], T], url: str, problems: dict[str, None]) -> T | None:
+    """The result of ``action``; None if it fails, with one more sentence in ``problems``."""
     try:
         return action()
     except Exception as error:
@@ -117,47 +109,67 @@ def _attempt(action: Callable[[], _T], url: str, problems: dict[str, None]) -> _
         return None
 
 
-def _identity(question: ProbeRequest) -> str | None:
-    """With what credentials this node enters S3, and whose they are."""
-    if question.source is None:
+def _identity(request: ProbeRequest) -> str | None:
+    """Which credentials this node uses for S3, and the end of their key's name."""
+    if request.lent is None:
         return None
-    if role := own_role():
+    if _is_amazon(request) and (role := own_role()):
         return f"own role {role.identity}"
-    served = question.source.served()
-    return f"driver's {question.resolved_by} {served.identity}" if served else "none"
+    credentials = request.lent()
+    return f"driver's {request.lent_from} {credentials.identity}" if credentials else "none"
 
 
-def _read(store: Store) -> ReadSpeed:
-    begun = time.perf_counter()
+def _is_amazon(request: ProbeRequest) -> bool:
+    """Whether the stores are in Amazon's S3: no other server accepts the role of a node."""
+    settings = [store.settings for store in (request.storage, request.data) if store and store.settings]
+    return bool(settings) and settings[0].endpoint_url is None
+
+
+def _measure_read_speed(store: Store) -> ReadSpeed:
+    started = time.perf_counter()
     packed = open_packed(store)
-    if packed is not None and packed.packing is not None:
-        paths = list(packed.packing.shards[:_NUM_READ])
-        num_images = int((packed.packing.shard < len(paths)).sum())
-    else:
-        paths = list(islice((found.path for found in store.list() if found.path.lower().endswith(SUFFIXES)), _NUM_READ))
-        num_images = len(paths)
-    if not paths:
-        raise UsageError(f"There are no images below {store.url}; check --data, and that names end in {', '.join(SUFFIXES)}.")
+    packing = packed.packing if packed is not None else None
+    paths, num_images = _some_shards(packing) if packing is not None else _some_images(store)
     listed = time.perf_counter()
     contents = store.get_many(paths)
-    took_s = time.perf_counter() - listed
+    seconds = time.perf_counter() - listed
     num_bytes = sum(len(_content(content)) for content in contents)
-    return ReadSpeed(listed - begun, num_images, num_images / took_s, num_bytes / took_s)
+    return ReadSpeed(listed - started, num_images, num_images / seconds, num_bytes / seconds)
 
 
-def _content(read: bytes | Exception) -> bytes:
-    if isinstance(read, FileNotFoundError):
-        raise StorageError(f"{read} was listed and cannot be found; look whether something deletes the images, or repeat the command.")
-    if isinstance(read, Exception):
-        raise read
-    return read
+def _some_shards(packing: Packing) -> tuple[list[str], int]:
+    """The paths of the first shards, and the number of images in them."""
+    paths = list(packing.shards[:_NUM_OBJECTS_READ])
+    return paths, int((packing.shard < len(paths)).sum())
 
 
-def _write(store: Store) -> bool:
+def _some_images(store: Store) -> tuple[list[str], int]:
+    """The paths of the first images that a listing returns, and their number."""
+    images = (stored.path for stored in store.list() if stored.path.lower().endswith(SUFFIXES))
+    paths = list(islice(images, _NUM_OBJECTS_READ))
+    if not paths:
+        raise UsageError(
+            f"There are no images below {store.url}; check --data, and that their names end in {', '.join(SUFFIXES)}."
+        )
+    return paths, len(paths)
+
+
+def _content(content: bytes | Exception) -> bytes:
+    if isinstance(content, FileNotFoundError):
+        raise StorageError(
+            f"{content} was listed but does not exist any more; check whether something deletes the images, or try "
+            "again."
+        )
+    if isinstance(content, Exception):
+        raise content
+    return content
+
+
+def _check_writable(store: Store) -> bool:
     try:
         store.check_writable()
     except StorageError as error:
-        raise StorageError(_CHECKED_WITH.sub("", str(error))) from error
+        raise StorageError(_WRITE_CHECK_NAME.sub("", str(error))) from error
     return True
 
 
@@ -167,25 +179,15 @@ def _shm_bytes() -> int | None:
     return None
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """This node's GPUs, in the order of their numbers; none where nvidia-smi is missing or fails."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-        return tuple(_gpu(line) for line in told.stdout.splitlines() if line.count(", ") >= 3)
-    return ()
-
-
-def _gpu(line: str) -> Gpu:
-    name, memory_mib, driver, capability = line.rsplit(", ", 3)
-    return Gpu(name.strip(), int(memory_mib) << 20 if memory_mib.isdigit() else 0, driver.strip(), capability.strip())
-
-
-def _try_torch() -> None:
-    """Compute on the first GPU, in a process of its own: Ray hides the GPUs from tasks that ask for none."""
+def _check_torch() -> None:
+    """Compute on the first GPU, in a process of its own: Ray hides the GPUs from tasks that request none."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    command = [sys.executable, "-c", _TRY_TORCH]
-    tried = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    if tried.returncode:
-        reason = (tried.stderr.strip().splitlines() or ["no word"])[-1].rstrip(".")
-        raise UsageError(f"torch cannot compute on the GPUs ({reason}); install a driver and a torch that fit each other.")
+    command = [sys.executable, "-c", _TORCH_CHECK]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no error message"])[-1].rstrip(".")
+        raise UsageError(
+            f"torch cannot compute on the GPUs ({reason}); install an NVIDIA driver and a torch that fit each other."
+        )

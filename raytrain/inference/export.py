@@ -1,4 +1,4 @@
-"""A trained network in one file that needs no raytrain: for torch.export or as ONNX, and checked against the original."""
+"""Export a trained network, with its preprocessing, to one file that needs no raytrain: for torch.export or as ONNX."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from raytrain.data.decode import ImageReader, Pixels
 from raytrain.data.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
 
 if TYPE_CHECKING:
@@ -24,72 +25,102 @@ if TYPE_CHECKING:
 
 Logits = npt.NDArray[np.floating[Any]]
 
-_NUM_CHECKED = 64
-_TOLERANCE = 1e-3  # of the largest logit: the order of sums differs, and float32 holds seven digits
+_NUM_CHECK_IMAGES = 64
+_TOLERANCE = 1e-3  # of the largest logit: the order of sums differs, and float32 has seven digits
 
 
-def export(run: str, output: str, *, data: str | None = None, storage: str = "./runs") -> dict[str, Any]:
+@dataclass(frozen=True)
+class ExportResult:
+    """What :func:`export` wrote, and how it compares with the original network."""
+
+    run: str
+    checkpoint: str
+    output: str
+    size_bytes: int
+    input: str
+    """What the file takes, in words."""
+    result: str
+    """What it returns, in words."""
+    classes: tuple[str, ...]
+    images: int
+    """Images that the file was compared on."""
+    same_answers: int
+    """How many of these have the same predicted class."""
+    largest_difference: float
+    """Largest difference of a logit."""
+
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return {**asdict(self), "classes": list(self.classes)}
+
+
+def export(run: str, output: str, *, data: str | None = None, storage: str = "./runs") -> ExportResult:
     """Write the network of a run's best checkpoint, preprocessing included, to a file that runs without raytrain.
 
-    The file takes what :func:`raytrain.load` takes, any number of decoded images, uint8 (B, H, W, C), and gives the same logits,
-    (B, num_classes). The names of the classes are in it, as JSON: in ONNX's metadata under ``classes``, in torch.export's as the extra
-    file ``classes.json``. Before it is written, it is run beside the original on up to 64 images, one alone and the others together.
+    The file takes the same input as the network of :func:`raytrain.load`: any number of decoded images, uint8
+    (B, H, W, C). It returns the same logits, (B, num_classes). It contains the names of the classes as JSON: in ONNX's
+    metadata under ``classes``, in torch.export's extra file ``classes.json``. Before it is written, it is compared with
+    the original on up to 64 images, one of them alone and the others together.
 
     Args:
         run: the run's name.
-        output: a file (or s3:// object) ending in .pt2, for ``torch.export.load(file).module()``, or in .onnx.
-        data: where the images are that it is checked on; by default random pixels.
-        storage: where the run is.
-
-    Returns:
-        run, checkpoint, output, size_bytes, input and result (what goes in and comes out, in words), classes, images (checked on),
-        same_answers (of these) and largest_difference (of a logit).
+        output: a file (or ``s3://`` object) whose name ends in .onnx, or in .pt2 for
+            ``torch.export.load(file).module()``.
+        data: images to compare on; by default random pixels.
+        storage: where the run is stored.
 
     Raises:
-        UsageError: there is no such run, the network cannot be exported, or ONNX's packages are missing.
+        UsageError: there is no such run, the network cannot be exported, or packages for ONNX are missing.
         StorageError: the images cannot be read, or the file cannot be written.
-        RaytrainError: the exported network answers differently; nothing was written.
+        RaytrainError: the exported network's logits differ; nothing was written.
     """
     check_output(output, tuple(_FORMATS))
-    encode, answer = _FORMATS[output[output.rindex(".") :]]
+    encode, run_file = _FORMATS[output[output.rindex(".") :]]
     classifier = load(run, storage=storage)
-    images = _images(classifier, data)
+    images = _check_images(classifier, data)
     content = encode(_trace(classifier, run), classifier.classes)
-    agreement = _compare(answer(content, images), _original(classifier, images), output)
+    same_answers, largest_difference = _compare(run_file(content, images), _original_logits(classifier, images), output)
     write_output(output, content)
     shape = classifier.shape
-    return {
-        "run": run,
-        "checkpoint": classifier.checkpoint,
-        "output": output,
-        "size_bytes": len(content),
-        "input": f"uint8 (batch, {shape.height}, {shape.width}, {shape.channels}), decoded images",
-        "result": f"(batch, {len(classifier.classes)}), logits",
-        "classes": list(classifier.classes),
-        **agreement,
-    }
+    return ExportResult(
+        run=run,
+        checkpoint=classifier.checkpoint,
+        output=output,
+        size_bytes=len(content),
+        input=f"uint8 (batch, {shape.height}, {shape.width}, {shape.channels}), decoded images",
+        result=f"(batch, {len(classifier.classes)}), logits",
+        classes=classifier.classes,
+        images=len(images),
+        same_answers=same_answers,
+        largest_difference=largest_difference,
+    )
 
 
-def _compare(logits: Logits, expected: Logits, output: str) -> dict[str, Any]:
+def _compare(logits: Logits, expected: Logits, output: str) -> tuple[int, float]:
+    """How many images have the same predicted class, and the largest difference of a logit."""
     difference = float(np.abs(logits - expected).max())
-    if not difference <= _TOLERANCE * max(1.0, float(np.abs(expected).max())):  # nor NaN
-        raise RaytrainError(f"The exported network's logits are off by up to {difference:.3g}; {output} was not written.")
-    same = logits.argmax(axis=1) == expected.argmax(axis=1)
-    return {"images": len(same), "same_answers": int(same.sum()), "largest_difference": difference}
+    if not difference <= _TOLERANCE * max(1.0, float(np.abs(expected).max())):  # written so that NaN fails too
+        raise RaytrainError(
+            f"The exported network's logits differ by up to {difference:.3g}, so {output} was not written; use the "
+            "network that raytrain.load returns."
+        )
+    return int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum()), difference
 
 
-def _images(classifier: Classifier, data: str | None) -> Pixels:
-    """Images to check with, uint8 (n, H, W, C): spread over all that lie in ``data``."""
+def _check_images(classifier: Classifier, data: str | None) -> Pixels:
+    """Images to compare on, uint8 (n, H, W, C): spread over all images in ``data``, or random pixels."""
     shape = classifier.shape
     if data is None:
-        return np.random.default_rng(0).integers(0, 256, (_NUM_CHECKED, shape.height, shape.width, shape.channels), np.uint8)
+        size = (_NUM_CHECK_IMAGES, shape.height, shape.width, shape.channels)
+        return np.random.default_rng(0).integers(0, 256, size, np.uint8)
     store = open_store(data)
     manifest = list_images(store)
-    chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECKED, len(manifest)), dtype=np.int64)
-    pixels, bad = ImageReader(store, shape).read(manifest.select(chosen))
-    if len(bad) == len(pixels):
-        raise UsageError(f"None of {len(bad)} images looked at in {store.url} can be read ({bad[0]}); check what lies there.")
-    return np.delete(pixels, list(bad), axis=0)
+    chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
+    images, bad = ImageReader(store, shape).read(manifest.select(chosen))
+    if len(bad) == len(images):
+        reason = next(iter(bad.values()))
+        raise UsageError(f"None of {len(bad)} images of {store.url} can be decoded ({reason}); check the files.")
+    return np.delete(images, list(bad), axis=0)
 
 
 def _trace(classifier: Classifier, run: str) -> ExportedProgram:
@@ -97,21 +128,22 @@ def _trace(classifier: Classifier, run: str) -> ExportedProgram:
     example = torch.zeros((2, shape.height, shape.width, shape.channels), dtype=torch.uint8)
     try:
         return torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    except Exception as error:  # of many kinds, as many as there are ways to write a network
+    except Exception as error:  # torch.export raises many kinds
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"The network of run {run!r} is none that torch.export can follow ({reason}); raytrain.load gives it as it is."
+            f"torch.export cannot trace the network of run {run!r} ({reason}); use the network that raytrain.load "
+            "returns."
         ) from error
 
 
 @torch.no_grad()
-def _original(classifier: Classifier, images: Pixels) -> Logits:
+def _original_logits(classifier: Classifier, images: Pixels) -> Logits:
     return classifier(torch.from_numpy(images)).numpy()
 
 
-def _in_two(run: Callable[[Pixels], Logits], images: Pixels) -> Logits:
-    """One image alone and the others together: a file that takes only one number of images does not pass."""
-    return np.concatenate([run(part) for part in (images[:1], images[1:]) if len(part)])
+def _in_two_batches(run_batch: Callable[[Pixels], Logits], images: Pixels) -> Logits:
+    """Run one image alone and the others together, so that a file for a fixed batch size does not pass."""
+    return np.concatenate([run_batch(batch) for batch in (images[:1], images[1:]) if len(batch)])
 
 
 def _to_pt2(program: ExportedProgram, classes: tuple[str, ...]) -> bytes:
@@ -123,11 +155,11 @@ def _to_pt2(program: ExportedProgram, classes: tuple[str, ...]) -> bytes:
 @torch.no_grad()
 def _run_pt2(content: bytes, images: Pixels) -> Logits:
     module = torch.export.load(io.BytesIO(content)).module()
-    return _in_two(lambda part: module(torch.from_numpy(part)).numpy(), images)
+    return _in_two_batches(lambda batch: module(torch.from_numpy(batch)).numpy(), images)
 
 
 def _to_onnx(program: ExportedProgram, classes: tuple[str, ...]) -> bytes:
-    _check_packages()
+    _check_onnx_packages()
     exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
     assert exported is not None
     exported.model.metadata_props["classes"] = json.dumps(classes)
@@ -138,18 +170,21 @@ def _run_onnx(content: bytes, images: Pixels) -> Logits:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return _in_two(lambda part: np.asarray(session.run(["logits"], {"images": part})[0]), images)
+    return _in_two_batches(lambda batch: np.asarray(session.run(["logits"], {"images": batch})[0]), images)
 
 
-def _check_packages() -> None:
+def _check_onnx_packages() -> None:
     if missing := [name for name in ("onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise UsageError(
-            f"ONNX is written by onnxscript and checked by onnxruntime, and {' and '.join(missing)} is not installed: install "
-            f"raytrain[onnx] (`uv sync --extra onnx`), or give an --output that ends in .pt2."
+            f"Export to ONNX needs onnxscript and onnxruntime, and {' and '.join(missing)} is not installed; install "
+            "raytrain[onnx] (`uv sync --extra onnx`), or use an --output that ends in .pt2."
         )
 
 
-_FORMATS: dict[str, tuple[Callable[[ExportedProgram, tuple[str, ...]], bytes], Callable[[bytes, Pixels], Logits]]] = {
+_Encode = Callable[["ExportedProgram", tuple[str, ...]], bytes]
+_RunFile = Callable[[bytes, Pixels], Logits]
+
+_FORMATS: dict[str, tuple[_Encode, _RunFile]] = {
     ".pt2": (_to_pt2, _run_pt2),
     ".onnx": (_to_onnx, _run_onnx),
 }

@@ -1,54 +1,36 @@
-"""Evaluating and predicting with a trained run, through Ray Data on as many workers as there are."""
+"""Predict the classes of images with a trained run and write them to a file, on all workers of a Ray cluster."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
-from raytrain.backends.ray.cluster import Placement, connection, hardware, place
-from raytrain.config import TrainConfig
-from raytrain.data.dataset import decoded_shape
-from raytrain.data.manifest import Manifest, build_manifest, list_images
+from raytrain.data.manifest import list_images
 from raytrain.errors import UsageError
-from raytrain.inference.metrics import scores
-from raytrain.runs import records
-from raytrain.runs.layout import CLASSES
-from raytrain.storage.base import Store, open_store
+from raytrain.inference.trained_run import open_trained_run
+from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
 
 
-def evaluate(run: str, data: str, *, storage: str = "./runs", workers: int | None = None, address: str | None = None) -> dict[str, Any]:
-    """How well a run's best checkpoint answers on labelled images, each used exactly once.
+@dataclass(frozen=True)
+class PredictionResult:
+    """What :func:`predict` wrote: a row for each of ``images`` images, of which ``errors`` could not be read."""
 
-    Returns:
-        run, data, checkpoint, skipped (images that could not be read) and the :func:`raytrain.inference.metrics.scores` of the others:
-        images, accuracy, loss (mean cross entropy), classes, per_class, confusions and confusion_matrix.
+    run: str
+    data: str
+    checkpoint: str
+    output: str
+    images: int
+    errors: int
 
-    Raises:
-        UsageError, StorageError: there is no such run, or the data cannot be read or has other classes.
-    """
-    opened = _open(run, storage)
-    data_store = open_store(data)
-    manifest = build_manifest(data_store, classes=opened.classes)
-    table = pa.concat_tables(_answers(opened, data_store, manifest, workers, address, top_k=1))
-    used = table.filter(table["error"].is_null())
-    truth, answers, losses = (used[name].to_numpy() for name in ("truth", "answer", "loss"))
-    return {
-        "run": run,
-        "data": data_store.url,
-        "checkpoint": opened.checkpoint,
-        "skipped": len(table) - len(used),
-        **scores(truth, answers, losses, opened.classes),
-    }
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return asdict(self)
 
 
 def predict(
@@ -60,104 +42,49 @@ def predict(
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
-) -> dict[str, Any]:
-    """Classify every image below ``data``, in whatever folders, and write a row for each to ``output``.
+) -> PredictionResult:
+    """Predict the class of every image below ``data`` with a run's best checkpoint, and write a row for each.
 
-    The columns are key, label and score (of the likeliest class), error (why an image could not be read, else empty) and,
-    with ``top_k`` above 1, label_2, score_2 and so on.
+    The columns are key, label and score (name and probability of the likeliest class), label_2, score_2 and so on with
+    ``top_k`` above 1, and error (why an image could not be read, else empty; its other columns are empty then).
 
     Args:
-        output: a file (or s3:// object) ending in .parquet or .csv.
+        run: the run's name.
+        data: the images, in any folders or packed: a folder or ``s3://bucket/prefix``.
+        output: a file (or ``s3://`` object) whose name ends in .parquet or .csv.
+        top_k: number of classes for each image.
+        storage: where the run is stored.
+        workers: processes that share the work; by default as many as fit.
+        address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
 
-    Returns:
-        run, data, checkpoint, output, images (rows) and errors (images that could not be read).
+    Raises:
+        UsageError, StorageError: there is no such run, the data cannot be read, or the file cannot be written.
     """
     check_output(output, (".parquet", ".csv"))
-    opened = _open(run, storage)
-    if not 1 <= top_k <= len(opened.classes):
-        raise UsageError(f"--top-k is {top_k}, and run {run!r} knows {len(opened.classes)} classes; give 1 to {len(opened.classes)}.")
-    data_store = open_store(data)
-    manifest = list_images(data_store)
-    answers = _answers(opened, data_store, manifest, workers, address, top_k=top_k)
-    table = pa.concat_tables(part.drop_columns(["truth", "answer", "loss"]) for part in answers)
-    write_output(output, _encoded(table, output))
-    errors = len(table) - table["error"].null_count
-    return {
-        "run": run,
-        "data": data_store.url,
-        "checkpoint": opened.checkpoint,
-        "output": output,
-        "images": len(table),
-        "errors": errors,
+    trained = open_trained_run(run, storage)
+    num_classes = len(trained.classes)
+    if not 1 <= top_k <= num_classes:
+        raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")
+    images = open_store(data)
+    table = trained.predict(images, list_images(images), workers=workers, address=address, top_k=top_k)
+    write_output(output, _encode(_output_columns(table), output))
+    num_errors = len(table) - table["error"].null_count
+    return PredictionResult(run, images.url, trained.checkpoint, output, images=len(table), errors=num_errors)
+
+
+def _output_columns(table: pa.Table) -> pa.Table:
+    """The columns of the output, without predictions for images that could not be read."""
+    readable = table["error"].is_null()
+    predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
+    columns = {
+        name: pyarrow.compute.if_else(readable, predictions[name], pa.scalar(None, predictions[name].type))
+        for name in predictions.column_names
     }
+    return pa.table({"key": table["key"], **columns, "error": table["error"]})
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A run that answers: where it is and what it knows."""
-
-    name: str
-    store: Store
-    config: TrainConfig
-    classes: tuple[str, ...]
-    checkpoint: str
-
-
-def _open(run: str, storage: str) -> _Opened:
-    store = records.open_run(storage, run)
-    classes = tuple(json.loads(store.get(CLASSES)))
-    checkpoint = records.best_checkpoint(store)
-    if checkpoint is None:
-        raise UsageError(f"Run {run!r} has no checkpoint yet; it writes one after its first epoch, and when it is stopped.")
-    return _Opened(run, store, records.read_config(store), classes, checkpoint)
-
-
-def _answers(
-    opened: _Opened, data_store: Store, manifest: Manifest, workers: int | None, address: str | None, *, top_k: int
-) -> Iterator[pa.Table]:
-    """Tables of answers in the manifest's order, as they come."""
-    with connection(address) as cluster:
-        cluster.connect()
-        config = dataclasses.replace(opened.config, workers=workers or "auto", worker_load=None, device="auto")
-        placement = place(config, hardware())
-        yield from _pipeline(opened, data_store, manifest, placement, top_k)
-
-
-def _pipeline(opened: _Opened, data_store: Store, manifest: Manifest, placement: Placement, top_k: int) -> Iterator[pa.Table]:
-    import ray
-    import ray.data
-
-    from raytrain.backends.ray.coordinator import CredentialLender, start_coordinator, with_cluster_credentials
-    from raytrain.backends.ray.ingest import ImageSet, configure
-    from raytrain.inference.predictor import Predictor, read_block
-
-    coordinator = start_coordinator(f"{opened.name}-{uuid.uuid4().hex[:8]}")
-    lender = CredentialLender(coordinator)
-    shape, packed = decoded_shape(opened.config), manifest.packing is not None
-    images = ImageSet(with_cluster_credentials(data_store, coordinator), shape, ray.put(manifest), len(manifest), coordinator, packed)
-    configure(ray.data.DataContext.get_current(), (placement.cpus + placement.data_cpus) * placement.num_workers)
-    count = -(-len(manifest) // images.rows_per_block)
-    answered = (
-        ray.data.range(count, override_num_blocks=count)
-        .map_batches(partial(read_block, images=images), batch_size=1, num_cpus=placement.task_cpus, zero_copy_batch=True)
-        .map_batches(
-            Predictor,
-            fn_constructor_args=(with_cluster_credentials(opened.store, coordinator), opened.name, top_k, placement.threads),
-            batch_size=None,
-            batch_format="pyarrow",
-            num_cpus=placement.cpus,
-            num_gpus=1 if placement.device == "cuda" else 0,
-            compute=ray.data.ActorPoolStrategy(size=placement.num_workers),
-        )
-    )
-    for part in answered.iter_batches(batch_size=None, batch_format="pyarrow"):
-        yield part
-        lender.lend_if_due()
-    ray.kill(coordinator)
-
-
-def _encoded(table: pa.Table, output: str) -> bytes:
-    """The table as a file of the kind that the name ``output`` asks for."""
+def _encode(table: pa.Table, output: str) -> bytes:
+    """The content of the file ``output``, in the format of its suffix."""
     sink = pa.BufferOutputStream()
     if output.endswith(".csv"):
         pyarrow.csv.write_csv(table, sink)

@@ -1,62 +1,58 @@
-"""What predicting does in the cluster: tasks that read images, and actors that hold the network."""
+"""The network of a run as it predicts images in a process of its own, on a GPU if there is one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain.backends.ray.ingest import ImageSet, chosen, to_block, to_table
-from raytrain.data.decode import ImageReader
+from raytrain.data.decode import Pixels
 from raytrain.storage.base import Store
 
-_BATCH = 256
-
-
-def read_block(row: Any, images: ImageSet) -> Any:
-    """The images of one block with their keys and, where one could not be read, the reason."""
-    start = int(row["id"][0]) * images.rows_per_block
-    samples = np.arange(start, min(start + images.rows_per_block, images.num_images), dtype=np.int64)
-    wanted = chosen(images, samples)
-    labels = wanted.labels.astype(np.int64)
-    pixels, bad = ImageReader(images.store, images.shape).read(wanted)
-    errors = pa.array([bad.get(place) for place in range(len(wanted))], pa.string())
-    return to_table(pixels, labels, samples).append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)
+_BATCH_SIZE = 256
+_MIN_PROBABILITY = 1e-30
 
 
 class Predictor:
-    """The network in an actor of its own: it answers block after block."""
+    """Predicts the ``top_k`` likeliest classes of images."""
 
-    def __init__(self, run_store: Store, run: str, top_k: int, threads: int) -> None:
+    def __init__(self, store: Store, num_threads: int, *, run: str, top_k: int) -> None:
+        """Load the best checkpoint of the run called ``run`` from its ``store``."""
         import torch
 
-        from raytrain.inference.classifier import load_from
+        from raytrain.inference.classifier import load_classifier
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._classifier = load_from(run_store, run).to(self._device)
+        self._classifier = load_classifier(store, run).to(self._device)
         self._top_k = top_k
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        """Columns key, label, score, error, the true and the answered class as numbers, the cross entropy, and the other k."""
-        block = to_block(table, self._classifier.shape)
-        scores = np.concatenate([self._scores(block.images[i : i + _BATCH]) for i in range(0, len(block), _BATCH)])
-        order = np.argsort(-scores, axis=1, kind="stable")[:, : self._top_k]
-        unread = table["error"].is_valid().to_numpy()
-        columns = {"key": table["key"]}
-        for place in range(self._top_k):
-            suffix = f"_{place + 1}" if place else ""
-            chosen = order[:, place]
-            names = np.array(self._classifier.classes, dtype=object)[chosen]
-            columns[f"label{suffix}"] = pa.array(names, pa.string(), mask=unread)
-            columns[f"score{suffix}"] = pa.array(scores[np.arange(len(scores)), chosen], pa.float32(), mask=unread)
-        truth = block.labels.clip(min=0)
-        loss = -np.log(np.maximum(scores[np.arange(len(scores)), truth], 1e-30))
-        return pa.table({**columns, "error": table["error"], "truth": block.labels, "answer": order[:, 0], "loss": loss})
+    def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:
+        """Predict ``images``, uint8 (n, H, W, C), whose true classes are ``labels`` (n,), negative if unknown.
 
-    def _scores(self, images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Probabilities (n, num_classes), float64."""
+        Returns:
+            n rows with the columns label and score (name and probability of the likeliest class), label_2, score_2 and
+            so on, truth and answer (the true and the likeliest class as numbers) and loss (cross entropy, which means
+            nothing if the true class is unknown).
+        """
+        batches = [images[start : start + _BATCH_SIZE] for start in range(0, len(images), _BATCH_SIZE)]
+        probabilities = np.concatenate([self._probabilities(batch) for batch in batches])  # (n, num_classes)
+        likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
+        rows = np.arange(len(images))
+        names = np.array(self._classifier.classes, dtype=object)
+        columns: dict[str, Any] = {}
+        for rank in range(self._top_k):
+            suffix = f"_{rank + 1}" if rank else ""
+            chosen = likeliest[:, rank]
+            columns[f"label{suffix}"] = pa.array(names[chosen], pa.string())
+            columns[f"score{suffix}"] = pa.array(probabilities[rows, chosen], pa.float32())
+        loss = -np.log(np.maximum(probabilities[rows, labels.clip(min=0)], _MIN_PROBABILITY))
+        return pa.table({**columns, "truth": labels, "answer": likeliest[:, 0], "loss": loss})
+
+    def _probabilities(self, images: Pixels) -> npt.NDArray[np.float64]:
+        """Probabilities (n, num_classes)."""
         import torch
 
         with torch.no_grad():

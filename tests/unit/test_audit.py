@@ -1,8 +1,9 @@
-"""An audit finds what a run did to its samples: nothing, or which were lost, doubled or out of place."""
+"""An audit reports which samples a run missed, used twice, or used in a wrong step."""
 
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from raytrain.storage.open import open_store
 
 from raytrain import UsageError, audit
 from raytrain.data.manifest import Manifest
-from raytrain.runs import records
+from raytrain.runs.documents import write_config
 from raytrain.runs.layout import MANIFEST
-from raytrain.storage.base import open_store
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run
 from tests.integration.test_own_loops import to_the_end
@@ -32,14 +33,14 @@ def train(folder: str, stop_after: int | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run begun by two workers and ended by three, one of whose images cannot be read."""
+    """A run that two workers started and three finished, with one image that cannot be read."""
     tmp_path = tmp_path_factory.mktemp("traced")
     keys = pa.array([f"{number:02}.png" for number in range(NUM_IMAGES)], pa.large_string())
     manifest = Manifest(keys, np.zeros(NUM_IMAGES, np.int32), np.ones(NUM_IMAGES, np.int64), keys, CLASSES, "images")
     store = open_store(str(tmp_path / "run"))
     store.put(MANIFEST, manifest.to_parquet())
     store.put("skipped.jsonl", b'{"key": "03.png", "reason": "the file is empty"}\n')
-    records.write_config(store, OPTIONS)
+    write_config(store, OPTIONS)
     run_in_processes(2, train, str(tmp_path / "run"), 6)
     run_in_processes(3, train, str(tmp_path / "run"))
     return tmp_path
@@ -47,17 +48,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def storage(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to do things to."""
+    """A copy of that run that a test may change."""
     shutil.copytree(trained / "run", tmp_path / "run")
     return tmp_path
 
 
 def test_a_run_that_was_stopped_and_resumed_is_clean(storage: Path) -> None:
     result = audit("run", storage=str(storage))
-    assert result["clean"]
-    assert (result["first_step"], result["last_step"]) == (1, 12)
-    for number, epoch in enumerate(result["epochs"], start=1):
-        assert [epoch[name] for name in ("epoch", "planned", "used_once", "unreadable")] == [number, 38, 37, 1]
+    assert result.clean
+    assert (result.first_step, result.last_step) == (1, 12)
+    for number, epoch in enumerate(result.epochs, start=1):
+        assert (epoch.epoch, epoch.planned, epoch.used_once, epoch.unreadable) == (number, 38, 37, 1)
+    assert json.loads(json.dumps(result.summary()))["clean"]
 
 
 def test_a_lost_and_a_doubled_sample_are_named(storage: Path) -> None:
@@ -68,18 +70,18 @@ def test_a_lost_and_a_doubled_sample_are_named(storage: Path) -> None:
     pyarrow.parquet.write_table(pa.table(table), buffer)
     path.write_bytes(buffer.getvalue())
     result = audit("run", storage=str(storage))
-    assert not result["clean"]
-    first, second = result["epochs"]
-    assert not any(first[fault] for fault in ("missing", "doubled", "misplaced"))
-    assert (second["missing"], second["doubled"]) == ([f"{lost:02}.png"], [f"{table['sample'][0]:02}.png"])
+    assert not result.clean
+    first, second = result.epochs
+    assert first.clean
+    assert (second.missing, second.doubled) == ((f"{lost:02}.png",), (f"{table['sample'][0]:02}.png",))
 
 
 def test_a_step_whose_worker_left_no_trace_is_seen(storage: Path) -> None:
     min((storage / "run/trace").glob("*-00000.parquet")).unlink()
-    assert audit("run", storage=str(storage))["epochs"][0]["missing"]
+    assert audit("run", storage=str(storage)).epochs[0].missing
 
 
 def test_a_run_without_a_trace_is_refused(tmp_path: Path) -> None:
-    records.write_config(open_store(str(tmp_path / "run")), OPTIONS)
-    with pytest.raises(UsageError, match="left no trace; train with --trace"):
+    write_config(open_store(str(tmp_path / "run")), OPTIONS)
+    with pytest.raises(UsageError, match="has no trace; train with --trace"):
         audit("run", storage=str(tmp_path))

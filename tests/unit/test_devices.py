@@ -1,109 +1,128 @@
-"""The table of devices, and the GPUs that a run chooses among them."""
+"""The devices of a cluster, and the GPUs that a run chooses among them."""
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
-from raytrain.backends.ray.cluster import Connection
 from rich.console import Console
 
-from raytrain.backends.ray import cluster
+from raytrain.backends.gpus import Gpu, gpus
+from raytrain.backends.ray import connection
+from raytrain.backends.ray.connection import Connection
 from raytrain.config import TrainConfig
-from raytrain.diagnostics.devices import Devices
-from raytrain.diagnostics.doctor import Node
-from raytrain.diagnostics.node_probe import Gpu, NodeReport, ProbeRequest, examine, gpus
+from raytrain.diagnostics.cluster_probe import Node
+from raytrain.diagnostics.devices import Devices, node_devices
+from raytrain.diagnostics.node_probe import NodeReport, ProbeRequest, probe_node
+from raytrain.display.device_tables import devices_page
 from raytrain.errors import UsageError
+from tests.helpers import fake_nvml
 
-SMI = "NVIDIA H200, 143771, 570.86.15, 9.0\nNVIDIA GB10, [N/A], 580.65.06, 12.1"
-GPUS = (Gpu("NVIDIA H200", 143771 << 20, "570.86.15", "9.0"), Gpu("NVIDIA GB10", 0, "580.65.06", "12.1"))
+GPUS = (Gpu("NVIDIA H200", 143771 << 20, "580.65.06", "9.0"), Gpu("NVIDIA GB10", 0, "580.65.06", "12.1"))
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has the two GPUs above, as far as nvidia-smi says."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{SMI}\nEND\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has the two GPUs above."""
+    fake_nvml.install(monkeypatch, GPUS)
 
 
-@pytest.mark.usefixtures("nvidia_smi")
-def test_a_node_tells_its_devices_without_being_asked_of_stores() -> None:
-    answer = examine(ProbeRequest(None, None, None, ""), num_gpus=0)
-    assert (answer.gpus, answer.problems, answer.identity, answer.reading) == (GPUS, (), None, None)
+@pytest.mark.usefixtures("two_gpus")
+def test_a_node_reports_its_devices_without_any_stores() -> None:
+    report = probe_node(ProbeRequest(), num_gpus=0)
+    assert (report.gpus, report.problems, report.identity, report.read_speed) == (GPUS, (), None, None)
 
 
-def test_the_table_has_a_line_for_each_device() -> None:
-    answer = NodeReport({}, GPUS, None, None, None, False, ("torch cannot compute on the GPUs.",))
-    first = Node("10.0.0.1", "a1b2c3d4", 16, 2, 64 * 10**9, 10**9, answer)
-    second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, silence="The node sleeps.")
-    found = Devices((first, second))
+@pytest.fixture
+def two_nodes() -> Devices:
+    """The devices of a node with GPUs and of one that did not answer."""
+    report = NodeReport({}, GPUS, None, None, None, False, ("torch cannot compute on the GPUs.",))
+    first = Node("10.0.0.1", "a1b2c3d4", 16, 2, 64 * 10**9, 10**9, report)
+    second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, error="The node sleeps.")
+    return Devices((node_devices(first), node_devices(second)))
+
+
+def test_the_table_has_a_line_for_each_device(two_nodes: Devices) -> None:
     console = Console(width=110, file=io.StringIO(), record=True)
-    console.print(found, highlight=False)
+    console.print(devices_page(two_nodes), highlight=False)
     lines = [line.split() for line in console.export_text().splitlines()]
-    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "of", "them", "64.0", "GB"] in lines
-    assert ["GPU", "0", "NVIDIA", "H200", "151", "GB", "570.86.15", "9.0"] in lines
+    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "CPUs", "64.0", "GB"] in lines
+    assert ["GPU", "0", "NVIDIA", "H200", "151", "GB", "580.65.06", "9.0"] in lines
     assert ["GPU", "1", "NVIDIA", "GB10", "shared", "580.65.06", "12.1"] in lines
-    told = [" ".join(line) for line in lines]
-    assert "✗ 10.0.0.1: torch cannot compute on the GPUs." in told and "✗ 10.0.0.2: The node sleeps." in told
-    nodes = found.summary()["nodes"]
-    assert [(gpu["number"], gpu["capability"]) for gpu in nodes[0]["gpus"]] == [(0, "9.0"), (1, "12.1")]
-    assert (nodes[1]["gpus"], nodes[1]["problems"]) == ([], ["The node sleeps."])
+    shown = [" ".join(line) for line in lines]
+    assert "✗ 10.0.0.1: torch cannot compute on the GPUs." in shown and "✗ 10.0.0.2: The node sleeps." in shown
+
+
+def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: Devices) -> None:
+    h200, gb10 = (
+        {"number": 0, "name": "NVIDIA H200", "memory_bytes": 143771 << 20, "driver": "580.65.06", "capability": "9.0"},
+        {"number": 1, "name": "NVIDIA GB10", "memory_bytes": 0, "driver": "580.65.06", "capability": "12.1"},
+    )
+    problem = "torch cannot compute on the GPUs."
+    nodes = (
+        {"address": "10.0.0.1", "id": "a1b2c3d4", "cpus": 16, "memory_bytes": 64 * 10**9, "gpus": [h200, gb10]},
+        {"address": "10.0.0.2", "id": "e5f6a7b8", "cpus": 8, "memory_bytes": 32 * 10**9, "gpus": []},
+    )
+    assert two_nodes.summary() == {
+        "nodes": [{**nodes[0], "problems": [problem]}, {**nodes[1], "problems": ["The node sleeps."]}]
+    }
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
-    """The environments that a Ray of our own was to be started with; nothing is started, and no other Ray is there."""
+    """The environments of the clusters that would have been started. There is no other cluster, and none starts."""
     environments: list[Mapping[str, str]] = []
-    monkeypatch.setattr(cluster, "LocalCluster", environments.append)
-    monkeypatch.setattr(cluster, "is_connected", lambda: False)
-    monkeypatch.setattr(cluster, "_local_cluster_runs", lambda: False)
+    monkeypatch.setattr(connection, "LocalCluster", environments.append)
+    monkeypatch.setattr(connection, "is_connected", lambda: False)
+    monkeypatch.setattr(connection, "_local_cluster_runs", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return environments
 
 
-@pytest.mark.usefixtures("nvidia_smi")
-def test_a_ray_of_our_own_sees_the_chosen_gpus_only(started: list[Mapping[str, str]]) -> None:
+@pytest.mark.usefixtures("two_gpus")
+def test_a_new_cluster_sees_only_the_chosen_gpus(started: list[Mapping[str, str]]) -> None:
     Connection(None)
     Connection(None, gpus="1")
     Connection("local", gpus="1,0")
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # in which nvidia-smi counts
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order in which NVML counts
     assert started == [{}, {**order, "CUDA_VISIBLE_DEVICES": "1"}, {**order, "CUDA_VISIBLE_DEVICES": "1,0"}]
     assert len(gpus()) == 2
 
 
-@pytest.mark.usefixtures("nvidia_smi")
-def test_gpus_that_are_not_there_are_refused(started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"--gpus is 0,2, .* there are 2, counted from 0"):
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_that_do_not_exist_are_refused(started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"--gpus is 0,2, but .* reports 2, counted from 0"):
         Connection(None, gpus="0,2")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UsageError, match=r"--gpus is 0, .* there is none"):
+    fake_nvml.install(monkeypatch, ())
+    with pytest.raises(UsageError, match=r"--gpus is 0, but .* reports none"):
         Connection(None, gpus="0")
     assert started == []
 
 
-def test_somebody_elses_cluster_has_its_gpus_chosen(started: list[Mapping[str, str]]) -> None:
-    with pytest.raises(UsageError, match="--gpus is 0,2, and the run goes to a Ray cluster that runs already"):
+def test_gpus_cannot_be_chosen_for_a_cluster_that_runs_already(started: list[Mapping[str, str]]) -> None:
+    with pytest.raises(UsageError, match="--gpus is 0,2, and the run uses a Ray cluster that runs already"):
         Connection("10.0.0.1:6379", gpus="0,2")
     assert started == []
 
 
 @pytest.mark.parametrize(
     ("address", "reason"),
-    [("127.0.0.1:9", "Connection refused"), ("nowhere.invalid:6379", "not known"), ("127.0.0.1:x", "x is no port"), ("nothing", "Invalid")],
+    [
+        ("127.0.0.1:9", "Connection refused"),
+        ("nowhere.invalid:6379", "not known"),
+        ("127.0.0.1:x", "x is not a port"),
+        ("nothing", "Invalid"),
+    ],
 )
-def test_an_address_where_no_cluster_answers_is_told_at_once(address: str, reason: str) -> None:
+def test_an_address_where_no_cluster_answers_is_reported_at_once(address: str, reason: str) -> None:
     with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \(.*{reason}.*\); check --address"):
         Connection(address).connect()
 
 
 @pytest.mark.parametrize("wrong", ["", "0 2", "0,0", "-1", "all", "0,"])
-def test_numbers_with_commas_are_wanted(wrong: str) -> None:
+def test_gpus_must_be_numbers_with_commas(wrong: str) -> None:
     options: dict[str, Any] = {"batch_size": 1, "learning_rate": 0.1}
     with pytest.raises(UsageError, match="such as 0,2"):
         TrainConfig(gpus=wrong, **options)

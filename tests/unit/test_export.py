@@ -1,4 +1,4 @@
-"""An exported file does without raytrain what the run does with it: on any number of images, with its classes."""
+"""An exported file returns without raytrain what the run's network returns, for any number of images."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from raytrain.storage.open import open_store
 
 import raytrain
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
-from raytrain.runs import records
+from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.layout import CLASSES
-from raytrain.storage.base import open_store
-from raytrain.training.checkpoint import Checkpoints, Identity, Progress
+from raytrain.runs.outcome import Progress
+from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.model import build_model
 
 ANIMALS = ("cat", "dog", "fox")
@@ -30,9 +31,10 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMALS) -> None:
-    """A run called ``run`` with a checkpoint whose batch norm has seen something."""
-    store = records.run_store(storage, "run")
-    records.write_config(store, config)
+    """A run called ``run`` with a checkpoint whose batch norm has statistics."""
+    store = run_store(storage, "run")
+    resolved = config.resolve(name="run", num_workers=1, device="cpu", mean=config.mean or (), std=config.std or ())
+    write_config(store, resolved)
     store.put(CLASSES, json.dumps(classes).encode())
     model = build_model(config.model, len(classes), config.channels, config.seed)
     model(torch.randn(16, config.channels, *config.image_size))
@@ -59,17 +61,17 @@ def run_onnx(content: bytes, images: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 def test_the_file_answers_as_the_run_does(suffix: str, answer: Callable[..., Any], tmp_path: Path) -> None:
     make_run(str(tmp_path), small())
     file = tmp_path / f"model.{suffix}"
-    told = raytrain.export("run", str(file), storage=str(tmp_path))
+    result = raytrain.export("run", str(file), storage=str(tmp_path))
     classifier = raytrain.load("run", storage=str(tmp_path))
     for num_images in (1, 2, 7):
         images = np.random.default_rng(1).integers(0, 256, (num_images, 20, 12, 1), np.uint8)
         with torch.no_grad():
             expected = classifier(torch.from_numpy(images)).numpy()
         np.testing.assert_allclose(answer(file.read_bytes(), images), expected, atol=1e-4)
-    assert told["input"].startswith("uint8 (batch, 20, 12, 1)")
-    assert (told["size_bytes"], told["classes"]) == (file.stat().st_size, list(ANIMALS))
-    assert (told["images"], told["same_answers"]) == (64, 64)
-    assert told["largest_difference"] < 1e-4
+    assert result.input.startswith("uint8 (batch, 20, 12, 1)")
+    assert (result.size_bytes, result.classes) == (file.stat().st_size, ANIMALS)
+    assert (result.images, result.same_answers) == (64, 64)
+    assert result.largest_difference < 1e-4
 
 
 def test_the_file_knows_its_classes(tmp_path: Path) -> None:
@@ -86,11 +88,13 @@ def test_the_file_knows_its_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
 def test_it_is_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_path: Path) -> None:
     make_run(str(tmp_path), cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3)), CIFAR10)
-    told = raytrain.export("run", str(tmp_path / f"m.{suffix}"), data=str(cifar10_folder / "test"), storage=str(tmp_path))
-    assert (told["images"], told["same_answers"]) == (64, 64)
+    result = raytrain.export(
+        "run", str(tmp_path / f"m.{suffix}"), data=str(cifar10_folder / "test"), storage=str(tmp_path)
+    )
+    assert (result.images, result.same_answers) == (64, 64)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.jpg").write_bytes(b"no image")
-    with pytest.raises(UsageError, match=r"None of 1 images looked at in .* can be read"):
+    with pytest.raises(UsageError, match=r"None of 1 images of .* can be decoded"):
         raytrain.export("run", str(tmp_path / "other.pt2"), data=str(tmp_path / "broken"), storage=str(tmp_path))
     assert not (tmp_path / "other.pt2").exists()
 
@@ -98,8 +102,8 @@ def test_it_is_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_pat
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
 def test_resizing_is_exported_too(suffix: str, tmp_path: Path) -> None:
     make_run(str(tmp_path), small(random_resized_crop=True))
-    told = raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
-    assert told["input"].startswith("uint8 (batch, 23, 14, 1)")
+    result = raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
+    assert result.input.startswith("uint8 (batch, 23, 14, 1)")
 
 
 def test_it_may_go_to_s3(s3_url: str) -> None:
@@ -110,8 +114,8 @@ def test_it_may_go_to_s3(s3_url: str) -> None:
 
 def test_a_file_that_answers_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(str(tmp_path), small())
-    monkeypatch.setattr(export, "_original", lambda classifier, images: np.ones((len(images), 3)))
-    with pytest.raises(RaytrainError, match=r"off by up to .*model\.pt2 was not written"):
+    monkeypatch.setattr(export, "_original_logits", lambda classifier, images: np.ones((len(images), 3)))
+    with pytest.raises(RaytrainError, match=r"differ by up to .*model\.pt2 was not written"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
     assert not (tmp_path / "model.pt2").exists()
 
@@ -127,14 +131,16 @@ def test_a_network_that_cannot_be_followed_is_refused(tmp_path: Path, monkeypatc
     )
     monkeypatch.syspath_prepend(tmp_path)
     make_run(str(tmp_path), small(model="winding_networks:winding"))
-    with pytest.raises(UsageError, match=r"network of run 'run' is none that torch\.export can follow \(.+\)"):
+    with pytest.raises(UsageError, match=r"torch\.export cannot trace the network of run 'run' \(.+\)"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
 
 
 def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(str(tmp_path), small())
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more)
+    )
     with pytest.raises(UsageError, match=r"and onnxscript is not installed: install raytrain\[onnx\]"):
         raytrain.export("run", str(tmp_path / "model.onnx"), storage=str(tmp_path))
     raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))

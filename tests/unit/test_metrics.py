@@ -1,19 +1,19 @@
-"""What an evaluation says of its answers: the matrix, each class, and what is confused with what."""
+"""The metrics of an evaluation: the confusion matrix, each class, and which classes are confused."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import numpy as np
 import pytest
 
-from raytrain.inference.metrics import confusion_matrix, scores
+from raytrain.inference.metrics import ClassScore, Confusion, Scores, confusion_matrix, score
 
 CLASSES = ("cat", "dog", "fox", "owl")
 
 
-def scored(truth: list[int], answers: list[int]) -> dict[str, Any]:
-    return scores(np.array(truth, np.int64), np.array(answers, np.int64), np.linspace(0, 1, len(truth)), CLASSES)
+def scored(truth: list[int], answers: list[int]) -> Scores:
+    return score(np.array(truth, np.int64), np.array(answers, np.int64), np.linspace(0, 1, len(truth)), CLASSES)
 
 
 def test_rows_of_the_matrix_are_true_classes_and_columns_are_answers() -> None:
@@ -23,33 +23,44 @@ def test_rows_of_the_matrix_are_true_classes_and_columns_are_answers() -> None:
 
 def test_each_class_has_its_images_and_its_accuracy() -> None:
     found = scored([0, 0, 0, 1, 2], [0, 1, 1, 1, 0])
-    assert (found["images"], found["accuracy"], found["loss"]) == (5, pytest.approx(0.4), pytest.approx(0.5))
-    assert found["classes"] == list(CLASSES)
-    assert found["per_class"] == [
-        {"class": "cat", "images": 3, "right": 1, "accuracy": pytest.approx(1 / 3)},
-        {"class": "dog", "images": 1, "right": 1, "accuracy": 1.0},
-        {"class": "fox", "images": 1, "right": 0, "accuracy": 0.0},
-        {"class": "owl", "images": 0, "right": 0, "accuracy": None},
-    ]
-    assert found["confusion_matrix"] == [[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert (found.images, found.accuracy, found.loss) == (5, pytest.approx(0.4), pytest.approx(0.5))
+    assert found.classes == CLASSES
+    assert found.per_class == (
+        ClassScore("cat", images=3, right=1, accuracy=1 / 3),
+        ClassScore("dog", images=1, right=1, accuracy=1.0),
+        ClassScore("fox", images=1, right=0, accuracy=0.0),
+        ClassScore("owl", images=0, right=0, accuracy=None),
+    )
+    assert found.confusion_matrix.tolist() == [[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_the_summary_is_plain_values() -> None:
+    assert json.loads(json.dumps(scored([0, 0], [0, 1]).summary())) == {
+        "images": 2,
+        "accuracy": 0.5,
+        "loss": 0.5,
+        "classes": list(CLASSES),
+        "per_class": [
+            {"class": "cat", "images": 2, "right": 1, "accuracy": 0.5},
+            *({"class": name, "images": 0, "right": 0, "accuracy": None} for name in CLASSES[1:]),
+        ],
+        "confusions": [{"truth": "cat", "answer": "dog", "images": 1}],
+        "confusion_matrix": [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4],
+    }
 
 
 def test_the_most_frequent_confusions_come_first_and_right_answers_are_none() -> None:
     found = scored([2, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 3, 1, 1, 1, 1])
-    assert found["confusions"] == [
-        {"truth": "cat", "answer": "dog", "images": 2},
-        {"truth": "cat", "answer": "owl", "images": 1},
-        {"truth": "fox", "answer": "cat", "images": 1},
-    ]
-    assert scored([0, 1], [0, 1])["confusions"] == []
+    assert found.confusions == (Confusion("cat", "dog", 2), Confusion("cat", "owl", 1), Confusion("fox", "cat", 1))
+    assert scored([0, 1], [0, 1]).confusions == ()
 
 
 def test_at_most_ten_confusions_are_named() -> None:
     truth, answers = np.indices((4, 4)).reshape(2, -1)
-    assert len(scored(truth.tolist(), answers.tolist())["confusions"]) == 10
+    assert len(scored(truth.tolist(), answers.tolist()).confusions) == 10
 
 
 def test_without_images_there_is_no_accuracy() -> None:
     found = scored([], [])
-    assert (found["images"], found["accuracy"], found["loss"], found["confusions"]) == (0, None, None, [])
-    assert found["confusion_matrix"] == [[0] * 4] * 4
+    assert (found.images, found.accuracy, found.loss, found.confusions) == (0, None, None, ())
+    assert found.confusion_matrix.tolist() == [[0] * 4] * 4

@@ -1,0 +1,80 @@
+"""A run that has a checkpoint, and its predictions for the images of a manifest, computed on a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+
+from raytrain import recipes
+from raytrain.backends.ray.connection import connection
+from raytrain.backends.ray.placement import hardware, place
+from raytrain.config import ResolvedConfig
+from raytrain.data.dataset import decoded_shape
+from raytrain.data.manifest import Manifest
+from raytrain.errors import UsageError
+from raytrain.inference.predictor import Predictor
+from raytrain.runs.checkpoint_files import best_checkpoint
+from raytrain.runs.documents import open_run, read_resolved_config
+from raytrain.runs.layout import CLASSES
+from raytrain.storage.base import Store
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run with a checkpoint. ``checkpoint`` is the path of its best one within the run's store."""
+
+    name: str
+    store: Store
+    config: ResolvedConfig
+    classes: tuple[str, ...]
+    checkpoint: str
+
+    def predict(
+        self, images: Store, manifest: Manifest, *, workers: int | None, address: str | None, top_k: int = 1
+    ) -> pa.Table:
+        """Predict the classes of the manifest's images, which are in the store ``images``.
+
+        Returns:
+            A row for each image, in the manifest's order, with the columns key, error (why the image could not be read,
+            else null) and those of :class:`raytrain.inference.predictor.Predictor`, which mean nothing if there is an
+            error.
+
+        Raises:
+            UsageError: there is no cluster at ``address``, or it is too small for ``workers``.
+        """
+        with connection(address) as cluster:
+            cluster.connect()
+            from raytrain.backends.ray.predict_images import predict_images  # imports Ray
+
+            threads = self.config.threads_per_worker
+            options = recipes.custom(workers=workers or "auto", threads_per_worker=threads)
+            tables = predict_images(
+                images,
+                manifest,
+                decoded_shape(self.config),
+                run_store=self.store,
+                load_predictor=partial(Predictor, run=self.name, top_k=top_k),
+                placement=place(options, hardware()),
+            )
+            return pa.concat_tables(tables)
+
+
+def open_trained_run(run: str, storage: str) -> TrainedRun:
+    """Open a run that has a checkpoint. Raises UsageError if there is no such run or it has no checkpoint."""
+    store = open_run(storage, run)
+    checkpoint = require_checkpoint(store, run)
+    classes = tuple(json.loads(store.get(CLASSES)))
+    return TrainedRun(run, store, read_resolved_config(store), classes, checkpoint)
+
+
+def require_checkpoint(store: Store, run: str) -> str:
+    """Path of the run's best checkpoint, the newest one if none was evaluated. Raises UsageError if there is none."""
+    checkpoint = best_checkpoint(store)
+    if checkpoint is None:
+        raise UsageError(
+            f"Run {run!r} has no checkpoint yet; it writes one after its first epoch, and when it is stopped."
+        )
+    return checkpoint
