@@ -1,4 +1,4 @@
-"""What a loop computes on: a worker's share of a global batch on its device, whole and in parts."""
+"""The batch that a loop computes on: a worker's local batch on its device, as a whole and in parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raytrain.training.augment import Augment
 
 @dataclass(frozen=True)
 class Batch:
-    """This worker's share of a global batch, ready for the network.
+    """This worker's slice of a global batch, ready for the network.
 
-    A worker that has nothing in it gets one black image as a stand-in, and ``num_used`` is 0: ``Run.backward`` and ``Run.log``
-    make it count for nothing.
+    A worker whose slice is empty gets one black image as a placeholder, and ``num_used`` is 0: ``Run.backward`` and
+    ``Run.log`` count it as nothing.
     """
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)
@@ -27,11 +27,11 @@ class Batch:
     samples: Tensor  # (m,), int64: indices into the manifest
     step: int  # counted from 0
     epoch: int  # counted from 0
-    num_used: int  # m, or 0 where the images are a stand-in
-    part_sizes: tuple[int, ...]  # how many of the m are in each part that the global batch is computed in
+    num_used: int  # m, or 0 for a placeholder
+    part_sizes: tuple[int, ...]  # number of the m images in each part of the global batch
 
     def parts(self) -> Iterator[Batch]:
-        """The parts that the global batch is computed in, one after the other; a stand-in where this worker has nothing."""
+        """This worker's slice of each part of the global batch, in order; a placeholder if a slice is empty."""
         start = 0
         for size in self.part_sizes:
             rows = slice(start, start + size) if size else slice(0, 1)
@@ -40,16 +40,16 @@ class Batch:
             start += size
 
 
-def to_batch(share: LocalBatch, augment: Augment, device: torch.device, *, training: bool) -> Batch:
-    """Move a share to the device, where it goes as uint8 and becomes what the network sees."""
-    arrays = (share.images, share.labels, share.samples) if len(share.labels) else _stand_in(augment)
+def to_batch(local: LocalBatch, augment: Augment, device: torch.device, *, training: bool) -> Batch:
+    """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there."""
+    arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
     images, labels, samples = (_to_device(array, device) for array in arrays)
-    batch = share.batch
-    ready = augment.train(images, samples, batch.epoch) if training else augment.evaluate(images)
-    return Batch(ready, labels, samples, batch.step, batch.epoch, len(share.labels), share.part_sizes)
+    step, epoch = local.batch.step, local.batch.epoch
+    images = augment.train(images, samples, epoch) if training else augment.evaluate(images)
+    return Batch(images, labels, samples, step, epoch, len(local.labels), local.part_sizes)
 
 
-def _stand_in(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
+def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
     return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 

@@ -1,15 +1,17 @@
-"""Batch normalisation whose statistics are those of the global batch, however it is shared out, on CPU and GPU.
+"""Batch normalisation with the statistics of the global batch, however it is divided over workers, on CPU and GPU.
 
-``convert`` turns the ``nn.BatchNorm`` layers of a model into one of two kinds and ``revert`` turns them back:
+``convert`` turns the ``nn.BatchNorm`` layers of a model into one of two kinds, and ``revert`` turns them back:
 
-- synchronised: every share is normalised with the statistics of the whole batch, so N workers compute what one would;
-- aggregated: every share is normalised with its own, and ``finish_step`` then joins the running statistics.
+- synchronised: every local batch is normalised with the statistics of the global batch, so N workers compute what one
+  would;
+- aggregated: every local batch is normalised with its own statistics, and ``update_running_statistics`` then joins
+  them.
 
 ``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
 
-Both take shares of different sizes, and a rank that has nothing in a step (``set_used(model, 0)``) counts for nothing.
-Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``; only the class of a layer changes, in place (as
-torch's lazy modules do), so that hooks and references to it live on.
+Local batches may differ in size, and a rank without images in a step (``set_num_used(model, 0)``) counts as nothing.
+Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``. Only the class of a layer changes, in place (as
+with torch's lazy modules), so that hooks and references to it stay valid.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
-    """Changes the batch norm layers of ``model`` in place, before it is wrapped in DDP (with ``broadcast_buffers=False``).
+    """Change the batch norm layers of ``model`` in place. Wrap it in DDP after this, with ``broadcast_buffers=False``.
 
-    Subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, are left as they are. Returns ``model``.
+    Subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, stay as they are. Returns ``model``.
     """
     for layer in list(model.modules()):
         if type(layer) in _PLAIN:
@@ -37,9 +39,9 @@ def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Keeps the running statistics of ``model``'s batch norm layers as they are, also in training; before ``convert``.
+    """Make the batch norm layers of ``model`` keep their running statistics, also in training; before ``convert``.
 
-    Layers that have none are left to ``convert``. Changes them in place, and returns ``model``.
+    Layers without running statistics are left to ``convert``. Changes the layers in place, and returns ``model``.
     """
     for layer in list(model.modules()):
         if type(layer) in _PLAIN and cast(_BatchNorm, layer).running_mean is not None:
@@ -48,43 +50,46 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes ``convert`` and ``freeze``, in place: plain nn.BatchNorm again, with what it has learned. Returns ``model``."""
+    """Make converted and frozen layers plain nn.BatchNorm again, in place, with their state. Returns ``model``."""
     for layer in list(model.modules()):
-        if isinstance(layer, _SharedBatchNorm):
+        if isinstance(layer, _ConvertedBatchNorm):
             layer.clean_up()
             layer.__class__ = layer.__dict__.pop("plain_class")
     return model
 
 
-def set_used(model: nn.Module, used: int) -> None:
-    """Says, before a forward, how many images of this rank's batch count: all of them, or 0 where it is a stand-in.
+def set_num_used(model: nn.Module, num_used: int) -> None:
+    """Set, before a forward, how many images of this rank's batch count: all of them, or 0 if they are a placeholder.
 
-    A stand-in (any finite images) takes part in the collectives of the step and changes no statistic and no gradient.
+    A placeholder (any finite images) takes part in the collectives of the step, and changes no statistic and no
+    gradient.
     """
     for layer in model.modules():
-        if isinstance(layer, _SharedBatchNorm):
-            layer.idle = used == 0
+        if isinstance(layer, _ConvertedBatchNorm):
+            layer.placeholder = num_used == 0
 
 
 @torch.no_grad()
-def finish_step(model: nn.Module) -> None:
-    """Joins the running statistics of all aggregated layers over all ranks: once after each forward and backward.
+def update_running_statistics(model: nn.Module) -> None:
+    """Update the running statistics of all aggregated layers over all ranks: once after each forward and backward.
 
-    With m_j values a channel on worker j and M of them in all, mean_c = Σ m_j·mean_j / M and
-    var_c = Σ m_j·[var_j + (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training
-    Loop". It is applied there to the running values of the workers; here to the statistics of the batch, which then enter
-    the running ones with the layer's momentum and the unbiased variance, as nn.BatchNorm does with a batch it sees whole.
+    With m_j values per channel on worker j and M of them in all, mean_c = Σ m_j·mean_j / M and var_c = Σ m_j·[var_j +
+    (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training Loop". There it is
+    applied to the running statistics of the workers. Here it is applied to the statistics of the batch, which then
+    enter the running ones with the layer's momentum and the unbiased variance, as nn.BatchNorm does with a whole batch.
 
-    One all-reduce for all layers, in float64, where Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
+    One all-reduce serves all layers. It is in float64, in which Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to
+    cancellation.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.training and layer.track_running_stats]
+    layers = [layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics]
     if not layers:
         return
     sizes = [layer.num_features for layer in layers]
     mean = torch.cat([layer.batch_mean for layer in layers]).double()  # (C,), the channels of all layers in a row
     unbiased = torch.cat([layer.batch_var for layer in layers]).double()
     per_layer = torch.tensor([[layer.take_count(), layer.next_momentum()] for layer in layers], dtype=torch.float64)
-    count, momentum = per_layer.repeat_interleave(torch.tensor(sizes), dim=0).T.to(mean.device, non_blocking=True)  # (C,) each
+    per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0)  # (C, 2)
+    count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
     variance = torch.where(count > 1, unbiased * (count - 1) / count, 0.0)
     sums = torch.stack([count, count * mean, count * (variance + mean.square())])
     if _world_size() > 1:
@@ -93,45 +98,52 @@ def finish_step(model: nn.Module) -> None:
     mean = sums[1] / count
     variance = (sums[2] / count - mean.square()).clamp(min=0)
     counted = count > 1
-    moves = torch.stack([mean, _unbiased(variance, count), momentum * counted]).to(layers[0].batch_mean.dtype)
-    for layer, (mean, variance, weight), counts in zip(layers, moves.split(sizes, dim=1), counted.split(sizes), strict=True):
-        layer.move_running(mean, variance, weight, counts[0])
+    updates = torch.stack([mean, _unbiased(variance, count), momentum * counted]).to(layers[0].batch_mean.dtype)
+    by_layer = zip(layers, updates.split(sizes, dim=1), counted.split(sizes), strict=True)
+    for layer, (mean, variance, weight), counts in by_layer:
+        layer.update_running(mean, variance, weight, counts[0])
 
 
-class _SharedBatchNorm(_BatchNorm):
-    """What all kinds have in common. Layers get their class from ``convert``, never from a constructor."""
+class _ConvertedBatchNorm(_BatchNorm):
+    """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
 
     plain_class: type[_BatchNorm]
-    idle: bool = False
+    placeholder: bool = False
+    """Whether this rank's images don't count."""
 
     def prepare(self) -> None: ...
 
     def clean_up(self) -> None:
-        self.__dict__.pop("idle", None)
+        self.__dict__.pop("placeholder", None)
 
     def _check_input_dim(self, input: Tensor) -> None:
         self.plain_class._check_input_dim(self, input)
 
     def next_momentum(self) -> float:
-        """The weight of the coming batch in the running statistics, if it counts."""
+        """The weight of the next batch in the running statistics, if it counts."""
         assert self.num_batches_tracked is not None
         return 1 / (1 + float(self.num_batches_tracked)) if self.momentum is None else self.momentum
 
-    def move_running(self, mean: Tensor, variance: Tensor, weight: Tensor, counts: Tensor) -> None:
-        """Take a batch in with ``weight``, which is 0 where it does not count: it has no variance."""
+    def update_running(self, mean: Tensor, variance: Tensor, weight: Tensor, counts: Tensor) -> None:
+        """Add a batch's statistics with ``weight``, which is 0 for a batch without variance: it does not count."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(variance, weight)
         self.num_batches_tracked.add_(counts)
 
 
-class AggregatedBatchNorm(_SharedBatchNorm):
-    """Normalises with this rank's share, and leaves the share's statistics for ``finish_step``."""
+class AggregatedBatchNorm(_ConvertedBatchNorm):
+    """Normalises with the statistics of the local batch, and keeps them for ``update_running_statistics``."""
 
     batch_mean: Tensor
     batch_var: Tensor
     count: int = 0
-    """Values a channel in the share whose statistics wait for ``finish_step``; 0: none."""
+    """Values per channel in the local batch whose statistics wait for ``update_running_statistics``; 0 without one."""
+
+    @property
+    def updates_statistics(self) -> bool:
+        """Whether the layer is in training mode and has running statistics."""
+        return self.training and self.track_running_stats
 
     def prepare(self) -> None:
         for name, running in (("batch_mean", self.running_mean), ("batch_var", self.running_var)):
@@ -151,15 +163,19 @@ class AggregatedBatchNorm(_SharedBatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        if self.idle:
+        if self.placeholder:
             return _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
         self.count = input.numel() // input.shape[1]
-        # With momentum 1 the native kernel leaves the batch's mean and unbiased variance in the buffers, at no cost.
+        # With momentum 1 the native kernel writes the batch's mean and unbiased variance into the buffers, at no cost.
         return _batch_norm(self, input, self.batch_mean, self.batch_var, training=True)
 
 
-class FrozenBatchNorm(_SharedBatchNorm):
-    """Normalises with its running statistics, and never leaves eval mode."""
+class FrozenBatchNorm(_ConvertedBatchNorm):
+    """Normalises with its running statistics, and never leaves eval mode.
+
+    torchvision's FrozenBatchNorm2d would not do: it has no num_batches_tracked and makes buffers of the parameters, so
+    that its checkpoints don't fit the plain model; it knows 2 dimensions only, and importing torchvision takes seconds.
+    """
 
     def prepare(self) -> None:
         self.training = False
@@ -169,40 +185,49 @@ class FrozenBatchNorm(_SharedBatchNorm):
         return super().train(False)
 
 
-class SynchronisedBatchNorm(_SharedBatchNorm):
-    """Normalises with the statistics of the whole batch, and so do its gradients."""
+class SynchronisedBatchNorm(_ConvertedBatchNorm):
+    """Normalises with the statistics of the global batch, and differentiates through them."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""
-        count = 0 if self.idle else input.numel() // input.shape[1]
+        count = 0 if self.placeholder else input.numel() // input.shape[1]
         if not self.training or (_world_size() == 1 and count > 1):
             return super().forward(input)
         self._check_input_dim(input)
         return self._forward_together(input, count)
 
     def _forward_together(self, input: Tensor, count: int) -> Tensor:
-        mean, variance, total = _whole_batch(input.detach(), count, self)
+        mean, variance, total = _global_statistics(input.detach(), count, self)
         if self.running_mean is not None:
             counts = total > 1
-            self.move_running(mean, _unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
+            self.update_running(mean, _unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         return cast(Tensor, _NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
 
 
 class _NormaliseTogether(torch.autograd.Function):
-    """Batch norm with given statistics of the whole batch, whose gradient goes through them on all ranks.
+    """Batch norm with given statistics of the global batch, differentiated through them on all ranks.
 
-    dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M values of a
-    channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are this rank's own: DDP sums them.
+    dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
+    values of a channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are those of this rank:
+    DDP sums them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, total: Tensor, eps: float, idle: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        total: Tensor,
+        eps: float,
+        placeholder: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance, total)
-        ctx.eps, ctx.idle = eps, idle
+        ctx.eps, ctx.placeholder = eps, placeholder
         return _normalise(x, weight, bias, mean, variance, eps)
 
     @staticmethod
@@ -218,31 +243,32 @@ class _NormaliseTogether(torch.autograd.Function):
             sums = torch.stack([dweight, dbias])  # (2, C)
             if _world_size() > 1:
                 dist.all_reduce(sums)
-            if not ctx.idle:  # a stand-in is no part of the statistics
+            if not ctx.placeholder:  # a placeholder is no part of the statistics
                 sums *= -weight * invstd / total
-                dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # what is missing is again w'·x̂ + b'
+                dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # the missing terms are again w'·x̂ + b'
         return dx, dweight, dbias, None, None, None, None, None
 
 
-def _become(layer: _BatchNorm, kind: type[_SharedBatchNorm]) -> None:
+def _become(layer: _BatchNorm, kind: type[_ConvertedBatchNorm]) -> None:
     plain_class = type(layer)
     layer.__class__ = kind
-    shared = cast(_SharedBatchNorm, layer)
-    shared.plain_class = plain_class
-    shared.prepare()
+    converted = cast(_ConvertedBatchNorm, layer)
+    converted.plain_class = plain_class
+    converted.prepare()
 
 
-def _whole_batch(x: Tensor, count: int, layer: _SharedBatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) of the whole batch and its values a channel (), at least 1, from ``count`` of them here.
+def _global_statistics(x: Tensor, count: int, layer: _ConvertedBatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
 
-    The shares are joined by the pairwise formula of Chan, Golub and LeVeque (1983). In float32, or float64 for float64 images.
+    ``count`` of the values are on this rank. The local statistics are joined by the pairwise formula of Chan, Golub and
+    LeVeque (1983), in float32, or in float64 for float64 images.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     own = torch.zeros(1, 1 + 2 * layer.num_features, dtype=dtype, device=x.device)
     if count > 0:
-        scratch = torch.zeros(2, layer.num_features, dtype=dtype, device=x.device)  # its type makes the kernel compute in it
+        buffers = torch.zeros(2, layer.num_features, dtype=dtype, device=x.device)  # the kernel computes in their dtype
         own[0, 0] = count
-        own[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0))
+        own[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0))
     rows = own
     if _world_size() > 1:
         rows = own.new_empty(_world_size(), own.shape[1])
@@ -262,8 +288,12 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: 
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
-def _batch_norm(layer: _SharedBatchNorm, x: Tensor, mean: Tensor | None, variance: Tensor | None, *, training: bool) -> Tensor:
-    return torch.batch_norm(x, layer.weight, layer.bias, mean, variance, training, 1.0, layer.eps, torch.backends.cudnn.enabled)
+def _batch_norm(
+    layer: _ConvertedBatchNorm, x: Tensor, mean: Tensor | None, variance: Tensor | None, *, training: bool
+) -> Tensor:
+    return torch.batch_norm(
+        x, layer.weight, layer.bias, mean, variance, training, 1.0, layer.eps, torch.backends.cudnn.enabled
+    )
 
 
 def _world_size() -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole files in the run's storage, written beside the training and found again after anything."""
+"""Checkpoints: files in the run's storage, written in the background, and found again after a failure."""
 
 from __future__ import annotations
 
@@ -14,29 +14,19 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.runs import records
+from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path, list_checkpoints
 from raytrain.runs.layout import CHECKPOINTS
+from raytrain.runs.outcome import Progress
 from raytrain.storage.base import Store
-
-_PARTS = {"state", "progress", "identity"}
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is, and how well it does. With the seed and the plan, ``step`` says which sample comes next."""
-
-    step: int = 0
-    samples_seen: int = 0
-    test_accuracy: float | None = None
-    test_loss: float | None = None
-    evaluated_step: int | None = None
+from raytrain.training.state import StateDict
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint belongs to; a run only goes on from one that agrees with it."""
+    """What a checkpoint belongs to. A run resumes only from a checkpoint with the same identity."""
 
     model: str
     classes: tuple[str, ...]
@@ -45,90 +35,114 @@ class Identity:
     seed: int
 
     def check(self, other: Identity, path: str) -> None:
-        """Raise :class:`UsageError` that names the first difference."""
+        """Raise UsageError with the first difference if the checkpoint at ``path`` has the identity ``other``."""
         for name, mine in asdict(self).items():
             theirs = getattr(other, name)
             if theirs != mine:
                 raise UsageError(
-                    f"{path} was made with {_difference(name, theirs, mine)}: go on with what the checkpoint was made with, or start a new "
-                    f"run under another --name."
+                    f"{path} was made with {_difference(name, theirs, mine)}: resume with the options that the "
+                    "checkpoint was made with, or start a new run under another --name."
                 )
 
 
-class Checkpoints:
-    """The checkpoints of one run. ``save`` returns at once; a thread writes, keeps the newest and the best, deletes the rest."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint file. ``state`` holds a state_dict for everything that the loop prepared, by name."""
 
-    def __init__(self, store: Store, identity: Identity, keep: int, on_saved: Callable[[str], None] = lambda path: None) -> None:
+    state: dict[str, StateDict]
+    progress: Progress
+    identity: Identity
+
+
+class Checkpoints:
+    """The checkpoints of one run. A thread writes them, keeps the newest ones and the best, and deletes the others.
+
+    Args:
+        store: the run's place in storage.
+        identity: what the checkpoints belong to.
+        keep: number of the newest checkpoints to keep.
+        on_saved: called, in the thread, with the path of each checkpoint that was written.
+    """
+
+    def __init__(
+        self, store: Store, identity: Identity, keep: int, on_saved: Callable[[str], None] = lambda path: None
+    ) -> None:
         self.store = store
         self._identity = identity
         self._keep = keep
         self._on_saved = on_saved
-        self._jobs: queue.Queue[tuple[dict[str, Any], Progress, Callable[[], None]] | None] = queue.Queue(maxsize=1)
+        self._jobs: queue.Queue[tuple[Checkpoint, Callable[[], None]] | None] = queue.Queue(maxsize=1)
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, state: dict[str, Any], progress: Progress, first: Callable[[], None] = lambda: None) -> None:
-        """Write ``state`` (of state_dicts) in the background, once ``first`` has returned; raises what an earlier write met."""
+    def save(self, state: dict[str, StateDict], progress: Progress, before: Callable[[], None] = lambda: None) -> None:
+        """Copy ``state``, and write it in the background after ``before()``; raises the error of an earlier write."""
         self._raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, daemon=True, name="checkpoints")
             self._thread.start()
-        self._jobs.put((to_cpu(state), progress, first))
+        self._jobs.put((Checkpoint(to_cpu(state), progress, self._identity), before))
 
     def close(self) -> None:
-        """Wait until everything is written; raises what a write met."""
+        """Wait until everything is written; raises the error of a write."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
         self._raise_error()
 
-    def newest(self) -> str | None:
-        """Path of the newest checkpoint, relative to the run."""
-        return max((found.path for found in records.list_checkpoints(self.store)), default=None)
+    def newest_readable(self, report: Callable[[str], None]) -> str | None:
+        """Path of the newest checkpoint that can be read; None if there is no checkpoint.
 
-    def newest_whole(self, tell: Callable[[str], None]) -> str | None:
-        """Path of the newest checkpoint that can be read; ``tell`` hears of newer ones, which a crash or a copy may have damaged.
-
-        Raises UsageError where there are checkpoints and none can be read.
+        A crash or a copy may have damaged newer ones: ``report`` gets a line about each. Raises UsageError if there are
+        checkpoints and none can be read.
         """
-        paths = [found.path for found in records.list_checkpoints(self.store)]
+        paths = [found.path for found in list_checkpoints(self.store)]
         damage = ""
         for path in reversed(paths):
             try:
-                _content(self.store.get(path))
+                _parse(self.store.get(path))
             except ValueError as error:
                 damage = damage or str(error)
-                tell(f"{path} is not a whole checkpoint ({error}); going on from the one before")
+                report(f"{path} is not a whole checkpoint ({error}); resuming from the one before")
             else:
                 return path
         if paths:
             raise UsageError(
-                f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one there, or start a new "
-                f"run under another --name."
+                f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one "
+                "there, or start a new run under another --name."
             )
         return None
 
-    def load(self, path: str) -> tuple[dict[str, Any], Progress]:
-        """State and progress of a checkpoint; refuses one of another model, classes, data, batch size or seed."""
-        content = read_checkpoint(self.store, path)
-        self._identity.check(identity_of(content), path)
-        return content["state"], Progress(**content["progress"])
+    def load_newest(self, report: Callable[[str], None], device: torch.device) -> Checkpoint | None:
+        """The newest checkpoint that worker 0 can read, loaded on every worker, each of which calls this.
+
+        ``device`` is where the workers' collectives take place. See :meth:`newest_readable` and :meth:`load`.
+        """
+        distributed = dist.is_initialized()
+        path = [None if distributed and dist.get_rank() > 0 else self.newest_readable(report)]
+        if distributed and dist.get_world_size() > 1:
+            dist.broadcast_object_list(path, src=0, device=device)
+        return None if path[0] is None else self.load(path[0])
+
+    def load(self, path: str) -> Checkpoint:
+        """Read a checkpoint; raises UsageError if it is of another model, other classes, data, batch size or seed."""
+        checkpoint = read_checkpoint(self.store, path)
+        self._identity.check(checkpoint.identity, path)
+        return checkpoint
 
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 self._write(*job)
-            except Exception as error:  # told at the next save or close: the training must not die in mid-step
+            except Exception as error:  # raised at the next save: training must not die in the middle of a step
                 self._error = error
 
-    def _write(self, state: dict[str, Any], progress: Progress, first: Callable[[], None]) -> None:
-        first()
-        path = f"{CHECKPOINTS}step-{progress.step:09d}.pt"
-        content = {"state": state, "progress": asdict(progress), "identity": _plain(self._identity)}
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        self.store.put(path, buffer.getvalue())
+    def _write(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
+        before()
+        progress = checkpoint.progress
+        path = checkpoint_path(progress.step)
+        self.store.put(path, _encode(checkpoint))
         evaluated = progress.evaluated_step == progress.step
         note = {"step": progress.step, "test_accuracy": progress.test_accuracy if evaluated else None}
         self.store.put(path + ".json", json.dumps(note).encode())
@@ -136,10 +150,10 @@ class Checkpoints:
         self._on_saved(path)
 
     def _delete_old(self, newest: str) -> None:
-        paths = [found.path for found in records.list_checkpoints(self.store)]
-        self._delete(path for path in paths if path > newest)  # damaged: the run went on from one before them
+        paths = [found.path for found in list_checkpoints(self.store)]
+        self._delete(path for path in paths if path > newest)  # damaged: the run resumed from one before them
         paths = [path for path in paths if path <= newest]
-        self._delete(set(paths) - {*paths[-self._keep :], records.best_checkpoint(self.store)})
+        self._delete(set(paths) - {*paths[-self._keep :], best_checkpoint(self.store)})
 
     def _delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -152,36 +166,19 @@ class Checkpoints:
             if isinstance(error, RaytrainError):
                 raise error
             raise RaytrainError(
-                f"A checkpoint could not be written to {self.store.url} ({error}); free space or mend --storage, then go on with --resume."
+                f"A checkpoint could not be written to {self.store.url} ({error}); free space or choose another "
+                "--storage, then continue with --resume."
             )
 
 
-def read_checkpoint(store: Store, path: str) -> dict[str, Any]:
-    """The content of a checkpoint file, loaded without running any code that stands in it."""
+def read_checkpoint(store: Store, path: str) -> Checkpoint:
+    """Read a checkpoint file without running code that it may hold; raises UsageError if it is no whole checkpoint."""
     try:
-        return _content(store.get(path))
+        return _parse(store.get(path))
     except ValueError as error:
-        raise UsageError(f"{store.url}/{path} is not a whole checkpoint ({error}); delete it to go on from the one before.") from None
-
-
-def _content(data: bytes) -> dict[str, Any]:
-    """What :func:`Checkpoints.save` wrote; raises ValueError with the reason where ``data`` is something else."""
-    try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise ValueError("it is something else, or holds code, which is never run") from None
-    except Exception as error:  # torch says in many ways that a file is broken
-        raise ValueError(str(error).partition("\n")[0].rstrip(".") or type(error).__name__) from None
-    missing = _PARTS - content.keys() if isinstance(content, dict) else _PARTS
-    if missing:
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    return content
-
-
-def identity_of(content: dict[str, Any]) -> Identity:
-    """What a checkpoint belongs to."""
-    values = dict(content["identity"])
-    return Identity(**{**values, "classes": tuple(values["classes"])})
+        raise UsageError(
+            f"{store.url}/{path} is not a whole checkpoint ({error}); delete it to resume from the one before."
+        ) from None
 
 
 def to_cpu(state: Any) -> Any:
@@ -195,15 +192,42 @@ def to_cpu(state: Any) -> Any:
     return copy.copy(state)
 
 
+def _encode(checkpoint: Checkpoint) -> bytes:
+    """The bytes of a checkpoint file, which hold nothing but tensors and plain values."""
+    identity = {**asdict(checkpoint.identity), "classes": list(checkpoint.identity.classes)}
+    buffer = io.BytesIO()
+    torch.save({"state": checkpoint.state, "progress": asdict(checkpoint.progress), "identity": identity}, buffer)
+    return buffer.getvalue()
+
+
+def _parse(data: bytes) -> Checkpoint:
+    """The inverse of :func:`_encode`; raises ValueError with the reason if ``data`` is something else."""
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError("it is something else, or holds code, which is never run") from None
+    except Exception as error:  # torch says in many ways that a file is broken
+        raise ValueError(str(error).partition("\n")[0].rstrip(".") or type(error).__name__) from None
+    if (checkpoint := checkpoint_in(content)) is None:
+        raise ValueError("it lacks a run's state, progress or identity")
+    return checkpoint
+
+
+def checkpoint_in(content: Any) -> Checkpoint | None:
+    """The checkpoint in the unpickled ``content`` of a file; None if it is something else."""
+    try:
+        identity = {**content["identity"], "classes": tuple(content["identity"]["classes"])}
+        return Checkpoint(content["state"], Progress(**content["progress"]), Identity(**identity))
+    except (KeyError, TypeError, IndexError):
+        return None
+
+
 def _difference(name: str, theirs: Any, mine: Any) -> str:
     if name == "classes":
         pairs = enumerate(zip_longest(theirs, mine, fillvalue="none"))
         place, their, my = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
-        return f"{len(theirs):,} classes, and this run has {len(mine):,}, of which number {place} is {their} there and {my} here"
+        numbers = f"{len(theirs):,} classes, and this run has {len(mine):,}"
+        return f"{numbers}, of which number {place} is {their} there and {my} here"
     if name == "manifest_digest":
         return f"other images (manifest {theirs[:8]}…), and this run has those of manifest {mine[:8]}…"
     return f"{name.replace('_', ' ')} {theirs}, and this run has {mine}"
-
-
-def _plain(identity: Identity) -> dict[str, Any]:
-    return {**asdict(identity), "classes": list(identity.classes)}

@@ -1,21 +1,18 @@
-"""The built-in evaluation. Copy it beside a loop of your own and change what you like, as that."""
+"""The built-in evaluation. Copy it beside a training loop of your own and change what you like."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-if TYPE_CHECKING:
-    from raytrain.training.run import Run
+from raytrain.training.run import Run
 
 
 def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
     """Accuracy and mean cross entropy of ``model`` on the test images, each image once over all workers.
 
-    Sums are reduced, never means, and no image is padded or repeated. NaN for both where no image could be used.
+    Sums are reduced, never means, and no image is padded or repeated. Both are NaN if no image could be used.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss, correct, count
     for batch in run.test_batches():
@@ -24,4 +21,6 @@ def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
         correct = (logits.argmax(dim=1) == batch.labels).sum()
         sums += torch.stack([loss.double(), correct.double(), loss.new_tensor(batch.num_used).double()])
     loss, correct, count = run.total(sums)
-    return {"accuracy": correct / count, "loss": loss / count} if count else {"accuracy": float("nan"), "loss": float("nan")}
+    if not count:
+        return {"accuracy": float("nan"), "loss": float("nan")}
+    return {"accuracy": correct / count, "loss": loss / count}

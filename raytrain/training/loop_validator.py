@@ -1,4 +1,4 @@
-"""What a loop must keep to, where it can be seen at no cost: a mistake is told in its first step, not by a strange result."""
+"""Check, as far as it costs nothing, that a training loop keeps the rules: a mistake is an error in the first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MEAN = 1  # torch's number for reduction="mean"
 
 
 class LoopValidator:
-    """Sees what a loop does in a step: at least one backward, then at least one step, with a sum as its loss."""
+    """Checks the calls of a loop in a step: at least one backward of a sum, then at least one optimizer step."""
 
     def __init__(self) -> None:
         self.stepped = False
@@ -18,7 +18,7 @@ class LoopValidator:
         self._checked = False
 
     def begin(self) -> None:
-        """A batch is handed to the loop."""
+        """The loop gets a batch."""
         self.stepped = False
         self._num_backwards = 0
 
@@ -33,7 +33,8 @@ class LoopValidator:
         """The loop steps an optimizer."""
         if not self._num_backwards:
             raise UsageError(
-                "The loop calls run.step without run.backward before it in the same batch: without that the gradients are wrong."
+                "The loop calls run.step without run.backward before it in the same batch: without that the gradients "
+                "are wrong."
             )
         self.stepped = True
 
@@ -41,19 +42,33 @@ class LoopValidator:
         """The loop asks for the next batch."""
         if not self.stepped:
             raise UsageError(
-                "The loop asks for the next batch without run.step(optimizer) for this one; every batch is one step, on every worker "
-                "(several backwards before one step: loop over run.parts(batch), with --accumulate)."
+                "The loop asks for the next batch without run.step(optimizer) for this one; every batch is one step, "
+                "on every worker (several backwards before one step: loop over run.parts(batch), with --accumulate)."
             )
+
+
+def check_loops_returned(num_returned: int, num_workers: int, step: int) -> None:
+    """Raise UsageError if the loop has returned, after ``step`` completed steps, on some of the workers only."""
+    if 0 < num_returned < num_workers:
+        raise UsageError(
+            f"After step {step:,} the loop returned on {num_returned} of {num_workers} workers and continued on the "
+            "others; every worker must take the same steps: decide to break by what all of them know, such as "
+            "run.total(...)."
+        )
 
 
 def _check_sum(loss: Tensor) -> None:
     if loss.numel() != 1:
-        raise UsageError(f"run.backward was given a loss of shape {tuple(loss.shape)}; give it one number, the sum over the images.")
+        raise UsageError(
+            f"run.backward got a loss of shape {tuple(loss.shape)}; give it one number, the sum over the images."
+        )
     node = loss.grad_fn
     if node is None:
-        raise UsageError("run.backward was given a loss without a gradient; compute it from what a prepared network returns.")
+        raise UsageError(
+            "run.backward got a loss without a gradient; compute it from the output of a prepared network."
+        )
     if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
         raise UsageError(
-            'run.backward was given a mean over the images; give it a sum (reduction="sum"): it divides by the images of the whole '
-            "global batch itself, which no worker's mean does."
+            'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of the '
+            "whole global batch itself, which no worker's mean does."
         )

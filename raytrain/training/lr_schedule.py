@@ -8,10 +8,10 @@ from raytrain.config import TrainConfig
 
 
 def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
-    """The part of the peak learning rate, 0 to 1, at ``step`` (0-based) of ``num_steps``.
+    """The factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
 
-    A linear warm-up reaches 1 with its last step, having begun at one part of it. ``piecewise`` counts its epochs from the
-    beginning of the run; ``cosine`` falls from the end of the warm-up to 0 just after the last step (Loshchilov and Hutter
+    A linear warm-up of n steps starts at 1/n and reaches 1 in its last step. ``piecewise`` counts its epochs from the
+    start of the run. ``cosine`` falls from the end of the warm-up to 0 just after the last step (Loshchilov and Hutter
     2017, without restarts).
     """
     num_warmup = round(config.warmup_epochs * steps_per_epoch)

@@ -1,22 +1,22 @@
-"""What a step frees stays with the process: the next step needs as much."""
+"""Keep glibc from returning freed memory to the system between steps."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_LARGEST = 2**31 - 1
-_MMAP_LARGEST = (1 << 30, 32 << 20)  # older C libraries take no more than the second
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the options' numbers in mallopt(3)
+_TRIM_LIMIT = 2**31 - 1
+_MMAP_LIMITS = (1 << 30, 32 << 20)  # older versions of glibc accept only the second
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep the memory that is freed, where it is glibc.
+    """Make glibc keep freed memory for this process; does nothing with another C library.
 
-    By default it gives large pieces back to the system, and each step gets its activations anew, page by page: a sixth of
-    the time of a small network's step on a CPU. Everything else of the process is as before.
+    By default glibc returns large pieces to the system, and every step gets the memory of its activations anew, page by
+    page. That takes a sixth of the time of a small network's step on a CPU.
     """
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_TRIM_THRESHOLD, _LARGEST)
-        any(mallopt(_MMAP_THRESHOLD, largest) for largest in _MMAP_LARGEST)
+        mallopt(_TRIM_THRESHOLD, _TRIM_LIMIT)
+        any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)

@@ -1,4 +1,4 @@
-"""The network that a configuration names, with the weights that its seed decides."""
+"""Build the network that ``--model`` names, with weights that depend on the seed or are torchvision's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import nn
 from raytrain.errors import StorageError, UsageError
 from raytrain.training.user_function import hint, load_function
 
-_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}  # one output, like the others
+_ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
+_OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
 
 
 def build_model(name: str, num_classes: int, channels: int, seed: int) -> nn.Module:
-    """A freshly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
+    """A newly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
 
     ``name`` is a classifier of torchvision, or ``package.module:function``, a function that is called with the keywords
-    num_classes and channels and returns an nn.Module. The same seed gives the same weights, whatever random numbers were
-    drawn before; torch's global generator is left as it was. Raises UsageError where the name leads to no such function.
+    num_classes and channels and returns an nn.Module. The same seed gives the same weights, whatever random numbers
+    were drawn before; torch's global generator does not change. Raises UsageError if there is no such network.
     """
-    build = _own(name, num_classes, channels) if ":" in name else _torchvision(name, num_classes, channels)
+    build = _own_builder(name, num_classes, channels) if ":" in name else _builder(name, num_classes, channels)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = build()
@@ -31,37 +32,42 @@ def build_model(name: str, num_classes: int, channels: int, seed: int) -> nn.Mod
     return model
 
 
-def pretrained(name: str) -> nn.Module:
-    """torchvision's classifier ``name`` with the weights that it calls DEFAULT, for the classes that those know.
+def build_pretrained(name: str) -> nn.Module:
+    """torchvision's classifier ``name`` with the weights that it calls DEFAULT, and with the classes of those weights.
 
-    It keeps what it downloads below TORCH_HOME. Raises UsageError for a network that is not torchvision's, StorageError where
-    the weights cannot be had.
+    torchvision keeps its downloads below TORCH_HOME. Raises UsageError if the network is not torchvision's,
+    StorageError if the weights cannot be downloaded.
     """
     if ":" in name:
-        raise UsageError(f"--weights DEFAULT are torchvision's, and --model {name} is your own; give a file of its weights.")
-    make = _classifier(name)
+        raise UsageError(
+            f"--weights DEFAULT are torchvision's, and --model {name} is your own; give a file of its weights."
+        )
+    make = _torchvision_classifier(name)
     try:
         with torch.random.fork_rng(devices=[]):
             return make(weights="DEFAULT", progress=False)
     except (OSError, RuntimeError) as error:
         raise StorageError(
-            f"torchvision's weights for {name} cannot be downloaded ({error}); where there is a network, "
-            "save them with torch.save(model.state_dict(), FILE), and give --weights FILE."
+            f"torchvision's weights for {name} cannot be downloaded ({error}); save them on a machine with a network "
+            "connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
         ) from None
 
 
-def _own(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
-    """The function ``package.module:function`` with its arguments."""
+def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
+    """The user's function ``package.module:function`` with its arguments."""
     function = load_function("--model", name)
     try:
         inspect.signature(function).bind(num_classes=num_classes, channels=channels)
     except TypeError as error:
-        raise UsageError(f"--model {name} is called with num_classes and channels, which it does not take: {error}.") from None
+        raise UsageError(
+            f"--model {name} is called with num_classes and channels, which it does not take: {error}."
+        ) from None
     return lambda: function(num_classes=num_classes, channels=channels)
 
 
-def _torchvision(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:
-    make = _classifier(name)
+def _builder(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:
+    """torchvision's function for the classifier ``name`` with its arguments."""
+    make = _torchvision_classifier(name)
 
     def build() -> nn.Module:
         model = make(num_classes=num_classes, **_OPTIONS.get(name, {}))
@@ -70,22 +76,25 @@ def _torchvision(name: str, num_classes: int, channels: int) -> Callable[[], nn.
     return build
 
 
-def _classifier(name: str) -> Callable[..., nn.Module]:
+def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
     """torchvision's function for the classifier ``name``."""
-    from torchvision import models  # its import takes seconds
+    from torchvision import models  # deferred: the import takes seconds
 
     names = models.list_models(module=models)
     if name not in names:
-        meant = hint(name, names)
-        raise UsageError(f"--model {name} is no classifier of torchvision{meant}; your own is given as package.module:function.")
+        raise UsageError(
+            f"--model {name} is no classifier of torchvision{hint(name, names)}; give your own as "
+            "package.module:function."
+        )
     return models.get_model_builder(name)
 
 
 def _with_channels(model: nn.Module, channels: int) -> nn.Module:
-    """Replaces the first convolution, which takes RGB, by one that takes ``channels``."""
+    """Replace the first convolution, which takes RGB, by one that takes ``channels``."""
     name, conv = next((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
     parent, _, attribute = name.rpartition(".")
-    options: dict[str, Any] = {key: getattr(conv, key) for key in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
+    kept = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+    options: dict[str, Any] = {key: getattr(conv, key) for key in kept}
     replacement = nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **options)
     setattr(model.get_submodule(parent), attribute, replacement)
     return model

@@ -1,31 +1,54 @@
-"""What a run needs of whoever starts it: shares of images, and somebody who hears its news."""
+"""What a run needs from whoever starts it: a source of images, and a reporter of metrics and events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-from raytrain.data.local_batch import LocalBatch
+from raytrain.data.partition import LocalBatch
+from raytrain.runs.metrics import MetricRow
 
 
 class BatchSource(Protocol):
-    """Where a worker's shares come from."""
+    """Where a worker's images come from."""
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """The worker's shares from ``first_step`` (counted from 0) to the end of the plan."""
+        """The worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
         ...
 
     def test(self) -> Iterator[LocalBatch]:
-        """The worker's part of the test images, each image on one worker."""
+        """The worker's slice of the test images. Each image is on one worker."""
         ...
 
 
 class Reporter(Protocol):
-    """Where a worker's news go; every call returns at once, but for ``flush``."""
+    """Takes a worker's metrics and events, and passes requests on to it. Every call but ``flush`` returns at once.
 
-    def started(self, num_workers: int, step: int) -> None: ...
-    def record(self, row: dict[str, Any]) -> None: ...
-    def event(self, text: str) -> None: ...
-    def flush(self) -> None: ...  # returns when all rows so far are in storage
-    def stop_requested(self) -> bool: ...
-    def save_requested(self) -> bool: ...  # True once for each reason to make a checkpoint now
+    Only worker 0 reports metrics and its start, and only worker 0 is asked for checkpoint requests. Every worker is
+    asked for stop
+    requests: it is enough if one worker answers yes.
+    """
+
+    def started(self, num_workers: int, step: int) -> None:
+        """The workers start, or resume, after ``step`` completed steps."""
+        ...
+
+    def record(self, row: MetricRow) -> None:
+        """Add a row to the run's metrics history."""
+        ...
+
+    def event(self, text: str) -> None:
+        """Show a line to whoever watches the run."""
+        ...
+
+    def flush(self) -> None:
+        """Return when all rows so far are in storage; raises StorageError if they cannot be written."""
+        ...
+
+    def stop_requested(self) -> bool:
+        """Whether somebody asked the run to stop."""
+        ...
+
+    def checkpoint_requested(self) -> bool:
+        """Whether a checkpoint should be written now. True once for each request."""
+        ...

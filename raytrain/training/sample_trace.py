@@ -1,4 +1,4 @@
-"""Which samples a worker used in each step, left in the run's storage for an audit."""
+"""The samples that a worker used in each step, written to the run's storage for `raytrain audit`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raytrain.storage.base import Store
 _LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")
 
 
-class Trace:
-    """Rows of step (counted from 1) and sample (index into the manifest), a file for each worker and checkpoint.
+class SampleTrace:
+    """Rows of step (counted from 1) and sample (index into the manifest), in one file for each worker and checkpoint.
 
-    Written before the checkpoint that makes its steps count: so what lies beyond the newest checkpoint belongs to steps that
-    a failure undid, and is deleted by worker 0 when the run goes on.
+    A file is written before the checkpoint that completes its steps. Files of steps after the newest checkpoint belong
+    to steps that a failure has undone; worker 0 deletes them when the run resumes.
     """
 
     def __init__(self, store: Store, rank: int, first_step: int) -> None:
@@ -31,7 +31,7 @@ class Trace:
             self._delete_after(first_step)
 
     def add(self, step: int, samples: Int64s) -> None:
-        """This worker used ``samples``, indices into the manifest, in ``step`` (counted from 1)."""
+        """Note that this worker used ``samples``, indices into the manifest, in ``step`` (counted from 1)."""
         self._steps.append((step, samples))
 
     def write(self) -> None:

@@ -1,7 +1,8 @@
-"""The one small all-reduce of a step: counts, votes and the metrics of the step before, read late."""
+"""The one small all-reduce of a step: counts, requests, and the metrics of the step before."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,32 +11,32 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """Sums over all workers, as they came with one step's all-reduce."""
+class StepContribution:
+    """What one worker contributes to the all-reduce of a step, besides its metrics of the step before."""
 
-    used: float  # samples of this step's global batch that could be used
-    wait_s: float  # seconds that the workers waited for this step's data
-    stop_votes: float  # workers that want to stop
-    save_votes: float  # workers that want a checkpoint
-    left: float  # workers whose loop has returned
-    previous: dict[str, float]  # what was logged in the step before, summed over the used samples
+    num_used: int = 0  # images of its local batch that can be used
+    wait_s: float = 0.0  # seconds that it waited for its local batch
+    stop_requested: bool = False
+    checkpoint_requested: bool = False
+    loop_returned: bool = False  # before the end of the run
 
 
 @dataclass(frozen=True)
-class StepVote:
-    """What one worker says at the beginning of a step, besides its metrics; the numbers of :class:`StepTotals`."""
+class StepTotals:
+    """The contributions to a step, summed over all workers."""
 
-    used: int = 0
-    wait_s: float = 0.0
-    stop: bool = False
-    save: bool = False
-    left: bool = False
+    num_used: int
+    wait_s: float
+    stop_requests: int
+    checkpoint_requests: int
+    loops_returned: int
+    logged_before: Mapping[str, float]  # what was logged in the step before, summed over the used images
 
 
 class StepReduce:
-    """Starts the all-reduce of a step before its forward, gives the used count to its backward, and is read after it.
+    """Starts a step's all-reduce before the forward, gives the number of used images to the backward, then the totals.
 
-    Nothing waits for the host: on a GPU the sums reach it by a copy that has long been done when it asks.
+    The host waits for nothing: on a GPU the totals reach it by a copy that has long finished when they are read.
     """
 
     def __init__(self, device: torch.device, world_size: int) -> None:
@@ -48,17 +49,18 @@ class StepReduce:
         self._work: dist.Work | None = None
         self._pending = False
 
-    def begin(self, vote: StepVote) -> None:
-        """Send off this worker's part of a step, with what was logged in the step before."""
-        now = torch.tensor([vote.used, vote.wait_s, vote.stop, vote.save, vote.left], dtype=torch.float64)
-        self._sums = torch.cat([now.to(self._device, non_blocking=True), self._logged])
+    def start(self, own: StepContribution) -> None:
+        """Send this worker's contribution to a step, with what it logged in the step before."""
+        values = [own.num_used, own.wait_s, own.stop_requested, own.checkpoint_requested, own.loop_returned]
+        contribution = torch.tensor(values, dtype=torch.float64)
+        self._sums = torch.cat([contribution.to(self._device, non_blocking=True), self._logged])
         self._logged = torch.zeros_like(self._logged)
         if self._world_size > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
         self._pending = True
 
-    def used(self) -> Tensor:
-        """Used samples of the step's global batch, float64 on the device; the host goes on at once."""
+    def num_used(self) -> Tensor:
+        """Number of used images in the step's global batch, float64 () on the device. The host does not wait for it."""
         if self._pending:
             if self._work is not None:
                 self._work.wait()
@@ -70,10 +72,10 @@ class StepReduce:
             self._pending = False
         return self._sums[0]
 
-    def add(self, sums: dict[str, Tensor], *, counts: bool) -> None:
-        """Note this worker's sums of the step under their names; they travel with the next one. Without ``counts`` as zeros.
+    def log(self, sums: Mapping[str, Tensor], *, counts: bool) -> None:
+        """Add to this worker's sums of the step, which travel with the next step.
 
-        Every worker notes the same names, in the same order.
+        They are 0 without ``counts``: the images are a placeholder. Every worker logs the same names in the same order.
         """
         new = tuple(name for name in sums if name not in self._names)
         if new:
@@ -86,12 +88,11 @@ class StepReduce:
             else:
                 self._logged[[self._names.index(name) for name in sums]] += values
 
-    def read(self) -> StepTotals:
-        """The step's sums on the host."""
-        self.used()
+    def totals(self) -> StepTotals:
+        """The totals of the step, on the host."""
+        self.num_used()
         if self._copied is not None:
             self._copied.synchronize()
-        used, wait_s, stop_votes, save_votes, left, *previous = self._host.tolist()
-        return StepTotals(
-            used, wait_s, stop_votes, save_votes, left, dict(zip(self._names, previous, strict=False))
-        )  # a name that is new has no sum yet
+        num_used, wait_s, stops, checkpoints, returned, *logged = self._host.tolist()
+        logged_before = dict(zip(self._names, logged, strict=False))  # a name that is new has no sum yet
+        return StepTotals(int(num_used), wait_s, int(stops), int(checkpoints), int(returned), logged_before)

@@ -25,7 +25,9 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     module = _from_file(option, Path(place)) if place.endswith(".py") else _from_package(option, name, place)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UsageError(f"{option} {name}: {place} has no function {function_name!r}{hint(function_name, dir(module))}.")
+        raise UsageError(
+            f"{option} {name}: {place} has no function {function_name!r}{hint(function_name, dir(module))}."
+        )
     return function
 
 
@@ -41,7 +43,9 @@ def _from_package(option: str, name: str, module_name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, what it imports is not
-        raise UsageError(f"{option} {name}: there is no module {error.name}; is its folder the current one or on PYTHONPATH?") from None
+        raise UsageError(
+            f"{option} {name}: there is no module {error.name}; is its folder the current one or on PYTHONPATH?"
+        ) from None
 
 
 def _from_file(option: str, path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What stands round a network while it trains: mixed precision, compilation, and gradients joined over the workers."""
+"""Wrap a model with autocast, torch.compile and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain.config import TrainConfig
 
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def wrap(model: nn.Module, config: TrainConfig, device: torch.device, world_size: int) -> nn.Module:
-    """``model``, which is on its device, as the configuration wants it trained on ``world_size`` workers."""
-    if config.precision in AUTOCAST:
-        model.forward = _mixed(model.forward, device.type, AUTOCAST[config.precision])
+def wrap_model(model: nn.Module, config: TrainConfig, device: torch.device, world_size: int) -> nn.Module:
+    """Wrap ``model``, which is on ``device`` already, for training on ``world_size`` workers."""
+    if config.precision in AUTOCAST_DTYPES:
+        model.forward = _autocast(model.forward, device.type, AUTOCAST_DTYPES[config.precision])
     if config.compile:
         model.compile()
     if world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     devices = [device] if device.type == "cuda" else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer torch renames broadcast_buffers, older knows no other name
+        warnings.simplefilter("ignore", FutureWarning)  # newer torch has another name for broadcast_buffers
         return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
-def _mixed(forward: Callable[..., Tensor], device_type: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """``forward`` in mixed precision; the losses that follow are computed in float32."""
+def _autocast(forward: Callable[..., Tensor], device_type: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """``forward`` in mixed precision. It returns float32, so that losses are computed in float32."""
 
-    def run_mixed(*args: Any, **kwargs: Any) -> Tensor:
+    def autocast_forward(*args: Any, **kwargs: Any) -> Tensor:
         with torch.autocast(device_type, dtype):
             return forward(*args, **kwargs).float()
 
-    return run_mixed
+    return autocast_forward

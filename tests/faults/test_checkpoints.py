@@ -1,4 +1,4 @@
-"""Whatever happens to storage, a run goes on from its last whole checkpoint, or says why it cannot."""
+"""Whatever happens to storage, a run resumes from its last whole checkpoint, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
+from raytrain.runs.outcome import Progress
 from raytrain.storage.base import Store, open_store
 from raytrain.storage.local import FolderStore
-from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
+from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
 
 IDENTITY = Identity(model="resnet18", classes=("cat", "dog", "owl"), manifest_digest="0a" * 32, batch_size=8, seed=0)
 
@@ -44,14 +45,14 @@ def path_of(step: int) -> str:
 
 
 def restored(store: Store, **identity: Any) -> tuple[int, list[str]]:
-    """The step from which a run would go on, after a look at its weights, and what it is told."""
+    """The step from which a run would resume, after a look at its weights, and the events that it reports."""
     told: list[str] = []
     checkpoints = open_checkpoints(store, **identity)
-    path = checkpoints.newest_whole(told.append)
-    assert path is not None
-    state, progress = checkpoints.load(path)
-    assert (state["model"]["weight"] == progress.step).all()
-    return progress.step, told
+    checkpoint = checkpoints.load_newest(told.append, torch.device("cpu"))
+    assert checkpoint is not None
+    step = checkpoint.progress.step
+    assert (checkpoint.state["model"]["weight"] == step).all()
+    return step, told
 
 
 class Malice:
@@ -89,15 +90,21 @@ def test_a_truncated_newest_checkpoint_is_passed_over(store: Store, kept: float)
     whole = store.get(path_of(20))
     store.put(path_of(20), whole[: int(kept * len(whole)) if kept < 1 else int(kept)])
     step, (told,) = restored(store)
-    assert step == 10 and told.startswith(f"{path_of(20)} is not a whole checkpoint (") and told.endswith("; going on from the one before")
+    assert (
+        step == 10
+        and told.startswith(f"{path_of(20)} is not a whole checkpoint (")
+        and told.endswith("; resuming from the one before")
+    )
 
 
-@pytest.mark.parametrize("damage", [lambda: b"words\n", foreign, archive, lambda: pickle.dumps({"state": 1}), lambda: bytes(1000)])
+@pytest.mark.parametrize(
+    "damage", [lambda: b"words\n", foreign, archive, lambda: pickle.dumps({"state": 1}), lambda: bytes(1000)]
+)
 def test_a_foreign_file_is_passed_over_and_refused_by_name(store: Store, damage: Callable[[], bytes]) -> None:
     save(store, 10)
     store.put(path_of(20), damage())
     assert restored(store)[0] == 10
-    sentence = rf"{path_of(20)} is not a whole checkpoint \(.+\); delete it to go on from the one before\.$"
+    sentence = rf"{path_of(20)} is not a whole checkpoint \(.+\); delete it to resume from the one before\.$"
     with pytest.raises(UsageError, match=sentence) as raised:
         read_checkpoint(store, path_of(20))
     assert "\n" not in str(raised.value) and "\x1b" not in str(raised.value)
@@ -116,12 +123,14 @@ def test_a_malicious_checkpoint_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_without_one_whole_checkpoint_the_run_says_what_to_do(store: Store) -> None:
-    assert open_checkpoints(store).newest_whole(pytest.fail) is None
+    assert open_checkpoints(store).newest_readable(pytest.fail) is None
     save(store, 10, 20)
     for step in (10, 20):
         store.put(path_of(step), b"")
-    with pytest.raises(UsageError, match=f"None of the checkpoints in {store.url}/checkpoints/ can be read .*put a whole one there"):
-        open_checkpoints(store).newest_whole(lambda text: None)
+    with pytest.raises(
+        UsageError, match=f"None of the checkpoints in {store.url}/checkpoints/ can be read .*put a whole one there"
+    ):
+        open_checkpoints(store).newest_readable(lambda text: None)
 
 
 def test_a_run_that_went_back_before_a_damaged_checkpoint_keeps_its_new_ones(store: Store) -> None:
@@ -138,15 +147,25 @@ def test_a_run_that_went_back_before_a_damaged_checkpoint_keeps_its_new_ones(sto
         ({"model": "resnet50"}, "was made with model resnet18, and this run has resnet50"),
         ({"batch_size": 16}, "was made with batch size 8, and this run has 16"),
         ({"seed": 1}, "was made with seed 0, and this run has 1"),
-        ({"classes": ("cat", "eel", "owl")}, "3 classes, and this run has 3, of which number 1 is dog there and eel here"),
+        (
+            {"classes": ("cat", "eel", "owl")},
+            "3 classes, and this run has 3, of which number 1 is dog there and eel here",
+        ),
         ({"classes": ("cat", "dog")}, "3 classes, and this run has 2, of which number 2 is owl there and none here"),
-        ({"manifest_digest": "1b" * 32}, "other images .manifest 0a0a0a0a…., and this run has those of manifest 1b1b1b1b…"),
+        (
+            {"manifest_digest": "1b" * 32},
+            "other images .manifest 0a0a0a0a…., and this run has those of manifest 1b1b1b1b…",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_the_difference(tmp_path: Path, identity: dict[str, Any], difference: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
+    tmp_path: Path, identity: dict[str, Any], difference: str
+) -> None:
     store = open_store(str(tmp_path))
     save(store, 10)
-    with pytest.raises(UsageError, match=f"{path_of(10)} was made with .*: go on with what the checkpoint") as raised:
+    with pytest.raises(
+        UsageError, match=f"{path_of(10)} was made with .*: resume with the options that the checkpoint"
+    ) as raised:
         restored(store, **identity)
     assert raised.match(difference)
 
@@ -164,14 +183,21 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseEx
     monkeypatch.setattr("raytrain.storage.local._write_through", write)
 
 
-def test_a_full_disk_is_said_and_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_leaves_the_last_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(str(tmp_path))
     save(store, 10)
     with monkeypatch.context() as full:
         failing_put(full, 500, OSError(28, "No space left on device"))
-        with pytest.raises(StorageError, match=f"The disk of {tmp_path}/{path_of(20)} is full; free space or choose another place"):
+        with pytest.raises(
+            StorageError, match=f"The disk of {tmp_path}/{path_of(20)} is full; free space or choose another place"
+        ):
             save(store, 20)
-    assert restored(store) == (10, []) and sorted(os.listdir(tmp_path / "checkpoints")) == [f"step-{10:09d}.pt", f"step-{10:09d}.pt.json"]
+    assert restored(store) == (10, []) and sorted(os.listdir(tmp_path / "checkpoints")) == [
+        f"step-{10:09d}.pt",
+        f"step-{10:09d}.pt.json",
+    ]
     save(store, 20)
     assert restored(store) == (20, [])
 
@@ -181,7 +207,9 @@ def save_until_told(checkpoints: Checkpoints) -> None:
         checkpoints.save({"model": {"weight": torch.zeros(1)}}, Progress(step=step))
 
 
-def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = open_checkpoints(open_store(str(tmp_path)))
     failing_put(monkeypatch, 0, OSError(30, "Read-only file system"))
     with pytest.raises(StorageError, match="lies on a disk that can only be read; choose another place"):
@@ -194,20 +222,22 @@ def test_a_checkpoint_waits_for_the_rows_that_led_to_it(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     checkpoints = open_checkpoints(store)
     seen: list[bool] = []
-    checkpoints.save({}, Progress(step=1), first=lambda: seen.append(store.exists(path_of(1))))
+    checkpoints.save({}, Progress(step=1), before=lambda: seen.append(store.exists(path_of(1))))
     checkpoints.close()
     assert seen == [False] and store.exists(path_of(1))
 
     def lost() -> None:
         raise ConnectionError("nobody took them")
 
-    checkpoints.save({}, Progress(step=2), first=lost)
+    checkpoints.save({}, Progress(step=2), before=lost)
     with pytest.raises(RaytrainError, match="nobody took them"):
         checkpoints.close()
     assert not store.exists(path_of(2))
 
 
-def test_a_writer_that_was_killed_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_was_killed_leaves_the_last_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(str(tmp_path))
     save(store, 10)
     with monkeypatch.context() as killed:

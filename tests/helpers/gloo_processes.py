@@ -18,8 +18,8 @@ import torch.distributed as dist
 def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(*args)`` on every rank of a default process group; its results by rank.
 
-    ``function`` is defined at the top of a module, so that it can be pickled; what it raises on any rank is raised here.
-    The processes are forked off one that has imported what they need, which takes each of them seconds otherwise.
+    ``function`` is defined at the top of a module, so that it can be pickled; what it raises on any rank is raised
+    here. The processes are forked off one that has imported what they need, which takes each of them seconds otherwise.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["raytrain.training.loop", "torch._dynamo"])

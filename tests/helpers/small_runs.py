@@ -61,7 +61,7 @@ def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConf
 def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
     assert result.checkpoint is not None
     store = open_store(result.run_dir)
-    return read_checkpoint(store, result.checkpoint.removeprefix(store.url).lstrip("/"))["state"]["model"]
+    return read_checkpoint(store, result.checkpoint.removeprefix(store.url).lstrip("/")).state["model"]
 
 
 def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) -> None:
@@ -78,4 +78,7 @@ def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.B
         logits = model(batch.images)
         run.backward(F.cross_entropy(logits, batch.labels, reduction="sum"))
         run.step(optimizer)
-        run.log(loss=F.cross_entropy(logits, batch.labels, reduction="sum"), correct=(logits.argmax(dim=1) == batch.labels).sum())
+        run.log(
+            loss=F.cross_entropy(logits, batch.labels, reduction="sum"),
+            correct=(logits.argmax(dim=1) == batch.labels).sum(),
+        )

@@ -47,7 +47,12 @@ def network(case: Case) -> nn.Module:
     torch.manual_seed(0)
     options: dict[str, Any] = dict(case.options)
     layers = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, **options), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3, **options), nn.Flatten()
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4, **options),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3),
+        nn.BatchNorm2d(3, **options),
+        nn.Flatten(),
     )
     return layers.to(case.dtype)
 
@@ -75,13 +80,13 @@ def train_share(case: Case) -> Outcome:
         if used == 0:
             images, labels = torch.full_like(whole[:2], 7.0), torch.zeros(2, dtype=torch.long)
         images = images.detach().requires_grad_()
-        batchnorm.set_used(model, used)
+        batchnorm.set_num_used(model, used)
         logits = model(images)
         loss = F.cross_entropy(logits, labels, reduction="sum") / len(whole)
         model.zero_grad()
         (loss if used else loss * 0).backward()
         sum_gradients(model)
-        batchnorm.finish_step(model)
+        batchnorm.update_running_statistics(model)
         descend(model)
         assert images.grad is not None
         outputs.append(logits.detach()[:used])
@@ -128,7 +133,9 @@ def train_whole(case: Case) -> Outcome:
         whole.requires_grad_()
         pieces = [len(whole)] if case.mode == "sync" else [share for share in case.shares_at(step) if share]
         before = copy.deepcopy(model)
-        inputs: dict[str, list[Tensor]] = {name: [] for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+        inputs: dict[str, list[Tensor]] = {
+            name: [] for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)
+        }
         hooks = [model.get_submodule(name).register_forward_pre_hook(Recorder(seen)) for name, seen in inputs.items()]
         logits = torch.cat([model(piece) for piece in whole.split(pieces)])
         for hook in hooks:
@@ -192,13 +199,17 @@ def check_all(by_rank: list[list[Outcome]], cases: list[Case]) -> None:
             ranks[0].gradients,
             ranks[0].state,
         )
-        assert_close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance, msg=f"{{}}\n{case}".format)
+        assert_close = functools.partial(
+            torch.testing.assert_close, rtol=tolerance, atol=tolerance, msg=f"{{}}\n{case}".format
+        )
         assert_close(joined.outputs, wanted.outputs)
         assert_close(joined.input_gradients, wanted.input_gradients)
         assert_close(joined.gradients, wanted.gradients)
         assert_close(joined.state, wanted.state)
         for rank in ranks[1:]:
-            torch.testing.assert_close((rank.gradients, rank.state), (ranks[0].gradients, ranks[0].state), rtol=0, atol=0)
+            torch.testing.assert_close(
+                (rank.gradients, rank.state), (ranks[0].gradients, ranks[0].state), rtol=0, atol=0
+            )
 
 
 def run_corners() -> dict[str, Any]:
@@ -207,20 +218,20 @@ def run_corners() -> dict[str, Any]:
     for mode in MODES:
         layer = batchnorm.convert(nn.BatchNorm1d(2), mode)
         for name, used in (("nothing used", 0), ("one value", int(dist.get_rank() == 0))):
-            batchnorm.set_used(layer, used)
+            batchnorm.set_num_used(layer, used)
             images = torch.full((1, 2), 5.0, requires_grad=True)
             output = layer(images)
             output.sum().backward()
-            batchnorm.finish_step(layer)
+            batchnorm.update_running_statistics(layer)
             found[f"{mode}, {name}"] = (output.detach(), images.grad, copy.deepcopy(layer.state_dict()))
         compiled = batchnorm.convert(network(Case(())), mode)
         model = torch.compile(compiled, backend="aot_eager")
-        batchnorm.set_used(compiled, 1)
+        batchnorm.set_num_used(compiled, 1)
         images, _ = batch(Case((6,)), 0)
         share = images[dist.get_rank() * 3 :][:3]
         output = model(share)
         output.square().sum().backward()
-        batchnorm.finish_step(compiled)
+        batchnorm.update_running_statistics(compiled)
         found[f"{mode}, compiled"] = (output.detach(), copy.deepcopy(compiled.state_dict()))
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
         found[f"{mode}, frozen"] = (frozen(share.float()).detach(), share.float(), copy.deepcopy(frozen.state_dict()))
@@ -230,7 +241,9 @@ def run_corners() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["nothing used", "one value"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_without_variance_leaves_the_running_statistics_alone(corners: list[dict[str, Any]], mode: str, name: str) -> None:
+def test_a_batch_without_variance_leaves_the_running_statistics_alone(
+    corners: list[dict[str, Any]], mode: str, name: str
+) -> None:
     for found in corners:
         output, gradient, state = found[f"{mode}, {name}"]
         assert output.isfinite().all() and gradient.isfinite().all()
@@ -261,11 +274,13 @@ def test_a_frozen_layer_keeps_and_uses_its_running_statistics(corners: list[dict
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixed_precision_keeps_the_statistics_in_float32(mode: Literal["sync", "aggregate"], dtype: torch.dtype) -> None:
+def test_mixed_precision_keeps_the_statistics_in_float32(
+    mode: Literal["sync", "aggregate"], dtype: torch.dtype
+) -> None:
     images = (torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(0)) + 10).to(dtype)
     plain, ours = nn.BatchNorm2d(3), batchnorm.convert(nn.BatchNorm2d(3), mode)
     torch.testing.assert_close(ours(images), plain(images))
-    batchnorm.finish_step(ours)
+    batchnorm.update_running_statistics(ours)
     torch.testing.assert_close(ours.state_dict(), plain.state_dict())
     assert ours.state_dict()["running_mean"].dtype == torch.float32
 
@@ -296,15 +311,17 @@ def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(corners: list[dic
 
 @pytest.mark.parametrize("mode", MODES)
 def test_revert_gives_back_the_plain_model(mode: Literal["sync", "aggregate"]) -> None:
-    model = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.Unflatten(1, (2, 1, 2, 2)), nn.BatchNorm3d(2))
+    model = nn.Sequential(
+        nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.Unflatten(1, (2, 1, 2, 2)), nn.BatchNorm3d(2)
+    )
     types = [type(layer) for layer in model]
     attributes = [set(vars(layer)) for layer in model]
     buffers = [name for name, _ in model.named_buffers()]
     batchnorm.convert(model, mode)
     assert [type(layer) for layer in model] != types
-    batchnorm.set_used(model, 4)
+    batchnorm.set_num_used(model, 4)
     model(torch.randn(4, 2, 2, 2))
-    batchnorm.finish_step(model)
+    batchnorm.update_running_statistics(model)
     learned = model.state_dict()
     assert batchnorm.revert(model) is model
     assert [type(layer) for layer in model] == types

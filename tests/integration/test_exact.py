@@ -14,18 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain.config import TrainConfig
+from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.blocks import Block, CachedBlocks
-from raytrain.data.local_batch import LocalBatch, batches_from_cache
-from raytrain.data.partition import Partition
+from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.runs.metrics import MetricRow
 from raytrain.storage.base import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
-from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.loop import train
 from raytrain.training.lr_schedule import factor
 from raytrain.training.run import Run
+from raytrain.training.run_spec import RunSpec
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.reference_loop import NormOfShares, small_net, train_alone
 
@@ -34,8 +33,10 @@ CLASSES = tuple("abcd")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def config(**options: Any) -> TrainConfig:
+def config(**options: Any) -> ResolvedConfig:
     base = {
+        "name": "run",
+        "device": "cpu",
         "model": "tests.integration.test_exact:network",
         "image_size": (SIDE, SIDE),
         "epochs": 2,
@@ -50,7 +51,7 @@ def config(**options: Any) -> TrainConfig:
         "evaluate_every": 1,
         "workers": 1,
     }
-    return TrainConfig(**{**base, **options})
+    return ResolvedConfig(**{**base, **options})
 
 
 def network(num_classes: int, channels: int) -> nn.Module:
@@ -64,16 +65,18 @@ def network_without_norm(num_classes: int, channels: int) -> nn.Module:
 def images(num_samples: int, bad: tuple[int, ...] = ()) -> Block:
     random = np.random.default_rng(0)
     labels = random.integers(0, NUM_CLASSES, num_samples)
-    pixels = random.integers(0, 256, (num_samples, SIDE, SIDE, 3), dtype=np.uint8) // 2 + (labels * 30)[:, None, None, None].astype(
-        np.uint8
-    )
+    pixels = random.integers(0, 256, (num_samples, SIDE, SIDE, 3), dtype=np.uint8) // 2 + (labels * 30)[
+        :, None, None, None
+    ].astype(np.uint8)
     labels[list(bad)] = -1
     return Block(pixels, labels, np.arange(num_samples))
 
 
 class MemorySource:
-    def __init__(self, block: Block, plan: BatchPlan, rank: int, loads: tuple[float, ...]) -> None:
+    def __init__(self, block: Block, spec: RunSpec, rank: int, loads: tuple[float, ...]) -> None:
+        plan = spec.plan
         self.partition = Partition(plan, rank, loads)
+        self.test_partition = Partition(spec.test_plan, rank, loads)
         in_order = plan.samples(0, np.arange(plan.num_samples))
         ordered = Block(block.images[in_order], block.labels[in_order], in_order)
         rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
@@ -84,13 +87,13 @@ class MemorySource:
         return batches_from_cache(self.partition, self.blocks, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        plan = dataclasses.replace(self.partition.plan, batch_size=6, epochs=1, max_steps=None)
-        return batches_from_cache(Partition(plan, self.partition.rank, self.partition.loads), self.blocks, 0)
+        return batches_from_cache(self.test_partition, self.blocks, 0)
 
 
 class Recorder:
     def __init__(self, stop_after: int | None = None) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[MetricRow] = []
+        self.events: list[str] = []
         self.asked = 0
         self.stop_after = stop_after
         self.started_after: list[int] = []
@@ -98,35 +101,48 @@ class Recorder:
     def started(self, num_workers: int, step: int) -> None:
         self.started_after.append(step)
 
-    def event(self, text: str) -> None: ...
     def flush(self) -> None: ...
 
-    def record(self, row: dict[str, Any]) -> None:
+    def event(self, text: str) -> None:
+        self.events.append(text)
+
+    def record(self, row: MetricRow) -> None:
         self.rows.append(row)
 
     def stop_requested(self) -> bool:
         self.asked += 1
         return self.stop_after is not None and self.asked > self.stop_after
 
-    def save_requested(self) -> bool:
+    def checkpoint_requested(self) -> bool:
         return False
 
 
-def make_run(options: TrainConfig, block: Block, folder: str, recorder: Recorder) -> Run:
+def make_run(
+    options: ResolvedConfig,
+    block: Block,
+    folder: str,
+    recorder: Recorder,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> Run:
+    plan = make_plan(options, len(block))
+    spec = RunSpec(
+        config=options,
+        loop=None,
+        classes=CLASSES,
+        manifest_digest="digest",
+        plan=plan,
+        test_plan=dataclasses.replace(plan, batch_size=6, epochs=1, max_steps=None),
+        store=open_store(folder),
+    )
     distributed = torch.distributed.is_initialized()
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
-    size, steps = options.batch_size or 0, options.max_steps
-    plan = BatchPlan(len(block), size, options.epochs, options.seed, max_steps=steps, accumulate=options.accumulate)
-    identity = Identity(options.model, CLASSES, "digest", options.batch_size or 0, options.seed)
-    return Run(
-        config=options,
-        classes=CLASSES,
-        plan=plan,
-        source=MemorySource(block, plan, rank, options.worker_load or (1.0,) * world_size),
-        augment=Augment(options, MEAN, STD),
-        checkpoints=Checkpoints(open_store(folder), identity, options.keep_checkpoints),
-        reporter=recorder,
-    )
+    source = MemorySource(block, spec, rank, options.worker_load or (1.0,) * world_size)
+    return spec.make_run(source, recorder, torch.device("cpu"), weights)
+
+
+def make_plan(options: ResolvedConfig, num_samples: int) -> BatchPlan:
+    size, steps = options.batch_size, options.max_steps
+    return BatchPlan(num_samples, size, options.epochs, options.seed, max_steps=steps, accumulate=options.accumulate)
 
 
 Seen = tuple[int, torch.Tensor, torch.Tensor]
@@ -137,7 +153,7 @@ Seen = tuple[int, torch.Tensor, torch.Tensor]
 class Case:
     """One run: its options, its images (some of them unreadable), and after how many steps somebody asks for a stop."""
 
-    options: TrainConfig
+    options: ResolvedConfig
     num_samples: int = 70
     bad: tuple[int, ...] = ()
     stop_after: int | None = None
@@ -152,10 +168,15 @@ def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any
         run = make_run(case.options, images(case.num_samples, case.bad), case.folder or f"{fresh}/{name}", recorder)
         seen = note_parts(run)
         train(run)
-        run.finish()
-        state = {key.removeprefix("module."): value.clone() for key, value in run._models[0].state_dict().items()}
-        results[name] = {"state": state, "rows": recorder.rows, "seen": seen, "progress": run.progress, "stopped": run.stopped}
+        outcome = run.finish()
+        state = {key.removeprefix("module."): value.clone() for key, value in weights_of(run).items()}
+        results[name] = {"state": state, "rows": recorder.rows, "seen": seen, "outcome": outcome}
     return results
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    """Of the first network that the loop of ``run`` has prepared, as it is trained on this worker."""
+    return run._models.wrapped[0].state_dict()
 
 
 def note_parts(run: Run) -> list[Seen]:
@@ -187,10 +208,12 @@ def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, An
         model = with_norms_of_shares(model)
     model.to(torch.float64 if options.precision == "float64" else torch.float32)
     optimizers = {
-        "sgd": lambda: torch.optim.SGD(model.parameters(), 1.0, momentum=options.momentum, weight_decay=options.weight_decay),
+        "sgd": lambda: torch.optim.SGD(
+            model.parameters(), 1.0, momentum=options.momentum, weight_decay=options.weight_decay
+        ),
         "adamw": lambda: torch.optim.AdamW(model.parameters(), 1.0, weight_decay=options.weight_decay),
     }
-    plan, peak = run.plan, options.learning_rate or 0.0
+    plan, peak = run.plan, options.learning_rate
     rates = [peak * factor(options, step, plan.steps_per_epoch, plan.num_steps) for step in range(plan.num_steps)]
     loads = options.worker_load or (1.0,) * world_size
     batches = _batches(run, images(case.num_samples, case.bad), loads if options.batch_norm == "aggregate" else (1.0,))
@@ -203,7 +226,7 @@ def measured(model: nn.Module, case: Case) -> tuple[float, float]:
     """Accuracy and loss on the images that can be read, all of them at once."""
     block = images(case.num_samples, case.bad)
     labels = torch.from_numpy(block.labels)
-    logits = model.eval()(Augment(case.options, MEAN, STD).evaluate(torch.from_numpy(block.images)))
+    logits = model.eval()(Augment(case.options).evaluate(torch.from_numpy(block.images)))
     used = labels >= 0
     correct = (logits.argmax(1) == labels)[used].double().mean().item()
     return correct, nn.functional.cross_entropy(logits[used], labels[used]).item()
@@ -219,14 +242,20 @@ def with_norms_of_shares(model: nn.Module) -> nn.Module:
     return model
 
 
-def _batches(run: Run, block: Block, loads: tuple[float, ...]) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
+def _batches(
+    run: Run, block: Block, loads: tuple[float, ...]
+) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
     """The global batches in parts (the remainder to the first), and these in the shares of workers, none of them empty."""
     for step in range(run.plan.num_steps):
         batch = run.plan.batch(step)
         chosen = run.plan.samples(batch.epoch, np.arange(batch.start, batch.stop))
         parts = [_apart(part, loads) for part in _apart(chosen, (1.0,) * run.config.accumulate)]
         readable = [[share[block.labels[share] >= 0] for share in shares] for shares in parts]
-        yield [[_ready(run, block, share, batch.epoch) for share in shares if len(share)] for shares in readable if any(map(len, shares))]
+        yield [
+            [_ready(run, block, share, batch.epoch) for share in shares if len(share)]
+            for shares in readable
+            if any(map(len, shares))
+        ]
 
 
 def _apart(samples: Any, loads: tuple[float, ...]) -> list[Any]:
@@ -250,11 +279,15 @@ def assert_same(
     for key, value in model.state_dict().items():
         difference = (result["state"][key].double() - value.double()).abs().max().item()
         assert difference <= tolerance, f"{name}: {key} differs by {difference}"
-    steps = [row for row in result["rows"] if row["kind"] == "step"]
+    steps = [row for row in result["rows"] if row.kind == "step"]
     if check_rows:
-        assert [row["loss"] for row in steps] == pytest.approx([row["loss"] for row in rows], rel=0, abs=10 * tolerance), name
-        assert [row["accuracy"] for row in steps] == pytest.approx([row["accuracy"] for row in rows]), name
-        assert steps[-1]["samples_seen"] == result["progress"].samples_seen == sum(row["count"] for row in rows), name
+        assert [row.loss for row in steps] == pytest.approx([row["loss"] for row in rows], rel=0, abs=10 * tolerance), (
+            name
+        )
+        assert [row.accuracy for row in steps] == pytest.approx([row["accuracy"] for row in rows]), name
+        assert steps[-1].samples_seen == result["outcome"].progress.samples_seen == sum(row["count"] for row in rows), (
+            name
+        )
 
 
 def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -266,20 +299,24 @@ def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_
     first = together(halves, 2)
     rest = together({name: dataclasses.replace(case, stop_after=None) for name, case in halves.items()}, 3)
     for after, name in zip(stops, halves, strict=True):
-        steps = {results[name]["progress"].step for results in first}
+        steps = {results[name]["outcome"].progress.step for results in first}
         assert len(steps) == 1 and steps <= {after + 1, after + 2}, f"asked after {after} steps, stopped after {steps}"
-        assert first[0][name]["stopped"] == (after < 9)
+        assert first[0][name]["outcome"].status == ("stopped" if after < 9 else "finished")
         for results in rest:
             assert_same(name, {**results[name], "rows": []}, Case(options), expected, check_rows=False)
-        assert rest[0][name]["progress"].samples_seen == 140
+        assert rest[0][name]["outcome"].progress.samples_seen == 140
         both = first[0][name]["rows"] + rest[0][name]["rows"]
-        assert [row["loss"] for row in both if row["kind"] == "step"] == pytest.approx([row["loss"] for row in rows], abs=1e-9)
-        assert [row["step"] for row in both if row["kind"] == "evaluation"] == [5, 10]
+        assert [row.loss for row in both if row.kind == "step"] == pytest.approx(
+            [row["loss"] for row in rows], abs=1e-9
+        )
+        assert [row.step for row in both if row.kind == "evaluation"] == [5, 10]
 
 
 def test_evaluation_counts_each_image_once_on_any_workers() -> None:
     case = Case(config(epochs=1, batch_size=16))
-    accuracies = [together({"run": case}, world_size)[0]["run"]["progress"].test_accuracy for world_size in (1, 2)]
+    accuracies = [
+        together({"run": case}, world_size)[0]["run"]["outcome"].progress.test_accuracy for world_size in (1, 2)
+    ]
     assert accuracies == pytest.approx([measured(alone(case)[0], case)[0]] * 2)
 
 

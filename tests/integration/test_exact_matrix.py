@@ -38,7 +38,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "batch": {size: {"batch_size": int(size)} for size in ("1", "7", "32", "37")},
     "images": {"3": {}, "36": {}, "40": {}},
     "accumulate": {parts: {"accumulate": int(parts)} for parts in ("1", "2", "3")},
-    "norm": {"sync": {}, "aggregate": {"batch_norm": "aggregate"}, "none": {"model": "tests.integration.test_exact:network_without_norm"}},
+    "norm": {
+        "sync": {},
+        "aggregate": {"batch_norm": "aggregate"},
+        "none": {"model": "tests.integration.test_exact:network_without_norm"},
+    },
     "optimizer": {
         "sgd": {"momentum": 0.0, "weight_decay": 0.01},
         "momentum": {},
@@ -53,7 +57,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "cropped": {"horizontal_flip": True, "translate": 0, "random_resized_crop": True},
     },
     "unreadable": {"none": {}, "some": {}},
-    "schedule": {"constant": {}, "piecewise": {"schedule": "piecewise", "drop_period": 1}, "cosine": {"schedule": "cosine"}},
+    "schedule": {
+        "constant": {},
+        "piecewise": {"schedule": "piecewise", "drop_period": 1},
+        "cosine": {"schedule": "cosine"},
+    },
     "order": {"plain": {}, "channels_last": {"channels_last": True}},
 }
 LOADS: dict[str, dict[int, tuple[float, ...]]] = {
@@ -72,7 +80,12 @@ def cases(world_size: int) -> dict[str, Case]:
 
 
 def case(row: dict[str, str], world_size: int) -> Case:
-    chosen: dict[str, Any] = {"epochs": NUM_STEPS, "max_steps": NUM_STEPS, "evaluate_every": 0, "checkpoint_every_epochs": 0}
+    chosen: dict[str, Any] = {
+        "epochs": NUM_STEPS,
+        "max_steps": NUM_STEPS,
+        "evaluate_every": 0,
+        "checkpoint_every_epochs": 0,
+    }
     for column, value in row.items():
         chosen |= OPTIONS[column][value]
     num_samples = int(row["images"])
@@ -107,10 +120,14 @@ def test_workers_compute_what_one_would(world_size: int) -> None:
     for name, case in cases(world_size).items():
         model, rows = alone(case, world_size)
         for rank, by_name in enumerate(results(world_size)):
-            assert_same(f"{name}, worker {rank} of {world_size}", by_name[name], case, (model, rows), check_rows=rank == 0)
-            progress = by_name[name]["progress"]
+            assert_same(
+                f"{name}, worker {rank} of {world_size}", by_name[name], case, (model, rows), check_rows=rank == 0
+            )
+            progress = by_name[name]["outcome"].progress
             tolerance = 1e-4 if case.options.precision == "float32" else 1e-9
-            assert (progress.test_accuracy, progress.test_loss) == pytest.approx(measured(model, case), rel=tolerance), name
+            assert (progress.test_accuracy, progress.test_loss) == pytest.approx(
+                measured(model, case), rel=tolerance
+            ), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -118,8 +135,10 @@ def test_a_run_repeats_itself_bit_by_bit(world_size: int) -> None:
     again = together(dict(reversed(cases(world_size).items())), world_size)  # in other processes, after other runs
     for first, second in zip(results(world_size), again, strict=True):
         for name in first:
-            torch.testing.assert_close(second[name]["state"], first[name]["state"], rtol=0, atol=0, msg=f"{{}}\n{name}".format)
-            assert [row["loss"] for row in second[name]["rows"]] == [row["loss"] for row in first[name]["rows"]]
+            torch.testing.assert_close(
+                second[name]["state"], first[name]["state"], rtol=0, atol=0, msg=f"{{}}\n{name}".format
+            )
+            assert [row.loss for row in second[name]["rows"]] == [row.loss for row in first[name]["rows"]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

@@ -16,7 +16,7 @@ from raytrain.errors import UsageError
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run
+from tests.integration.test_exact import Recorder, config, images, make_run, weights_of
 
 OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps an epoch
 NUM_IMAGES = 38
@@ -54,7 +54,10 @@ def distillation(run: Run) -> None:
 
 
 def several_models(run: Run) -> None:
-    models = [run.prepare(run.build_model()), run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))]
+    models = [
+        run.prepare(run.build_model()),
+        run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes))),
+    ]
     optimizers = [run.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
     for batch in run.batches():
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -64,7 +67,9 @@ def several_models(run: Run) -> None:
 
 def averaged_weights(run: Run) -> None:
     model = run.prepare(run.build_model())
-    average = run.prepare(AveragedModel(run.build_model(), multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False))
+    average = run.prepare(
+        AveragedModel(run.build_model(), multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
+    )
     optimizer = run.prepare(run.build_optimizer(model))
     for batch in run.batches(evaluate=lambda: evaluate(run, average)):
         run.backward(cross_entropy(model(batch.images), batch.labels))
@@ -89,7 +94,9 @@ def evaluation_of_its_own(run: Run) -> None:
         counts = torch.zeros(2, run.num_classes, dtype=torch.float64)  # right, all
         for batch in run.test_batches():
             right = model(batch.images).argmax(dim=1) == batch.labels
-            counts += torch.stack([torch.bincount(batch.labels[which], minlength=run.num_classes) for which in (right, slice(None))])
+            counts += torch.stack(
+                [torch.bincount(batch.labels[which], minlength=run.num_classes) for which in (right, slice(None))]
+            )
         right, there_are = torch.tensor(run.total(counts.flatten())).view(2, -1)
         return {"accuracy": (right.sum() / there_are.sum()).item(), "worst_class": (right / there_are).min().item()}
 
@@ -119,7 +126,9 @@ def mixup(run: Run) -> None:
     for batch in run.batches():
         other, part = torch.randperm(len(batch.labels)), torch.rand(())
         logits = model(part * batch.images + (1 - part) * batch.images[other])
-        run.backward(part * cross_entropy(logits, batch.labels) + (1 - part) * cross_entropy(logits, batch.labels[other]))
+        run.backward(
+            part * cross_entropy(logits, batch.labels) + (1 - part) * cross_entropy(logits, batch.labels[other])
+        )
         run.step(optimizer)
 
 
@@ -150,9 +159,9 @@ def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int 
         recorder = Recorder(stop_after)
         run = make_run(OPTIONS, images(NUM_IMAGES), f"{folder}/{loop.__name__}", recorder)
         loop(run)
-        run.finish()
-        weights = [value.clone() for model in run._models for value in model.state_dict().values()]
-        results[loop.__name__] = {"weights": weights, "rows": recorder.rows, "stopped": run.stopped}
+        outcome = run.finish()
+        weights = [value.clone() for model in run._models.wrapped for value in model.state_dict().values()]
+        results[loop.__name__] = {"weights": weights, "rows": recorder.rows, "outcome": outcome}
     return results
 
 
@@ -171,28 +180,29 @@ def test_they_compute_the_same_on_any_workers(on_two: dict[str, Any], tmp_path: 
     for name, alone in train_with(list(SAME_ON_ANY_WORKERS), str(tmp_path)).items():
         assert_same_weights(name, on_two[name]["weights"], alone["weights"], 1e-10)
         for ours, theirs in zip(on_two[name]["rows"], alone["rows"], strict=True):
-            assert set(ours) == set(theirs), name
-            for what in set(ours) - {"images_per_s", "data_wait_fraction", "kind"}:
-                assert ours[what] == pytest.approx(theirs[what], abs=1e-9), (name, what)
+            assert set(ours.metrics) == set(theirs.metrics), name
+            for what in ("step", "epoch", "samples_seen", "learning_rate", *ours.metrics):
+                assert ours.value(what) == pytest.approx(theirs.value(what), abs=1e-9), (name, what)
 
 
 def test_they_go_on_after_a_stop_as_if_nothing_had_been(on_two: dict[str, Any], tmp_path: Path) -> None:
     loops = list(SAME_AFTER_A_STOP)
     stopped = run_in_processes(2, train_with, loops, str(tmp_path), 4)[0]
-    assert all(result["stopped"] for result in stopped.values())
+    assert all(result["outcome"].status == "stopped" for result in stopped.values())
     resumed = run_in_processes(2, train_with, loops, str(tmp_path))[0]
     for name, result in resumed.items():
         assert_same_weights(name, result["weights"], on_two[name]["weights"], 0.0)
 
 
 def test_what_they_measure_is_in_the_history(on_two: dict[str, Any]) -> None:
-    steps = [row for row in on_two["metrics_of_its_own"]["rows"] if row["kind"] == "step"]
+    steps = [row for row in on_two["metrics_of_its_own"]["rows"] if row.kind == "step"]
     assert len(steps) == 12
-    assert all(row["accuracy"] <= row["in_two"] <= 1 for row in steps)
-    measured = [row for row in on_two["evaluation_of_its_own"]["rows"] if row["kind"] == "evaluation"]
-    assert [row["step"] for row in measured] == [4, 6, 8, 12, 12]
-    assert all(0 <= row["worst_class"] <= row["accuracy"] for row in measured)
-    assert [row["critic_loss"] > 0 for row in on_two["two_optimizers_against_each_other"]["rows"] if row["kind"] == "step"] == [True] * 12
+    assert all(row.accuracy <= row.metrics["in_two"] <= 1 for row in steps)
+    measured = [row for row in on_two["evaluation_of_its_own"]["rows"] if row.kind == "evaluation"]
+    assert [row.step for row in measured] == [4, 6, 8, 12, 12]
+    assert all(0 <= row.metrics["worst_class"] <= row.accuracy for row in measured)
+    steps = [row for row in on_two["two_optimizers_against_each_other"]["rows"] if row.kind == "step"]
+    assert [row.metrics["critic_loss"] > 0 for row in steps] == [True] * 12
 
 
 def leaving_early(run: Run) -> None:
@@ -217,10 +227,11 @@ def leave_and_go_on(folder: str) -> list[Tensor]:
     for loop in (leaving_early, to_the_end):
         run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
         loop(run)
-        run.finish()
-        assert run.progress.step == (5 if loop is leaving_early else 12)
-        assert run.stopped == (loop is leaving_early)
-    return list(run._models[0].state_dict().values())
+        outcome = run.finish()
+        assert outcome.progress.step == (5 if loop is leaving_early else 12)
+        assert outcome.status == ("stopped" if loop is leaving_early else "finished")
+        assert outcome.checkpoint == f"checkpoints/step-{outcome.progress.step:09d}.pt"
+    return list(weights_of(run).values())
 
 
 def test_a_loop_that_all_workers_leave_together_keeps_a_checkpoint(tmp_path: Path) -> None:
@@ -291,8 +302,8 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (mean, "given a mean over the images; give it a sum"),
-        (mean_of_own, "given a mean over the images; give it a sum"),
+        (mean, "got a mean over the images; give it a sum"),
+        (mean_of_own, "got a mean over the images; give it a sum"),
         (vector, r"a loss of shape \(7,\)"),
         (no_gradient, "a loss without a gradient"),
         (no_step, r"without run.step\(optimizer\) for this one"),

@@ -17,16 +17,17 @@ from raytrain.backends import torchrun
 from raytrain.backends.train import prepare
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
-from raytrain.runs.checkpoint_files import list_checkpoints
+from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
+from raytrain.runs.outcome import Progress
 from raytrain.storage.base import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
-from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
+from raytrain.training.checkpoint import Checkpoint, Checkpoints, Identity, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
 from raytrain.training.transfer import find_head, freeze, initial_model, initial_weights, parameter_groups
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, _batches, config, images, make_run
+from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
 
 HEADS = {
     "alexnet": "classifier.6",
@@ -174,11 +175,16 @@ def test_code_in_weights_is_not_run(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         (lambda state: state.pop("features.0.bias"), r"they have no features\.0\.bias"),
-        (lambda state: state.update({"more": torch.zeros(1)}), "they have more, and the network has not"),
-        (lambda state: state.update({"features.0.weight": torch.zeros(2, 3)}), r"their features\.0\.weight is 2×3, .* is 64×3×3×3"),
+        (lambda state: state.update({"more": torch.zeros(1)}), "they have more, which the network lacks"),
+        (
+            lambda state: state.update({"features.0.weight": torch.zeros(2, 3)}),
+            r"their features\.0\.weight is 2×3, .* is 64×3×3×3",
+        ),
     ],
 )
-def test_weights_of_another_network_are_refused(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], sentence: str) -> None:
+def test_weights_of_another_network_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], sentence: str
+) -> None:
     state = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
     change(state)
     with pytest.raises(UsageError, match=f"do not fit --model squeezenet1_1: {sentence}"):
@@ -207,11 +213,16 @@ def test_frozen_layers_stay_in_eval_mode() -> None:
     model(torch.randn(8, 3, 8, 8) + 3).sum().backward()
     assert isinstance(model[1], FrozenBatchNorm) and not model[1].training and model[3].training  # type: ignore[index]
     assert_equal(model[:2].state_dict(), before)  # type: ignore[index]
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["3.weight", "3.bias"]
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == [
+        "3.weight",
+        "3.bias",
+    ]
 
 
 def test_layers_that_cannot_be_frozen() -> None:
-    with pytest.raises(UsageError, match=r"--freeze laier1: the network has no such layer \(did you mean layer1.*conv1, bn1, relu"):
+    with pytest.raises(
+        UsageError, match=r"--freeze laier1: the network has no such layer \(did you mean layer1.*conv1, bn1, relu"
+    ):
         freeze(build_model("resnet18", 5, 3, 0), ["laier1"])
     with pytest.raises(UsageError, match="leaves no layer to train"):
         freeze(small(), ["0", "1", "3"])
@@ -230,7 +241,9 @@ def test_the_head_has_a_learning_rate_of_its_own() -> None:
         parameter_groups(model, 9, 0.5, head_factor=20)
 
 
-TRANSFER = config(batch_size=7, head_learning_rate_factor=20.0, learning_rate=0.01, freeze=("0", "1"), weight_decay=0.01)
+TRANSFER = config(
+    batch_size=7, head_learning_rate_factor=20.0, learning_rate=0.01, freeze=("0", "1"), weight_decay=0.01
+)
 
 
 def given_weights() -> dict[str, Tensor]:
@@ -244,17 +257,19 @@ def given_weights() -> dict[str, Tensor]:
 
 
 def transferred(folder: str) -> dict[str, Tensor]:
-    run = dataclasses.replace(make_run(TRANSFER, images(70), folder, Recorder()), weights=given_weights())
+    run = make_run(TRANSFER, images(70), folder, Recorder(), given_weights())
     train(run)
     run.finish()
-    return {name.removeprefix("module."): value.clone() for name, value in run._models[0].state_dict().items()}
+    return {name.removeprefix("module."): value.clone() for name, value in weights_of(run).items()}
 
 
 def transferred_alone(folder: str) -> dict[str, Tensor]:
     """The same in plain PyTorch."""
     run = make_run(TRANSFER, images(70), folder, Recorder())
     model = run.build_model().double()  # for its head
-    model.load_state_dict({**given_weights(), **{name: value for name, value in model.state_dict().items() if name.startswith("9.")}})
+    model.load_state_dict(
+        {**given_weights(), **{name: value for name, value in model.state_dict().items() if name.startswith("9.")}}
+    )
     learning = [p for name, p in model.named_parameters() if name.split(".")[0] not in ("0", "1", "9")]
     groups = [{"params": learning}, {"params": model.get_submodule("9").parameters(), "lr": 0.2}]
     optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.01)
@@ -288,31 +303,52 @@ def half(folder: Path, into: Path, wanted: slice) -> Path:
     return into
 
 
-def run_on(data: Path, storage: Path, name: str, *more: str) -> dict[str, Any]:
-    """Train without Ray in this process; the newest checkpoint's content."""
-    words = ["custom", "--data", str(data), "--storage", str(storage), "--name", name, "--model", "resnet18", "--image-size", "32", "32"]
+def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
+    """Train without Ray in this process; the newest checkpoint."""
+    words = [
+        "custom",
+        "--data",
+        str(data),
+        "--storage",
+        str(storage),
+        "--name",
+        name,
+        "--model",
+        "resnet18",
+        "--image-size",
+        "32",
+        "32",
+    ]
     assert torchrun.main([*words, "--epochs", "1", "--batch-size", "45", *more]) == 0
     store = run_store(str(storage), name)
-    return read_checkpoint(store, max(found.path for found in list_checkpoints(store)))
+    newest = newest_checkpoint(store)
+    assert newest is not None
+    return read_checkpoint(store, newest)
 
 
 def test_a_run_begins_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
-    first, second = (half(cifar10_folder / "train", tmp_path / name, part) for name, part in (("a", slice(4)), ("b", slice(4, 7))))
-    before = run_on(first, tmp_path, "first")["state"]["model"]
+    first, second = (
+        half(cifar10_folder / "train", tmp_path / name, part) for name, part in (("a", slice(4)), ("b", slice(4, 7)))
+    )
+    before = run_on(first, tmp_path, "first").state["model"]
     weights = tmp_path / "weights.pt"
-    checkpoint = next((tmp_path / "first" / "checkpoints").glob("*.pt"))
-    checkpoint.rename(weights)
+    next((tmp_path / "first" / "checkpoints").glob("*.pt")).rename(weights)
     frozen = ("conv1", "bn1", "layer1")
     transfer = ["--weights", str(weights), "--freeze", *frozen, "--head-learning-rate-factor", "20"]
-    content = run_on(second, tmp_path, "second", *transfer)
-    after = content["state"]["model"]
+    checkpoint = run_on(second, tmp_path, "second", *transfer)
+    after = checkpoint.state["model"]
     assert after["fc.weight"].shape == (3, 512)
-    assert_equal(*({name: value for name, value in state.items() if name.startswith(frozen)} for state in (after, before)))
+    assert_equal(
+        *({name: value for name, value in state.items() if name.startswith(frozen)} for state in (after, before))
+    )
     assert not torch.equal(after["layer2.0.conv1.weight"], before["layer2.0.conv1.weight"])
     assert not torch.equal(after["layer2.0.bn1.running_mean"], before["layer2.0.bn1.running_mean"])
-    assert [group["initial_lr"] for group in content["state"]["optimizer"]["param_groups"]] == pytest.approx([0.01, 0.2])
+    assert [group["initial_lr"] for group in checkpoint.state["optimizer"]["param_groups"]] == pytest.approx(
+        [0.01, 0.2]
+    )
     weights.unlink()  # a run that goes on has its own
-    assert run_on(second, tmp_path, "second", "--resume", "--epochs", "2")["progress"]["step"] == 2 * content["progress"]["step"]
+    resumed = run_on(second, tmp_path, "second", "--resume", "--epochs", "2")
+    assert resumed.progress.step == 2 * checkpoint.progress.step
 
 
 def test_a_run_goes_on_with_the_layers_that_it_froze(cifar10_folder: Path, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain.config import TrainConfig
+from raytrain.config import ResolvedConfig
 from raytrain.training.augment import Augment, uniform
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.1, 0.2, 0.3)
 
 
 def augment(**options: Any) -> Augment:
-    options = {"image_size": (12, 16), "batch_size": 8, "learning_rate": 0.1} | options
-    return Augment(TrainConfig(**options), MEAN, STD)
+    base = {"name": "run", "device": "cpu", "batch_size": 8, "learning_rate": 0.1}
+    return Augment(ResolvedConfig(**{**base, "image_size": (12, 16), "mean": MEAN, "std": STD, **options}))
 
 
 def images(num: int = 40, height: int = 12, width: int = 16) -> Tensor:
@@ -31,7 +31,9 @@ SAMPLES = torch.arange(40) * 1_000_003
 ALL = {"horizontal_flip": True, "translate": 3, "random_resized_crop": True}
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)]
+)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_evaluation_only_normalises(precision: str, dtype: torch.dtype, channels_last: bool) -> None:
     out = augment(precision=precision, channels_last=channels_last, **ALL).evaluate(images())
@@ -60,7 +62,9 @@ def test_shrinking_averages_instead_of_picking() -> None:
     torch.testing.assert_close(out[..., 1:-1].double(), grey, rtol=0, atol=0.5)
 
 
-@pytest.mark.parametrize("options", [ALL, {"horizontal_flip": True}, {"translate": 3}, ALL | {"channels_last": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [ALL, {"horizontal_flip": True}, {"translate": 3}, ALL | {"channels_last": True}], ids=str
+)
 def test_an_image_looks_the_same_in_any_batch(options: dict[str, Any]) -> None:
     ours = augment(**options)
     whole = ours.train(images(), SAMPLES, 1)
@@ -103,7 +107,9 @@ def test_translation_shifts_by_whole_pixels_and_fills_with_zeros(flip: bool) -> 
 def test_a_random_crop_of_a_gradient_is_a_smaller_part_of_it() -> None:
     row = torch.linspace(0, 255, 64).round().to(torch.uint8)
     flat = torch.stack([row[None, :].expand(64, 64), row[:, None].expand(64, 64), row[None, :].expand(64, 64)], dim=2)
-    out = augment(image_size=(64, 64), random_resized_crop=True, mean=MEAN).train(flat.expand(400, 64, 64, 3), torch.arange(400), 0)
+    out = augment(image_size=(64, 64), random_resized_crop=True).train(
+        flat.expand(400, 64, 64, 3), torch.arange(400), 0
+    )
     pixels = out * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]  # back to 0..1
     width = (pixels[:, 0, 0, -1] - pixels[:, 0, 0, 0]) * 64 / 63
     height = (pixels[:, 1, -1, 0] - pixels[:, 1, 0, 0]) * 64 / 63
@@ -116,7 +122,7 @@ def test_a_random_crop_of_a_gradient_is_a_smaller_part_of_it() -> None:
 
 
 def test_grey_images_have_one_channel() -> None:
-    grey = Augment(TrainConfig(image_size=(12, 16), channels=1, batch_size=8, learning_rate=0.1, **ALL), (0.5,), (0.5,))
+    grey = augment(channels=1, mean=(0.5,), std=(0.5,), **ALL)
     assert grey.train(images()[..., :1], SAMPLES, 0).shape == (40, 1, 12, 16)
 
 

@@ -1,0 +1,58 @@
+"""The networks that a loop has prepared, and what a run does to all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrain.config import ResolvedConfig
+from raytrain.training import batchnorm
+from raytrain.training.state import CheckpointState
+from raytrain.training.wrap_model import wrap_model
+
+
+class PreparedModels:
+    """Networks on this worker's device, restored from a checkpoint and joined with those of the other workers.
+
+    ``state`` is where each network is kept for checkpoints, and restored from. ``wrapped`` are the networks that the
+    loop trains.
+    """
+
+    def __init__(self, config: ResolvedConfig, device: torch.device, world_size: int, state: CheckpointState) -> None:
+        self.wrapped: list[nn.Module] = []
+        self._config = config
+        self._device = device
+        self._world_size = world_size
+        self._state = state
+
+    def add(self, model: nn.Module) -> nn.Module:
+        """Prepare ``model``, in place, and return what the loop trains."""
+        batchnorm.convert(model, self._config.batch_norm)
+        memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
+        dtype = torch.float64 if self._config.precision == "float64" else torch.float32
+        model.to(self._device, dtype, memory_format=memory_format)  # pyright: ignore
+        self._state.add("model", model)  # after the cast, which would round restored weights
+        wrapped = wrap_model(model, self._config, self._device, self._world_size)
+        self.wrapped.append(wrapped)
+        return wrapped
+
+    def train(self) -> None:
+        """Put all networks into training mode."""
+        for model in self.wrapped:
+            model.train()
+
+    def eval(self) -> None:
+        """Put all networks into evaluation mode."""
+        for model in self.wrapped:
+            model.eval()
+
+    def begin_part(self, num_used: int, *, is_last: bool) -> None:
+        """A forward and backward of ``num_used`` images follows. After the last one the gradients are joined."""
+        for model in self.wrapped:
+            batchnorm.set_num_used(model, num_used)
+            model.require_backward_grad_sync = is_last  # pyright: ignore[reportArgumentType]
+
+    def end_part(self) -> None:
+        """The forward and backward are done: update the running statistics of batch norm from all workers' images."""
+        for model in self.wrapped:
+            batchnorm.update_running_statistics(model)

@@ -1,0 +1,72 @@
+"""The description of a run that its workers get, and how each of them builds its part of the run and trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain.config import ResolvedConfig
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.runs.outcome import Outcome
+from raytrain.storage.base import Store
+from raytrain.training import loop
+from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.evaluation import evaluate
+from raytrain.training.protocols import BatchSource, Reporter
+from raytrain.training.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What a run trains, the same on every worker. It travels to the workers, and holds no secret."""
+
+    config: ResolvedConfig
+    loop: Callable[[Run], None] | None  # None: the built-in loop
+    classes: tuple[str, ...]
+    manifest_digest: str
+    plan: BatchPlan
+    test_plan: BatchPlan
+    store: Store  # of the run
+
+    @property
+    def identity(self) -> Identity:
+        """What the run's checkpoints belong to."""
+        config = self.config
+        return Identity(config.model, self.classes, self.manifest_digest, config.batch_size, config.seed)
+
+    def make_run(
+        self,
+        source: BatchSource,
+        reporter: Reporter,
+        device: torch.device,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Run:
+        """This worker's part of the run, restored from its newest checkpoint, in the default process group, if any.
+
+        ``weights`` are the initial weights, None if the seed decides them. Raises UsageError if the checkpoint is
+        another run's.
+        """
+        return Run(
+            config=self.config,
+            classes=self.classes,
+            plan=self.plan,
+            source=source,
+            reporter=reporter,
+            checkpoints=Checkpoints(
+                self.store,
+                self.identity,
+                self.config.keep_checkpoints,
+                on_saved=lambda path: reporter.event(f"checkpoint {path} written"),
+            ),
+            evaluation=evaluate,
+            device=device,
+            weights=weights,
+        )
+
+    def train(self, run: Run) -> Outcome:
+        """Train ``run`` to its end, or until somebody asks it to stop. The outcome is the same on every worker."""
+        (self.loop or loop.train)(run)
+        return run.finish()
