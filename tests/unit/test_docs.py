@@ -13,7 +13,12 @@ from raytrain.cli.parser import parse
 from raytrain.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "cluster/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "cluster/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_tree_names_every_file_of_the_package() -> None:
@@ -36,7 +41,9 @@ def files_of_the_tree() -> set[str]:
     return files
 
 
-def test_every_command_is_documented_and_every_documented_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_documented_and_every_documented_command_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "first"
     run.mkdir(parents=True)
