@@ -65,9 +65,10 @@ def documented_commands(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_files_that_a_page_points_to_exist(page: Path) -> None:
     text = page.read_text()
-    linked = [page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)\)", text)]
-    files = re.findall(r"`((?:raytrain|tests|notebooks|docs)/[\w./-]+\.(?:md|py|ipynb))`", text)
-    missing = [str(path) for path in [*linked, *(ROOT / file for file in files)] if not path.exists()]
+    linked = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    named = re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:md|py|ipynb))`", text)
+    missing = [path for path in linked if not (page.parent / path).exists()]
+    missing += [path for path in named if not any((folder / path).exists() for folder in (ROOT, ROOT / "raytrain"))]
     assert missing == []
 
 
