@@ -1,4 +1,4 @@
-"""What the README promises is there: the tree names every file, and its commands are understood."""
+"""What the documentation says is true: the tree names every file, commands can be parsed, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,37 +13,66 @@ from raytrain.cli.parser import parse
 from raytrain.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "cluster/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_tree_names_every_file_of_the_package() -> None:
-    _, _, rest = README.partition("\nraytrain/\n")
-    folder, named = "", set[str]()
-    for line in rest.partition("\ncluster/")[0].splitlines():
+    existing = {path.relative_to(ROOT / "raytrain").as_posix() for path in (ROOT / "raytrain").rglob("*.py")}
+    assert files_of_the_tree() == {path for path in existing if not path.endswith("__.py")}
+
+
+def files_of_the_tree() -> set[str]:
+    """The files that the tree in the architecture page names, relative to the package."""
+    _, _, rest = (ROOT / "docs/architecture.md").read_text().partition("\nraytrain/\n")
+    folders, files = list[str](), set[str]()
+    for line in rest.partition("\n```")[0].splitlines():
         name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2  # 1 directly in the package
+        folders = folders[: depth - 1]
         if name.endswith("/"):
-            folder = name
+            folders.append(name)
         else:
-            named.add((folder if line.startswith("    ") else "") + name)
-    there = {path.relative_to(ROOT / "raytrain").as_posix() for path in (ROOT / "raytrain").rglob("*.py")}
-    assert named == {path for path in there if not path.endswith("__.py")}
+            files.add("".join(folders) + name)
+    return files
 
 
-def test_its_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_documented_and_every_documented_command_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    begun = tmp_path / "runs" / "first"
-    begun.mkdir(parents=True)
-    (begun / "config.json").write_text(RECIPES["cifar10"](name="first", data="s3://BUCKET/cifar10/train").to_json())
-    lines = README.replace("\\\n", " ").splitlines()
-    commands = [
-        line.partition("uv run raytrain ")[2].partition(" #")[0] for line in lines if line.startswith("    ") and "uv run raytrain " in line
-    ]
-    assert {command.split()[0] for command in commands} == set(COMMANDS)
-    for command in commands:
-        parse(shlex.split(command), COMMANDS)
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(RECIPES["cifar10"](name="first", data="s3://BUCKET/cifar10/train").to_json())
+    commands = [words for page in PAGES for words in documented_commands(page)]
+    assert {words[0] for words in commands if not words[0].startswith("-")} == set(COMMANDS)
+    for words in commands:
+        if "--help" not in words:
+            parse(words, COMMANDS)
 
 
-def test_the_files_that_it_points_to_are_there() -> None:
-    linked = re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"`([\w./-]+\.(?:md|ipynb))`", README)
-    assert linked
-    assert [path for path in linked if not (ROOT / path).exists()] == []
+def documented_commands(page: Path) -> list[list[str]]:
+    """The arguments of raytrain in every indented command line of a page, however the line starts it."""
+    lines = re.sub(r" *\\\n *", " ", page.read_text()).splitlines()
+    calls = [re.search(r"(?:uv run|--|-m) raytrain (.*)", line) for line in lines if line.startswith("    ")]
+    return [shlex.split(call[1].partition(" #")[0]) for call in calls if call]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_files_that_a_page_points_to_exist(page: Path) -> None:
+    text = page.read_text()
+    linked = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    named = re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:md|py|ipynb))`", text)
+    missing = [path for path in linked if not (page.parent / path).exists()]
+    missing += [path for path in named if not any((folder / path).exists() for folder in (ROOT, ROOT / "raytrain"))]
+    assert missing == []
+
+
+def test_the_readme_sets_everything_up_in_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    setups = [line.strip() for line in readme.splitlines() if "pip install" in line]
+    assert setups == ["python3 -m pip install uv && uv run raytrain demo", "python3 -m pip install uv && uv run pytest"]
