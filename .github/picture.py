@@ -20,7 +20,7 @@ from raytrain.display.terminal import dashboard
 from raytrain.runs.history import History
 from raytrain.runs.monitor import RunMonitor, Snapshot
 from raytrain.runs.records import RunRecord, read_run
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 
 def picture(run: tyro.conf.Positional[str], storage: str = "./runs", step: int | None = None, output: str = ".github/run.svg") -> None:

@@ -12,7 +12,8 @@ from rich.progress import track
 from raytrain.data.manifest import INDEX, Manifest, build_manifest
 from raytrain.data.shards import deal, is_shard, shards_of, to_shard
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 
 _SHARDS_AT_ONCE = 4  # each fetches its images with all of the store's threads
 

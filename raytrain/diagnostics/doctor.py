@@ -17,9 +17,10 @@ from raytrain.backends.ray.cluster import Hardware, Placement, connection, hardw
 from raytrain.diagnostics.node_probe import NodeReport, ProbeRequest, examine, versions
 from raytrain.display.doctor_tables import cpus, doctor_page, size, workers
 from raytrain.errors import UsageError
-from raytrain.storage.base import Store, open_store
-from raytrain.storage.credentials import NodeOrServed
+from raytrain.storage.base import Store
+from raytrain.storage.credentials import OwnRoleOr
 from raytrain.storage.errors import explain
+from raytrain.storage.open import open_store
 
 _ANSWER_WITHIN_S = 120.0
 _METHODS = {"env": "environment", "shared-credentials-file": "profile", "config-file": "profile", "sso": "single sign-on"}
@@ -104,7 +105,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
 class _Lent:
     """This process's credentials, on loan to the nodes; ``problem`` says why there are none."""
 
-    source: NodeOrServed | None = None
+    source: OwnRoleOr | None = None
     resolved_by: str = ""
     problem: str | None = None
 
@@ -121,7 +122,7 @@ def _lending(stores: Sequence[Store]) -> Iterator[_Lent]:
     from raytrain.backends.ray.coordinator import CredentialLender, ServedCredentials, start_coordinator
 
     coordinator = start_coordinator(f"doctor-{uuid.uuid4().hex[:8]}")
-    source = NodeOrServed(ServedCredentials(coordinator))
+    source = OwnRoleOr(ServedCredentials(coordinator))
     try:
         try:
             CredentialLender(coordinator)

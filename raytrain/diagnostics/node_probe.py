@@ -22,7 +22,7 @@ from typing import TypeVar
 from raytrain.data.manifest import SUFFIXES, open_packed
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.storage.base import Store
-from raytrain.storage.credentials import NodeOrServed, own_role
+from raytrain.storage.credentials import OwnRoleOr, own_role
 from raytrain.storage.errors import explain
 
 _T = TypeVar("_T")
@@ -40,7 +40,7 @@ class ProbeRequest:
 
     data: Store | None
     storage: Store | None
-    source: NodeOrServed | None
+    source: OwnRoleOr | None
     """None where no store needs credentials."""
     resolved_by: str
     """How the credentials that ``source`` serves were found, in a word."""
@@ -123,7 +123,7 @@ def _identity(question: ProbeRequest) -> str | None:
         return None
     if role := own_role():
         return f"own role {role.identity}"
-    served = question.source.served()
+    served = question.source.fallback()
     return f"driver's {question.resolved_by} {served.identity}" if served else "none"
 
 

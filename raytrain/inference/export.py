@@ -16,7 +16,7 @@ from raytrain.data.decode import ImageReader, Pixels
 from raytrain.data.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
 
 if TYPE_CHECKING:

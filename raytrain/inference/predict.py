@@ -22,7 +22,8 @@ from raytrain.errors import UsageError
 from raytrain.inference.metrics import scores
 from raytrain.runs import records
 from raytrain.runs.layout import CLASSES
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
 
 

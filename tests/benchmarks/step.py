@@ -29,7 +29,7 @@ from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import build_manifest
 from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
 from raytrain.recipes import cifar10
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.loop import train

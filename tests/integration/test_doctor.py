@@ -24,7 +24,7 @@ from raytrain.diagnostics import doctor, node_probe
 from raytrain.diagnostics.doctor import DoctorReport, diagnose
 from raytrain.diagnostics.node_probe import Gpu, NodeReport, ProbeRequest, examine
 from raytrain.errors import UsageError
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -148,7 +148,7 @@ def test_without_credentials(images_url: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_wrong_address_is_a_usage_error_at_once() -> None:
-    with pytest.raises(UsageError, match="must not carry credentials"):
+    with pytest.raises(UsageError, match="must not contain credentials"):
         diagnose("s3://key:secret@bucket", "./runs", None)
 
 
@@ -261,7 +261,7 @@ def test_torch_that_cannot_use_the_gpus_is_told(tmp_path: Path, monkeypatch: pyt
 def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
-        from raytrain.storage.base import open_store
+        from raytrain.storage.open import open_store
         from raytrain.diagnostics.node_probe import Question, examine
         assert examine(Question(None, open_store({str(tmp_path)!r}), None, ""), 0).writable
         print([name for name in ("torch", "ray") if name in sys.modules])

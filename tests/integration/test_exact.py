@@ -17,7 +17,7 @@ from torch import nn
 from raytrain.config import TrainConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import Checkpoints, Identity

@@ -19,7 +19,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import read_config, run_store
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoints, Identity, Progress, read_checkpoint
 from raytrain.training.loop import train

@@ -15,7 +15,7 @@ from raytrain import UsageError, audit
 from raytrain.data.manifest import Manifest
 from raytrain.runs import records
 from raytrain.runs.layout import MANIFEST
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run
 from tests.integration.test_own_loops import to_the_end

@@ -21,7 +21,7 @@ from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
 from raytrain.runs import records
 from raytrain.runs.layout import CLASSES
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints, Identity, Progress
 from raytrain.training.model import build_model
 

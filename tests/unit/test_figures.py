@@ -16,7 +16,7 @@ from raytrain.display import figures
 from raytrain.errors import UsageError
 from raytrain.inference.metrics import scores
 from raytrain.runs.records import RunRecord, RunStatus
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 
 def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunRecord:

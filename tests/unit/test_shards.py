@@ -28,8 +28,8 @@ from raytrain.data.manifest import INDEX, UNLABELLED, Manifest, build_manifest, 
 from raytrain.data.partition import LocalBatch, Partition, batches_from_stream
 from raytrain.datasets.pack import pack
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import open_store
 from raytrain.storage.local import FolderStore
+from raytrain.storage.open import open_store
 
 SHAPE = ImageShape(8, 8, 3)
 
