@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -106,7 +106,7 @@ class FolderStore(Store):
         )
 
     @contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
+    def _explained(self, path: str) -> Generator[None, None, None]:
         try:
             yield
         except OSError as error:

@@ -1,5 +1,8 @@
 """Storage under an S3 prefix: obstore sends the requests, botocore resolves endpoint, region and credentials."""
 
+# botocore has no types, and obstore's refer to arro3, which is not installed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,7 +11,7 @@ import re
 import ssl
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -56,7 +59,7 @@ class BucketStore(Store):
     """See :class:`Store`. ``url`` is ``s3://bucket/prefix``."""
 
     url: str
-    settings: S3Settings
+    settings: S3Settings  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for S3
     credentials: CredentialSource = field(compare=False, repr=False)
     connection_id: str = field(repr=False)
     """Distinguishes stores with different credentials, in every process that a store is sent to."""
@@ -140,7 +143,7 @@ class BucketStore(Store):
             return with_retries(lambda: operation(renewed), self.retry_policy)
 
     @contextmanager
-    def _explained(self, path: str, connection: _Connection) -> Iterator[None]:
+    def _explained(self, path: str, connection: _Connection) -> Generator[None, None, None]:
         url = f"{self.url}/{path}".rstrip("/")
         try:
             yield

@@ -6,6 +6,7 @@ obstore has types for a few errors and raises GenericError for all others; only 
 from __future__ import annotations
 
 import re
+from typing import cast
 
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
@@ -28,9 +29,9 @@ _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLo
 
 def s3_error_code(error: BaseException) -> str | None:
     """Return S3's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
-    response = getattr(error, "response", None)  # botocore's ClientError
+    response: object = getattr(error, "response", None)  # botocore's ClientError
     if isinstance(response, dict):
-        return response.get("Error", {}).get("Code")
+        return cast("dict[str, dict[str, str]]", response).get("Error", {}).get("Code")
     found = re.search(
         r"<Code>(\w+)</Code>|\(code: (\w+)\)", str(error)
     )  # the second form comes from deleting an object
