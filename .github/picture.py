@@ -21,7 +21,7 @@ from raytrain.runs.history import History
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.records import RunRecord, read_run
 from raytrain.runs.snapshot import Snapshot
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 
 def picture(

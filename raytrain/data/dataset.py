@@ -14,7 +14,8 @@ from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import Manifest, build_manifest, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 
 _NUM_MEASURED_IMAGES = 1024
 _TEST_BATCH_PER_WORKER = 250

@@ -12,7 +12,8 @@ from rich.progress import track
 from raytrain.data.manifest import PACKED_INDEX, Manifest, build_manifest
 from raytrain.data.shards import assign_shards, encode_shard, images_by_shard, is_shard_of
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 
 _NUM_CONCURRENT_SHARDS = 4  # each fetches its images with all of the store's threads
 

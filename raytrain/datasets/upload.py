@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, StoredObject, open_store, threads
+from raytrain.storage.base import Store, StoredObject, threads
+from raytrain.storage.open import open_store
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ def new_name(recipe: str) -> str:
 
 def run_store(storage: str, name: str) -> Store:
     """The store of the run called ``name`` below ``storage``, whether the run exists or not."""
-    from raytrain.storage.base import open_store  # deferred: the command line must start at once
+    from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     return open_store(f"{storage.rstrip('/')}/{check_name(name)}")
 
@@ -82,7 +82,7 @@ def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
 
 
 def _no_such_run(storage: str, name: str) -> str:
-    from raytrain.storage.base import open_store
+    from raytrain.storage.open import open_store
 
     names = run_names(open_store(storage))
     close = get_close_matches(name, names, n=3, cutoff=0.5)

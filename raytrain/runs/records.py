@@ -44,7 +44,7 @@ class RunRecord:
 
 def list_runs(storage: str) -> list[RunInfo]:
     """Every run below ``storage``, the one with the newest heartbeat first."""
-    from raytrain.storage.base import open_store  # deferred: the command line must start at once
+    from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     store = open_store(storage)
     names = run_names(store)

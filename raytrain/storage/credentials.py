@@ -1,80 +1,87 @@
-"""Where the keys to S3 come from, and how they travel: held in memory, never printed, never pickled."""
+"""AWS credentials and their sources. Credentials are held in memory, never printed, never pickled."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+CredentialFields = tuple[str, str, "str | None", "datetime | None"]
+"""The fields of :class:`Credentials` in order, as they are sent to another process."""
+
 
 @dataclass(frozen=True, repr=False)
 class Credentials:
-    """One set of AWS keys. Its text shows the last four characters of the key's name and no secret.
+    """One set of AWS credentials. Its text shows the last four characters of the access key ID, and no secret.
 
-    It refuses to be pickled, so that it cannot slip into a file, a task's arguments or an object store. Whoever has
-    to send it to another process says so: ``Credentials(*dataclasses.astuple(credentials))`` is the way there and back.
+    It cannot be pickled, so that it does not end up in a file, in a task's arguments or in Ray's object store by
+    accident. To send it to another process on purpose, send :meth:`fields`; ``Credentials(*fields)`` restores it.
     """
 
     access_key_id: str
     secret_access_key: str
     session_token: str | None = None
     expires_at: datetime | None = None
-    """When they expire, with a time zone; None where they do not or nobody knows."""
+    """When they expire, with a time zone; None if they do not, or if that is unknown."""
 
     @property
     def identity(self) -> str:
-        """What may be shown of them: ``…`` and the last four characters of the access key's name."""
+        """What may be shown: ``…`` and the last four characters of the access key ID."""
         return f"…{self.access_key_id[-4:]}"
+
+    def fields(self) -> CredentialFields:
+        """Return all fields, the secret ones too."""
+        return astuple(self)
 
     def __repr__(self) -> str:
         return f"Credentials({self.identity}, expires_at={self.expires_at})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("Credentials are not pickled; send a credential source instead.")
+        raise TypeError("Credentials cannot be pickled; send a credential source instead.")
 
 
 class CredentialSource(Protocol):
-    """Gives credentials that are valid now, or None where it has none. Asked again shortly before they expire.
+    """Returns credentials that are valid now, or None if it has none. Called again shortly before they expire.
 
-    A source that is given to a store is pickled with it, so that it must itself hold no secret.
+    A store's source is pickled with the store, so it must not contain a secret itself.
     """
 
     def __call__(self) -> Credentials | None: ...
 
 
 def resolve() -> Credentials | None:
-    """This process's own credentials by the standard AWS chain: environment, profile, single sign-on, role, node.
+    """Return this process's credentials from the standard AWS chain: environment, profile, single sign-on, role.
 
-    Raises botocore's exceptions where the configuration is broken (an unknown profile, say) or a role is refused;
-    :func:`raytrain.storage.errors.explain` makes a sentence of them.
+    Raises botocore's exceptions if the configuration is broken (an unknown profile, for example) or a role is refused;
+    :func:`raytrain.storage.errors.explain` turns them into a sentence.
     """
     found = _chain(_aws_environment())
     if not hasattr(found, "refresh_needed"):
-        _chain.cache_clear()  # plain keys are read anew each time: their file may have been rewritten since
+        _chain.cache_clear()  # static credentials are read again each time, because their file may have been rewritten
     return _frozen(found)
 
 
 def own_role() -> Credentials | None:
-    """The role that this node or container was given (EC2, ECS, EKS), and nothing that a person configured.
+    """Return the credentials of the role that this node or container has (EC2, ECS, EKS).
 
-    Answers at once where there can be none: the metadata service is asked on EC2 only, and not where
-    AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions where the role exists and cannot be taken.
+    Ignores what a user configured. Returns at once if there can be no role: the metadata service is asked only on EC2,
+    and never if AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions if a role gives no credentials.
     """
     return _frozen(_role(_aws_environment()))
 
 
 @dataclass(frozen=True)
-class NodeOrServed:
-    """A picklable source: the role of the node on which it is asked, else what ``served`` gives (the driver's)."""
+class OwnRoleOr:
+    """A source that can be pickled: the role of the node where it is called, or ``fallback`` if there is none."""
 
-    served: CredentialSource
+    fallback: CredentialSource
 
     def __call__(self) -> Credentials | None:
-        return own_role() or self.served()
+        return own_role() or self.fallback()
 
 
 @lru_cache(maxsize=1)
@@ -84,33 +91,33 @@ def _chain(environment: frozenset[tuple[str, str]]) -> Any:
 
 @lru_cache(maxsize=1)
 def _role(environment: frozenset[tuple[str, str]]) -> Any:
-    methods = [method for method, may_apply in _ROLES.items() if may_apply()]
-    if not methods:
+    providers = [provider for provider, may_apply in _ROLE_PROVIDERS.items() if may_apply()]
+    if not providers:
         return None
     chain = _session().get_component("credential_provider")
     found: Any = None
-    for method in methods:
-        found = found or chain.get_provider(method).load()
+    for provider in providers:
+        found = found or chain.get_provider(provider).load()
     return found
 
 
 def _session() -> Any:
-    import botocore.session  # pyright: ignore[reportMissingTypeStubs] ; takes 0.4 s, and folders need none
+    import botocore.session  # pyright: ignore[reportMissingTypeStubs] ; takes 0.4 s, and folders do not need it
 
     return botocore.session.Session()
 
 
 def _aws_environment() -> frozenset[tuple[str, str]]:
-    """What the answers above depend on, as the key of their caches: a notebook may change it between two runs."""
+    """Return the key of the caches: the variables that select credentials. A notebook may change them between runs."""
     return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_"))
 
 
 def _frozen(found: Any) -> Credentials | None:
     if found is None:
         return None
-    keys = found.get_frozen_credentials()  # refreshes them first where botocore finds it due
-    expires_at = getattr(found, "_expiry_time", None)  # botocore tells it nowhere else
-    # obstore takes the one UTC of the standard library, and botocore has another.
+    keys = found.get_frozen_credentials()  # refreshes them first if they expire soon
+    expires_at = getattr(found, "_expiry_time", None)  # botocore has no public attribute for it
+    # obstore accepts only the standard library's UTC, and botocore uses another.
     return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
 
 
@@ -125,20 +132,25 @@ def _has_container_role() -> bool:
 def _is_ec2() -> bool:
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
-    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ or any(_starts(*mark) for mark in _EC2_MARKS)
+    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ or any(_starts_with(*mark) for mark in _EC2_MARKS)
 
 
-def _starts(path: str, beginning: str) -> bool:
+def _starts_with(path: str, prefix: str) -> bool:
     try:
-        return Path(path).read_text().lower().startswith(beginning)
+        return Path(path).read_text().lower().startswith(prefix)
     except OSError:
         return False
 
 
-_EC2_MARKS = (("/sys/class/dmi/id/sys_vendor", "amazon ec2"), ("/sys/hypervisor/uuid", "ec2"))  # Nitro, and Xen before it
+_EC2_MARKS = (
+    ("/sys/class/dmi/id/sys_vendor", "amazon ec2"),  # Nitro
+    ("/sys/hypervisor/uuid", "ec2"),  # Xen
+)
+"""Files that exist on EC2 instances, and how their content starts."""
 
-_ROLES: dict[str, Callable[[], bool]] = {
+_ROLE_PROVIDERS: dict[str, Callable[[], bool]] = {
     "assume-role-with-web-identity": _has_web_identity,
     "container-role": _has_container_role,
     "iam-role": _is_ec2,
 }
+"""botocore's credential providers for roles, each with whether it may have credentials here."""

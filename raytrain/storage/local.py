@@ -1,11 +1,11 @@
-"""Storage in a folder of this machine, or on a disk that all machines share."""
+"""Storage in a local folder, or on a disk that all machines share."""
 
 from __future__ import annotations
 
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,13 +15,13 @@ from raytrain.storage.base import ObjectChanged, Store, StoredObject
 from raytrain.storage.credentials import CredentialSource
 from raytrain.storage.errors import explain
 
-# What put() writes to before it renames; one that a killed process left behind is no object.
+# put() writes to such a file and then renames it. One that a killed process left behind is not an object.
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part$")
 
 
 @dataclass(frozen=True)
 class FolderStore(Store):
-    """See :class:`Store`. ``url`` is an absolute path; the folder is made by the first :meth:`put`."""
+    """See :class:`Store`. ``url`` is an absolute path; the first :meth:`put` creates the folder."""
 
     url: str
     settings = None
@@ -34,7 +34,7 @@ class FolderStore(Store):
             raise FileNotFoundError(f"{self.url}/{path}") from None
         except OSError as error:
             raise explain(error, f"{self.url}/{path}") from error
-        # The size alone: machines may have copies of the folder, made at other times.
+        # Only the size: machines may have copies of the folder with other modification times.
         if etag and etag.partition("-")[0] != f"{len(data):x}":
             raise ObjectChanged(f"{self.url}/{path}")
         return data
@@ -45,7 +45,7 @@ class FolderStore(Store):
         with self._explained(path):
             os.makedirs(os.path.dirname(file), exist_ok=True)
             try:
-                _write_through(unfinished, data)
+                _write_to_disk(unfinished, data)
                 os.replace(unfinished, file)
             except BaseException:
                 Path(unfinished).unlink(missing_ok=True)
@@ -53,8 +53,8 @@ class FolderStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         with self._explained(prefix):
-            if os.path.isdir(top := self._file(prefix)):
-                yield from self._below(top, set())
+            if os.path.isdir(folder := self._file(prefix)):
+                yield from self._walk(folder, set())
 
     def delete(self, path: str) -> None:
         with self._explained(path):
@@ -82,18 +82,18 @@ class FolderStore(Store):
     def _file(self, path: str) -> str:
         return os.path.join(self.url, path.strip("/"))
 
-    def _below(self, folder: str, above: set[tuple[int, int]]) -> Iterator[StoredObject]:
-        """Files below ``folder``, links followed as well, but none back to a folder that it lies in."""
+    def _walk(self, folder: str, parents: set[tuple[int, int]]) -> Iterator[StoredObject]:
+        """Iterate over all files in ``folder``. Follows links, except to a folder that contains ``folder``."""
         status = os.stat(folder)
         here = (status.st_dev, status.st_ino)
-        if here in above:
+        if here in parents:
             return
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir():
-                    yield from self._below(entry.path, above | {here})
+                    yield from self._walk(entry.path, parents | {here})
                 elif entry.is_file() and not _UNFINISHED.search(entry.name):
-                    with suppress(FileNotFoundError):  # deleted a moment ago
+                    with suppress(FileNotFoundError):  # deleted since it was listed
                         yield self._stored(entry)
 
     def _stored(self, entry: os.DirEntry[str]) -> StoredObject:
@@ -106,15 +106,15 @@ class FolderStore(Store):
         )
 
     @contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
+    def _explained(self, path: str) -> Generator[None, None, None]:
         try:
             yield
         except OSError as error:
             raise explain(error, f"{self.url}/{path}".rstrip("/")) from error
 
 
-def _write_through(file: str, data: bytes) -> None:
-    """Write a new file and have it on the disk before anybody is pointed to it."""
+def _write_to_disk(file: str, data: bytes) -> None:
+    """Write a new file, and return when its content is on the disk."""
     with open(file, "xb") as opened:
         opened.write(data)
         opened.flush()

@@ -1,4 +1,7 @@
-"""Storage below an S3 prefix: obstore carries the bytes, botocore says where S3 is and with what keys."""
+"""Storage under an S3 prefix: obstore sends the requests, botocore resolves endpoint, region and credentials."""
+
+# botocore has no types, and obstore's refer to arro3, which is not installed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import ssl
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -21,8 +24,9 @@ from obstore.store import S3Store
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import ObjectChanged, S3Settings, Store, StoredObject, threads
 from raytrain.storage.credentials import Credentials, CredentialSource
-from raytrain.storage.errors import explain, refuses_credentials
-from raytrain.storage.retry import FIRST_PAUSE_S, HASTY, LONGEST_PAUSE_S, PATIENT, repeat
+from raytrain.storage.errors import explain
+from raytrain.storage.retry import DEFAULT, FAIL_FAST, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
+from raytrain.storage.s3_errors import refuses_credentials, s3_error_code
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -30,19 +34,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_EARLY = timedelta(minutes=5)
+_RENEW_BEFORE_EXPIRY = timedelta(minutes=5)
 _CLIENT: ClientConfig = {
     "connect_timeout": timedelta(seconds=5),
     "read_timeout": timedelta(seconds=30),
-    "timeout": timedelta(minutes=30),  # of a whole transfer: a checkpoint may take long, as long as it moves
+    "timeout": timedelta(minutes=30),  # of a whole transfer: a checkpoint may take long, as long as bytes arrive
 }
-_PART_BYTES = 5 << 20  # more is uploaded in parts, side by side
-_PARTS: RetryConfig = {
-    "max_retries": PATIENT.max_repeats,
-    "retry_timeout": timedelta(seconds=PATIENT.within_s),
-    "backoff": {"init_backoff": timedelta(seconds=FIRST_PAUSE_S), "max_backoff": timedelta(seconds=LONGEST_PAUSE_S), "base": 2},
+_PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
+# obstore retries each part of an upload; all other requests are retried, and counted, by with_retries.
+_RETRY_PARTS: RetryConfig = {
+    "max_retries": DEFAULT.max_retries,
+    "retry_timeout": timedelta(seconds=DEFAULT.max_duration_s),
+    "backoff": {
+        "init_backoff": timedelta(seconds=INITIAL_WAIT_S),
+        "max_backoff": timedelta(seconds=MAX_WAIT_S),
+        "base": 2,
+    },
 }
-_ONCE: RetryConfig = {**_PARTS, "max_retries": 0}  # all others are repeated, and counted, here
+_NO_RETRIES: RetryConfig = {**_RETRY_PARTS, "max_retries": 0}
 
 
 @dataclass(frozen=True)
@@ -50,23 +59,22 @@ class BucketStore(Store):
     """See :class:`Store`. ``url`` is ``s3://bucket/prefix``."""
 
     url: str
-    settings: S3Settings
+    settings: S3Settings  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for S3
     credentials: CredentialSource = field(compare=False, repr=False)
-    token: str = field(repr=False)
-    """Tells stores apart that differ in their credentials, in every process that they are sent to."""
-    hasty: bool = False
-    """Give up within seconds where nothing answers."""
-    in_parts: bool = False
-    """For uploads in parts, of which each is repeated by itself."""
+    connection_id: str = field(repr=False)
+    """Distinguishes stores with different credentials, in every process that a store is sent to."""
+    retry_policy: RetryPolicy = DEFAULT
+    multipart: bool = False
+    """Upload in parts, each of which obstore retries."""
 
     def get(self, path: str, etag: str = "") -> bytes:
         found, data = self._call(path, lambda client: _content(client.get(path)))
-        if etag and found and _bare(found) != _bare(etag):
+        if etag and found and _normalized(found) != _normalized(etag):
             raise ObjectChanged(f"{self.url}/{path}")
         return data
 
     def put(self, path: str, data: bytes) -> None:
-        store = dataclasses.replace(self, in_parts=True) if len(data) > _PART_BYTES else self
+        store = dataclasses.replace(self, multipart=True) if len(data) > _PART_BYTES else self
         store._call(path, lambda client: client.put(path, data, chunk_size=_PART_BYTES))
 
     def delete(self, path: str) -> None:
@@ -80,27 +88,29 @@ class BucketStore(Store):
         return True
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        folders, objects = self._divide(prefix.strip("/"))
-        for listed in (objects, *threads().map(self._list_below, folders)):
-            yield from (_stored(found) for found in listed if found["path"] != prefix.strip("/"))  # a folder's own marker is no object
+        prefix = prefix.strip("/")
+        folders, objects = self._split(prefix)
+        for listed in (objects, *threads().map(self._list_folder, folders)):
+            # Consoles create an empty object as a marker for the folder itself.
+            yield from (_stored(found) for found in listed if found["path"] != prefix)
 
     def with_credentials(self, credentials: CredentialSource) -> BucketStore:
-        return dataclasses.replace(self, credentials=credentials, token=uuid.uuid4().hex)
+        return dataclasses.replace(self, credentials=credentials, connection_id=uuid.uuid4().hex)
 
     def fail_fast(self) -> BucketStore:
-        return dataclasses.replace(self, hasty=True)
+        return dataclasses.replace(self, retry_policy=FAIL_FAST)
 
     def check_readable(self) -> None:
         self.fail_fast()._call("", lambda client: next(iter(client.list()), None))
 
     def check_writable(self) -> None:
-        hasty = self.fail_fast()
+        store = self.fail_fast()
         name = f".write-check-{uuid.uuid4().hex}"
-        hasty.put(name, b"")
-        hasty.delete(name)
+        store.put(name, b"")
+        store.delete(name)
 
-    def _divide(self, prefix: str) -> tuple[list[str], list[ObjectMeta]]:
-        """Folders that can be listed side by side, and the objects that lie above them."""
+    def _split(self, prefix: str) -> tuple[list[str], list[ObjectMeta]]:
+        """Return subfolders that can be listed concurrently, and the objects above them."""
         folders, objects = [prefix], []
         while len(folders) == 1:
             (folder,) = folders
@@ -109,63 +119,62 @@ class BucketStore(Store):
             objects += listed["objects"]
         return folders, objects
 
-    def _list_below(self, folder: str) -> Sequence[ObjectMeta]:
+    def _list_folder(self, folder: str) -> Sequence[ObjectMeta]:
         objects: list[ObjectMeta] = []
 
-        def go_on(client: S3Store) -> None:
+        def resume(client: S3Store) -> None:
             for page in client.list(folder, offset=objects[-1]["path"] if objects else None):
                 objects.extend(page)
 
-        self._call(folder, go_on)
+        self._call(folder, resume)
         return objects
 
     def _call(self, path: str, operation: Callable[[S3Store], T]) -> T:
-        """Carry out ``operation``; once more with new keys where S3 no longer takes these."""
+        """Send a request; once more with new credentials if S3 refuses these."""
         connection = _connection(self)
         client = connection.client
-        patience = HASTY if self.hasty else PATIENT
         with self._explained(path, connection):
             try:
-                return repeat(lambda: operation(client), patience)
+                return with_retries(lambda: operation(client), self.retry_policy)
             except Exception as error:
                 if not refuses_credentials(error):
                     raise
             renewed = connection.renewed(client)
-            return repeat(lambda: operation(renewed), patience)
+            return with_retries(lambda: operation(renewed), self.retry_policy)
 
     @contextmanager
-    def _explained(self, path: str, connection: _Connection) -> Iterator[None]:
-        where = f"{self.url}/{path}".rstrip("/")
+    def _explained(self, path: str, connection: _Connection) -> Generator[None, None, None]:
+        url = f"{self.url}/{path}".rstrip("/")
         try:
             yield
         except FileNotFoundError as error:
-            if "NoSuchBucket" not in str(error):
-                raise FileNotFoundError(where) from None
-            raise connection.explained(error, where) from error
+            if s3_error_code(error) != "NoSuchBucket":
+                raise FileNotFoundError(url) from None
+            raise connection.explained(error, url) from error
         except Exception as error:
-            raise connection.explained(error, where) from error
+            raise connection.explained(error, url) from error
 
 
 class _Connection:
-    """What one process holds for a store: a client with its open connections, made anew when the keys are refused."""
+    """One process's client for a store, with its open connections. Replaced when S3 refuses the credentials."""
 
     def __init__(self, store: BucketStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._keys = _Keys(store)
+        self._credentials = _CredentialCache(store)
         self.client = self._connect()
 
     def renewed(self, refused: S3Store) -> S3Store:
-        """The client that comes after ``refused``; made once, however many threads were refused."""
+        """Return the client that replaces ``refused``; created once, however many threads were refused."""
         with self._lock:
             if self.client is refused:
-                self._keys = _Keys(self._store, self._keys.identity)
+                self._credentials = _CredentialCache(self._store, self._credentials.identity)
                 self.client = self._connect()
             return self.client
 
     def explained(self, error: Exception, url: str) -> StorageError:
-        cause = self._keys.failure or error
-        return explain(cause, url, endpoint_url=self._store.settings.endpoint_url, identity=self._keys.identity)
+        cause = self._credentials.failure or error
+        return explain(cause, url, endpoint_url=self._store.settings.endpoint_url, identity=self._credentials.identity)
 
     def _connect(self) -> S3Store:
         settings = self._store.settings
@@ -182,73 +191,81 @@ class _Connection:
             prefix=prefix or None,
             config=config,
             client_options=options,
-            retry_config=_PARTS if self._store.in_parts else _ONCE,
-            credential_provider=self._keys,
+            retry_config=_RETRY_PARTS if self._store.multipart else _NO_RETRIES,
+            credential_provider=self._credentials,
         )
 
 
-class _Keys:
-    """Keys for obstore, held until shortly before they expire: obstore asks ten times a second when that is near."""
+class _CredentialCache:
+    """Keeps credentials for obstore until shortly before they expire: obstore then asks ten times a second."""
 
     def __init__(self, store: BucketStore, identity: str = "in use") -> None:
         self._store = store
         self.identity = identity
-        """What may be shown of the keys that were held last."""
-        self._held: Credentials | None = None
-        self._ask_again_at: datetime | None = None
+        """What may be shown of the last credentials."""
+        self._cached: Credentials | None = None
+        self._renew_at: datetime | None = None
         self.failure: Exception | None = None
-        """Why there were none, the last time; obstore passes on only its text."""
+        """Why the source failed the last time, if it did; obstore passes on only the text."""
 
     def __call__(self) -> S3Credential:
-        if self._held is None or (self._ask_again_at is not None and _now() >= self._ask_again_at):
-            self._ask()
-        assert self._held is not None
+        if self._cached is None or (self._renew_at is not None and _now() >= self._renew_at):
+            self._cached = self._renewed()
         return {
-            "access_key_id": self._held.access_key_id,
-            "secret_access_key": self._held.secret_access_key,
-            "token": self._held.session_token,
-            "expires_at": self._held.expires_at,
+            "access_key_id": self._cached.access_key_id,
+            "secret_access_key": self._cached.secret_access_key,
+            "token": self._cached.session_token,
+            "expires_at": self._cached.expires_at,
         }
 
-    def _ask(self) -> None:
+    def _renewed(self) -> Credentials:
         try:
-            held = self._store.credentials()
-            if held is None:
-                raise LookupError("NoCredentials")
+            credentials = _required(self._store.credentials())
         except Exception as error:
             self.failure = error
             raise
         self.failure = None
-        self._held, self.identity = held, held.identity
-        if held.expires_at is not None:
-            left = held.expires_at - _now()
-            self._ask_again_at = held.expires_at - min(_EARLY, left / 4)
+        self.identity = credentials.identity
+        if credentials.expires_at is not None:
+            remaining = credentials.expires_at - _now()
+            self._renew_at = credentials.expires_at - min(_RENEW_BEFORE_EXPIRY, remaining / 4)
+        return credentials
+
+
+def _required(credentials: Credentials | None) -> Credentials:
+    if credentials is None:
+        from botocore.exceptions import NoCredentialsError  # pyright: ignore[reportMissingTypeStubs]
+
+        raise NoCredentialsError
+    return credentials
 
 
 def _connection(store: BucketStore) -> _Connection:
-    """This process's connection for ``store`` and all of its copies."""
-    with _connecting:
-        return _connected(store)
+    """Return this process's connection for ``store`` and all its copies."""
+    with _connection_lock:
+        return _cached_connection(store)
 
 
 @lru_cache(maxsize=32)
-def _connected(store: BucketStore) -> _Connection:
+def _cached_connection(store: BucketStore) -> _Connection:
     return _Connection(store)
 
 
-_connecting = threading.Lock()  # the cache alone would let threads that come at once make a connection each
+_connection_lock = threading.Lock()  # the cache alone would let concurrent threads create a connection each
 
 
 def _read_certificates(file: str) -> bytes:
     try:
         ssl.create_default_context(cafile=file)
         return Path(file).read_bytes()
-    except OSError as error:  # SSLError is one, too
-        raise StorageError(f"AWS_CA_BUNDLE is {file}, where no certificates can be read; correct it or remove it.") from error
+    except OSError as error:  # SSLError is an OSError
+        raise StorageError(
+            f"AWS_CA_BUNDLE is {file}, which contains no readable certificates; correct or remove it."
+        ) from error
 
 
 def resolve_settings(url: str) -> S3Settings:
-    """Endpoint and region by the standard AWS configuration of this process: environment, then the profile."""
+    """Return endpoint and region from this process's AWS configuration: the environment, then the profile."""
     import botocore.session  # pyright: ignore[reportMissingTypeStubs]
     from botocore.exceptions import BotoCoreError  # pyright: ignore[reportMissingTypeStubs]
 
@@ -260,11 +277,11 @@ def resolve_settings(url: str) -> S3Settings:
         region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
     except BotoCoreError as error:
         raise explain(error, url) from error
-    asked = (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
-    return S3Settings(_checked(next(filter(None, (*asked, *configured)), None)), region)
+    environment = (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+    return S3Settings(_checked_endpoint(next(filter(None, (*environment, *configured)), None)), region)
 
 
-def _checked(endpoint_url: str | None) -> str | None:
+def _checked_endpoint(endpoint_url: str | None) -> str | None:
     if endpoint_url is not None and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url):
         raise UsageError(f"AWS_ENDPOINT_URL is {endpoint_url!r}; it must look like https://host or http://host:port.")
     return endpoint_url
@@ -274,8 +291,8 @@ def _content(result: GetResult) -> tuple[str | None, bytes]:
     return result.meta["e_tag"], bytes(result.bytes())
 
 
-def _bare(etag: str) -> str:
-    """An ETag without what servers put round it in one answer and not in another."""
+def _normalized(etag: str) -> str:
+    """Remove what servers add around an ETag in some answers and not in others."""
     return etag.removeprefix("W/").strip('"')
 
 

@@ -1,4 +1,4 @@
-"""A temporary folder that outlives no process for long: what a killed one left, the next one takes away."""
+"""Temporary folders. If a process is killed, the next process that creates a folder removes those left over."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _PREFIX, _LOCK = "raytrain-", "lock"
 
 
 class TemporaryFolder:
-    """A folder for as long as its process needs it, with those gone that processes on this machine left when they were killed."""
+    """A temporary folder for this process. Creating one also removes those of killed processes on this machine."""
 
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        unnamed = self.path / "unlocked"  # nobody else looks at the folder before its lock is held
-        self._lock = unnamed.open("w")
+        unlocked = self.path / "unlocked"  # renamed once the lock is held, so that no other process removes the folder
+        self._lock = unlocked.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unnamed.rename(self.path / _LOCK)
+        unlocked.rename(self.path / _LOCK)
 
     def __enter__(self) -> Path:
         return self.path
@@ -29,14 +29,17 @@ class TemporaryFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder with its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """The system lets go of a lock where its process ends, however it does."""
+    """Remove folders whose lock is free. The operating system releases a lock when its process ends."""
     for path in folder.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), path.open() as lock:  # BlockingIOError, where it is held; another's folder
+        with (
+            suppress(OSError),
+            path.open() as lock,
+        ):  # BlockingIOError if the lock is held; PermissionError for another user's folder
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from raytrain.data.partition import LocalBatch
+from raytrain.data.local_batch import LocalBatch
 from raytrain.runs.metrics import MetricRow
 
 

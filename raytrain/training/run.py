@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.partition import LocalBatch, Prefetch
+from raytrain.data.local_batch import LocalBatch
+from raytrain.data.prefetch import Prefetch
 from raytrain.data.permutation import mix
 from raytrain.runs.checkpoint_files import checkpoint_path
 from raytrain.runs.metrics import MetricRow

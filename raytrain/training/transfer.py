@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained

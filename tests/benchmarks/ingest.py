@@ -188,7 +188,7 @@ def fetch(url: str) -> float:
 def fetch_here(keys: list[list[str]], url: str) -> tuple[float, float, int]:
     import torch.distributed as dist
 
-    from raytrain.storage.base import open_store
+    from raytrain.storage.open import open_store
 
     store, mine = open_store(url), keys[dist.get_rank()]
     dist.barrier()
@@ -199,7 +199,7 @@ def fetch_here(keys: list[list[str]], url: str) -> tuple[float, float, int]:
 
 
 def decode(url: str) -> float:
-    from raytrain.storage.base import open_store
+    from raytrain.storage.open import open_store
 
     files = open_store(url).get_many(_shuffled_keys(url)[:DECODED])
     return _together(decode_here, files)
@@ -221,7 +221,7 @@ def decode_here(files: list[bytes]) -> tuple[float, float, int]:
 
 def _shuffled_keys(url: str) -> list[str]:
     from raytrain.data.manifest import build_manifest
-    from raytrain.storage.base import open_store
+    from raytrain.storage.open import open_store
 
     keys = build_manifest(open_store(url)).keys.to_pylist()
     return [keys[place] for place in np.random.default_rng(0).permutation(len(keys))]

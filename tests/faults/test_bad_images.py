@@ -12,7 +12,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.history import History
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 Make = Callable[[SkipLimit], RunMonitor]
 

@@ -17,7 +17,8 @@ import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.runs.outcome import Progress
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 from raytrain.storage.local import FolderStore
 from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
 
@@ -180,7 +181,7 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseEx
         Path(file).write_bytes(data[:after_bytes])
         raise error
 
-    monkeypatch.setattr("raytrain.storage.local._write_through", write)
+    monkeypatch.setattr("raytrain.storage.local._write_to_disk", write)
 
 
 def test_a_full_disk_is_said_and_leaves_the_last_whole_checkpoint(
@@ -212,7 +213,7 @@ def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_one(
 ) -> None:
     checkpoints = open_checkpoints(open_store(str(tmp_path)))
     failing_put(monkeypatch, 0, OSError(30, "Read-only file system"))
-    with pytest.raises(StorageError, match="lies on a disk that can only be read; choose another place"):
+    with pytest.raises(StorageError, match="is on a read-only disk; choose another place"):
         save_until_told(checkpoints)
     with suppress(StorageError):  # it may have been the last to be written
         checkpoints.close()

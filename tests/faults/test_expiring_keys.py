@@ -15,7 +15,8 @@ import raytrain
 from raytrain import TrainingFailed
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
-from raytrain.storage.base import S3Settings, open_store
+from raytrain.storage.base import S3Settings
+from raytrain.storage.open import open_store
 from tests.helpers.key_issuer import LIFE_S, Issuer, issuing_s3
 from tests.helpers.small_object_store import options as large_images
 from tests.helpers.small_runs import assert_same_weights, loop_with, put_images

@@ -23,7 +23,8 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run
 from raytrain.runs.records import read_run
-from raytrain.storage.base import MAX_THREADS, open_store
+from raytrain.storage.base import MAX_THREADS
+from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images
@@ -117,7 +118,7 @@ def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -
     ("hurt", "sentence"),
     [
         (fill, "The disk of {} is full; free space or choose another place"),
-        (make_read_only, "{} lies on a disk that can only be read; choose another place"),
+        (make_read_only, "{} is on a read-only disk; choose another place"),
     ],
 )
 def test_a_run_whose_disk_is_full_or_read_only_keeps_its_last_checkpoint(

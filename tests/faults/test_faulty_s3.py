@@ -1,4 +1,4 @@
-"""Storage behind a network that fails: every byte arrives, nobody is flooded, and what changed since the listing is said."""
+"""Storage over a faulty network: all data arrives without a flood of retries, and changed objects are detected."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import pytest
 
 from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import build_manifest
-from raytrain.demo.digits import render_digits
-from raytrain.demo.s3_server import S3Server
+from raytrain.demo.digits import render
+from raytrain.demo.s3_server import EmbeddedS3
 from raytrain.storage import s3
-from raytrain.storage.base import MAX_THREADS, ObjectChanged, S3Settings, Store, open_store
+from raytrain.storage.base import MAX_THREADS, ObjectChanged, S3Settings, Store
+from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 
 NUM_OBJECTS = 300
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is taken for a failure after half a second."""
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests time out after half a second."""
     monkeypatch.setitem(s3._CLIENT, "read_timeout", timedelta(seconds=0.5))
 
 
@@ -29,10 +30,10 @@ def content(number: int) -> bytes:
     return bytes([number % 256]) * (1000 + number)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 @pytest.mark.parametrize(("fraction", "max_requests_per_object"), [(0.05, 1.2), (0.5, 3.0)])
-def test_everything_arrives_through_faults_without_a_storm(
-    s3: S3Server, s3_url: str, fraction: float, max_requests_per_object: float
+def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
+    s3: EmbeddedS3, s3_url: str, fraction: float, max_requests_per_object: float
 ) -> None:
     direct = open_store(s3_url)
     paths = [f"{number % 5}/{number:03d}" for number in range(NUM_OBJECTS)]
@@ -45,7 +46,7 @@ def test_everything_arrives_through_faults_without_a_storm(
         assert proxy.num_requests <= max_requests_per_object * NUM_OBJECTS
         assert proxy.max_at_once <= MAX_THREADS
         assert sorted(found.path for found in store.list()) == sorted(paths)
-        for number, size_bytes in enumerate((10, 1_000_000, 12_000_000)):  # the last one in parts
+        for number, size_bytes in enumerate((10, 1_000_000, 12_000_000)):  # the last one is a multipart upload
             store.put(f"written/{number}", bytes(size_bytes))
             assert direct.get(f"written/{number}") == bytes(size_bytes)
         assert not store.exists("nowhere")
@@ -53,9 +54,9 @@ def test_everything_arrives_through_faults_without_a_storm(
         assert not direct.exists("written/2")
 
 
-@pytest.mark.usefixtures("impatient")
-def test_real_images_are_read_through_faults(s3: S3Server, s3_url: str, tmp_path: Path) -> None:
-    folder = open_store(str(render_digits(tmp_path, num_images=100) / "train"))
+@pytest.mark.usefixtures("short_timeout")
+def test_real_images_are_read_despite_faults(s3: EmbeddedS3, s3_url: str, tmp_path: Path) -> None:
+    folder = open_store(str(render(tmp_path, num_images=100) / "train"))
     direct = open_store(s3_url)
     for found in folder.list():
         direct.put(found.path, folder.get(found.path))
@@ -65,7 +66,7 @@ def test_real_images_are_read_through_faults(s3: S3Server, s3_url: str, tmp_path
     assert bad == {} and (images == ImageReader(folder, shape).read(build_manifest(folder))[0]).all()
 
 
-# What changed since it was listed.
+# Objects that changed after they were listed.
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -73,7 +74,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("s3_url"))
 
 
-def test_an_object_that_was_replaced_after_its_listing_is_not_taken_for_the_old_one(store: Store) -> None:
+def test_an_object_that_was_replaced_after_its_listing_is_detected(store: Store) -> None:
     for path in "abc":
         store.put(path, path.encode())
     etags = {found.path: found.etag for found in store.list()}
@@ -84,7 +85,7 @@ def test_an_object_that_was_replaced_after_its_listing_is_not_taken_for_the_old_
     assert store.get("b") == b"longer than before"
 
 
-def test_an_object_of_the_same_length_is_told_from_the_old_one_in_s3(s3_url: str) -> None:
+def test_a_replaced_object_of_the_same_length_is_detected_in_s3(s3_url: str) -> None:
     store = open_store(s3_url)
     store.put("a", b"one")
     (listed,) = store.list()
@@ -98,12 +99,12 @@ def test_copies_of_a_folder_on_other_machines_are_the_same_files(tmp_path: Path)
     store = open_store(str(tmp_path))
     store.put("a", b"one")
     (listed,) = store.list()
-    store.put("a", b"two")  # a copy has another time of change, and nobody reads it to compare
+    store.put("a", b"two")  # a copy has another modification time, which is not compared
     assert store.get("a", listed.etag) == b"two"
 
 
-def test_images_that_are_gone_or_replaced_are_told_and_the_others_are_right(store: Store, tmp_path: Path) -> None:
-    folder = open_store(str(render_digits(tmp_path / "digits", num_images=60) / "train"))
+def test_deleted_and_replaced_images_are_reported_and_the_others_are_correct(store: Store, tmp_path: Path) -> None:
+    folder = open_store(str(render(tmp_path / "digits", num_images=60) / "train"))
     for found in folder.list():
         store.put(found.path, folder.get(found.path))
     manifest, shape = build_manifest(store), ImageShape(28, 28, 1)

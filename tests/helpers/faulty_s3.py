@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that fails some of the requests: busy, broken off, cut short, or silent."""
+"""A proxy in front of an S3 server that makes some requests fail: busy, reset, cut or stalled."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 FAULTS = ("busy", "reset", "cut", "stall")
-_BUSY = b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_BUSY = (
+    b"<?xml version='1.0' encoding='UTF-8'?>"
+    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 Interfere = Callable[[BaseHTTPRequestHandler, bytes], "str | bytes | None"]
-"""Sees a request and its body first: ``reset`` breaks it off, bytes refuse it with them, and None leaves it to chance."""
+"""Called first with a request and its body.
+
+``reset`` resets the connection, bytes are the body of a 403 response, and None means a random outcome.
+"""
 Sign = Callable[[str, str, Mapping[str, str], bytes], Mapping[str, str]]
-"""The headers that the server behind is to see: of a request's method, path, headers and body."""
-_SILENT_S = 120.0  # longer than anybody waits
+"""Returns the headers for the server, given a request's method, path, headers and body."""
+_SILENT_S = 120.0  # longer than any client waits
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 seconds: closing sends RST
 
 
 @dataclass
 class FaultyS3:
-    """What ``fraction`` of the requests fails, what became of each (one of FAULTS, or ``passed``), and the most at one time."""
+    """The fraction of requests that fail, and the requests so far by outcome: one of FAULTS, or ``passed``."""
 
     url: str = ""
     fraction: float = 0.0
@@ -41,11 +47,11 @@ class FaultyS3:
         return sum(self.outcomes.values())
 
     def num_requests_for(self, suffix: str) -> int:
-        """Requests whose path ends so."""
+        """Return the number of requests whose path ends in ``suffix``."""
         return sum(number for request, number in self._attempts.items() if request.endswith(suffix))
 
     def _begin(self, request: str, seed: int) -> str:
-        """What chance makes of a request: decided by its object and how often it came, so that neither threads nor places change it."""
+        """Draw the outcome of a request from its object and attempt number only, not from threads or ports."""
         method, _, path = request.partition("?")[0].partition(" ")
         with self._lock:
             draw = random.Random(f"{seed} {method} {path.split('/')[-2:]} {self._attempts[request]}")
@@ -63,26 +69,31 @@ class FaultyS3:
 
 @contextmanager
 def faulty_s3(
-    endpoint_url: str, fraction: float = 0.0, *, seed: int = 0, interfere: Interfere = lambda request, body: None, sign: Sign | None = None
+    endpoint_url: str,
+    fraction: float = 0.0,
+    *,
+    seed: int = 0,
+    interfere: Interfere = lambda request, body: None,
+    sign: Sign | None = None,
 ) -> Iterator[FaultyS3]:
-    """Serve the S3 server at ``endpoint_url``, failing ``fraction`` of the requests.
+    """Forward requests to the S3 server at ``endpoint_url``, and make ``fraction`` of them fail.
 
-    Signatures pass, for Host is left as it is; ``sign`` replaces them.
+    Signatures stay valid because the Host header is forwarded unchanged; ``sign`` replaces them.
     """
-    seen, over, behind = FaultyS3(fraction=fraction), threading.Event(), urlsplit(endpoint_url).netloc
+    proxy, closing, upstream = FaultyS3(fraction=fraction), threading.Event(), urlsplit(endpoint_url).netloc
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            outcome = seen._begin(f"{self.command} {self.path}", seed)
+            outcome = proxy._begin(f"{self.command} {self.path}", seed)
             try:
                 self.serve(interfere(self, body) or outcome, body)
             finally:
-                seen._end()
+                proxy._end()
             if outcome == "stall":
-                over.wait(_SILENT_S)
+                closing.wait(_SILENT_S)
 
         do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
 
@@ -92,24 +103,27 @@ def faulty_s3(
             elif outcome == "busy":
                 self.answer(503, {"Content-Type": "application/xml"}, _BUSY)
             elif outcome == "reset":
-                self.break_off()
+                self.reset_connection()
             elif outcome in ("passed", "cut"):
-                self.pass_on(body, cut=outcome == "cut")
+                self.forward(body, cut=outcome == "cut")
 
-        def pass_on(self, body: bytes, *, cut: bool) -> None:
-            """Ask the server; ``cut`` loses the second half of its answer, or all of one that has no body."""
-            there = http.client.HTTPConnection(behind)
-            there.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        def forward(self, body: bytes, *, cut: bool) -> None:
+            """Forward the request; ``cut`` drops the second half of the response, or all of it if it has no body."""
+            connection = http.client.HTTPConnection(upstream)
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             headers = dict(self.headers.items())
             for name, value in (sign(self.command, self.path, headers, body) if sign else headers).items():
-                there.putheader(name, value)
-            there.endheaders(body or None)
-            answer = there.getresponse()
-            content, headers = answer.read(), {name: value for name, value in answer.getheaders() if name != "Transfer-Encoding"}
-            there.close()
+                connection.putheader(name, value)
+            connection.endheaders(body or None)
+            answer = connection.getresponse()
+            content, headers = (
+                answer.read(),
+                {name: value for name, value in answer.getheaders() if name != "Transfer-Encoding"},
+            )
+            connection.close()
             headers.setdefault("Content-Length", str(len(content)))
             if cut and not content:
-                self.break_off()
+                self.reset_connection()
             else:
                 self.answer(answer.status, headers, content[: len(content) // 2] if cut else content)
                 self.close_connection = self.close_connection or cut
@@ -121,7 +135,7 @@ def faulty_s3(
             self.end_headers()
             self.wfile.write(content)
 
-        def break_off(self) -> None:
+        def reset_connection(self) -> None:
             with suppress(OSError):
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
                 self.connection.close()
@@ -135,16 +149,16 @@ def faulty_s3(
         request_queue_size = 128
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """A client that gave up is no news."""
+            """Ignore clients that gave up."""
 
     server = Server(("127.0.0.1", 0), Handler)
-    seen.url = f"http://127.0.0.1:{server.server_address[1]}"
+    proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield seen
+        yield proxy
     finally:
-        over.set()
+        closing.set()
         server.shutdown()
         thread.join()
         server.server_close()

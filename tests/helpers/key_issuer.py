@@ -1,4 +1,4 @@
-"""Keys that expire: an issuer for ``credential_process``, and an S3 server that takes its keys while they are valid."""
+"""Expiring credentials: an issuer for ``credential_process``, and an S3 server that accepts them while valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from raytrain.demo.s3_server import S3Server
+from raytrain.demo.s3_server import EmbeddedS3
 from tests.helpers.faulty_s3 import faulty_s3
 
 LIFE_S = 20
@@ -34,7 +34,7 @@ print(json.dumps({"Version": 1, **keys, "Expiration": time.strftime("%Y-%m-%dT%H
 
 
 class Issuer:
-    """Issues keys of ``LIFE_S`` seconds to whoever runs its program, until they are revoked."""
+    """Issues credentials that last ``LIFE_S`` seconds to all processes that run its program, until it is revoked."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,23 +43,23 @@ class Issuer:
         (folder / "config").write_text(f"[default]\nregion = us-east-1\ncredential_process = {command}\n")
 
     def environment(self, endpoint_url: str) -> dict[str, str]:
-        """The AWS configuration of a process that uses these keys."""
+        """Return the AWS configuration of a process that uses these credentials."""
         return {"AWS_CONFIG_FILE": str(self.folder / "config"), "AWS_ENDPOINT_URL": endpoint_url}
 
     def issued(self) -> list[dict[str, str]]:
-        """All keys so far."""
+        """Return all credentials issued so far."""
         return [json.loads(file.read_text()) for file in self.folder.glob("*.json")]
 
     def revoke(self, revoked: bool = True) -> None:
-        """Take back all keys and issue no others, or issue some again."""
+        """Revoke all credentials and issue no more, or issue them again."""
         (self.folder / "revoked").touch() if revoked else (self.folder / "revoked").unlink()
 
     def refusal(self, request: BaseHTTPRequestHandler, body: bytes) -> bytes | None:
-        """What S3 says to a request with keys that are not valid."""
+        """Return S3's response to a request with invalid credentials; None if they are valid."""
         name = request.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         file = self.folder / f"{name}.json"
         if not file.exists() or (self.folder / "revoked").exists():
-            return b"<Error><Code>InvalidAccessKeyId</Code><Message>The key does not exist in our records.</Message></Error>"
+            return b"<Error><Code>InvalidAccessKeyId</Code><Message>The key does not exist.</Message></Error>"
         keys = json.loads(file.read_text())
         if request.headers.get("x-amz-security-token") != keys["SessionToken"]:
             return b"<Error><Code>InvalidToken</Code><Message>The provided token is malformed.</Message></Error>"
@@ -68,13 +68,19 @@ class Issuer:
 
 
 @contextmanager
-def issuing_s3(server: S3Server, issuer: Issuer) -> Iterator[str]:
-    """The URL of an S3 server that takes the issuer's keys, in front of ``server``, which has keys of its own."""
+def issuing_s3(server: EmbeddedS3, issuer: Issuer) -> Iterator[str]:
+    """Yield the URL of an S3 server that accepts the issuer's credentials, and forwards to ``server``."""
     known = server.environment()
-    signer = S3SigV4Auth(Credentials(known["AWS_ACCESS_KEY_ID"], known["AWS_SECRET_ACCESS_KEY"]), "s3", known["AWS_REGION"])
+    signer = S3SigV4Auth(
+        Credentials(known["AWS_ACCESS_KEY_ID"], known["AWS_SECRET_ACCESS_KEY"]), "s3", known["AWS_REGION"]
+    )
 
     def sign(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Mapping[str, str]:
-        kept = {name: value for name, value in headers.items() if name.lower() in ("content-length", "content-type", "range")}
+        kept = {
+            name: value
+            for name, value in headers.items()
+            if name.lower() in ("content-length", "content-type", "range")
+        }
         request = AWSRequest(method, server.endpoint_url + path, kept, body)
         signer.add_auth(request)
         return {"Host": server.endpoint_url.removeprefix("http://"), **dict(request.headers.items())}

@@ -1,4 +1,4 @@
-"""An S3 server that answers what a test tells it to: for the answers that a healthy server never gives."""
+"""An S3 server whose responses a test defines, for responses that a healthy server never sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Request:
     path: str
     access_key_id: str
     number: int
-    """How many requests came before this one."""
+    """The number of earlier requests."""
 
 
 @dataclass
@@ -25,18 +25,17 @@ class Answer:
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     cut_after_bytes: int | None = None
-    """Close the connection after so many bytes of the body; 0 closes it before anything is said."""
+    """Close the connection after this many bytes of the body; 0 closes it before anything is sent."""
 
 
 def refusal(status: int, code: str, message: str = "Words of the server.") -> Answer:
-    return Answer(
-        status, f"<?xml version='1.0' encoding='UTF-8'?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-    )
+    error = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    return Answer(status, f"<?xml version='1.0' encoding='UTF-8'?>\n{error}".encode())
 
 
 @contextmanager
 def scripted_s3(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list[Request]]]:
-    """Serve ``answer`` on a free port; yields the URL and the requests as they come."""
+    """Serve ``answer`` on a free port. Yields the URL and a list to which each request is appended."""
     requests: list[Request] = []
     lock = threading.Lock()
 
@@ -44,10 +43,14 @@ def scripted_s3(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))  # or it would be taken for the next request
+            self.rfile.read(
+                int(self.headers.get("Content-Length", 0))
+            )  # else the body would be read as the next request
             signature = self.headers.get("Authorization", "")
             with lock:
-                request = Request(self.command, self.path, signature.partition("Credential=")[2].partition("/")[0], len(requests))
+                request = Request(
+                    self.command, self.path, signature.partition("Credential=")[2].partition("/")[0], len(requests)
+                )
                 requests.append(request)
             self.send(answer(request))
 

@@ -160,7 +160,7 @@ def test_without_credentials(images_url: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_wrong_address_is_a_usage_error_at_once() -> None:
-    with pytest.raises(UsageError, match="must not carry credentials"):
+    with pytest.raises(UsageError, match="must not contain credentials"):
         diagnose("s3://key:secret@bucket", "./runs", None)
 
 

@@ -16,9 +16,11 @@ from torch import nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.partition import Block, CachedBlocks, LocalBatch, Partition, batches_from_cache
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.runs.metrics import MetricRow
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.loop import train

@@ -21,7 +21,7 @@ from raytrain.cli.new_project import new
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, config, loop_with
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

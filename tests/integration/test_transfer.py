@@ -20,7 +20,7 @@ from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
 from raytrain.runs.outcome import Progress
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, Identity, read_checkpoint
 from raytrain.training.loop import train

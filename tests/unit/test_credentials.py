@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.storage.credentials import Credentials, NodeOrServed, own_role, resolve
+from raytrain.storage.credentials import Credentials, OwnRoleOr, own_role, resolve
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
 KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
@@ -19,57 +18,63 @@ LATER = datetime.now(timezone.utc).replace(microsecond=0) + timedelta(hours=6)
 
 
 @dataclass(frozen=True)
-class Served:
-    """Stands for the driver's credentials."""
+class Lent:
+    """Stands in for the driver's credentials."""
 
     def __call__(self) -> Credentials | None:
         return KEYS
 
 
 def role_keys(name: str, expires_at: datetime = LATER) -> bytes:
-    """What metadata services answer."""
+    """Return the response of a metadata service."""
     keys = {"AccessKeyId": name, "SecretAccessKey": "s", "Token": "t", "Expiration": f"{expires_at:%Y-%m-%dT%H:%M:%SZ}"}
     return json.dumps({"Code": "Success", **keys}).encode()
 
 
 def ec2(request: Request) -> Answer:
-    """EC2's metadata service, on an instance with a role."""
+    """Answer as EC2's metadata service on an instance with a role."""
     if request.path.endswith("/api/token"):
         return Answer(body=b"token")
     return Answer(body=role_keys("ASIAEC2") if request.path.endswith("/worker") else b"worker")
 
 
-# What credentials show.
+# Secrecy.
 
 
-@pytest.mark.parametrize("show", [repr, str, "{}".format, lambda keys: repr([keys]), lambda keys: f"{NodeOrServed(lambda: keys)}"])
-def test_no_text_of_credentials_shows_a_secret(show: Callable[[Credentials], str]) -> None:
+@pytest.mark.parametrize(
+    "show", [repr, str, "{}".format, lambda keys: repr([keys]), lambda keys: f"{OwnRoleOr(lambda: keys)}"]
+)
+def test_no_text_of_credentials_contains_a_secret(show: Callable[[Credentials], str]) -> None:
     text = show(KEYS)
     assert "canary" not in text and "AKIA" not in text
 
 
-def test_the_identity_is_the_end_of_the_keys_name() -> None:
+def test_the_identity_is_the_end_of_the_access_key_id() -> None:
     assert KEYS.identity == "…1234" and "…1234" in repr(KEYS)
 
 
-@pytest.mark.parametrize("holder", [lambda: KEYS, lambda: {"keys": [KEYS]}, lambda: NodeOrServed(KEYS)])  # pyright: ignore
-def test_credentials_get_into_no_pickle_but_can_be_sent(holder: Callable[[], object]) -> None:
-    with pytest.raises(TypeError, match="not pickled"):
+@pytest.mark.parametrize("holder", [lambda: KEYS, lambda: {"keys": [KEYS]}, lambda: OwnRoleOr(KEYS)])  # pyright: ignore
+def test_credentials_cannot_be_pickled_but_their_fields_can(holder: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(holder())
-    assert Credentials(*pickle.loads(pickle.dumps(dataclasses.astuple(KEYS)))) == KEYS
+    assert Credentials(*pickle.loads(pickle.dumps(KEYS.fields()))) == KEYS
 
 
 # The standard chain.
 
 
-def test_the_environments_keys_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_the_environment_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve() is None
-    for name, value in (("AWS_ACCESS_KEY_ID", "id"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_SESSION_TOKEN", "token")):
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "id"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_SESSION_TOKEN", "token"),
+    ):
         monkeypatch.setenv(name, value)
     assert resolve() == Credentials("id", "secret", "token", None)
 
 
-def test_a_profile_that_was_rewritten_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rewritten_profile_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_PROFILE", "lab")
@@ -79,12 +84,17 @@ def test_a_profile_that_was_rewritten_is_read_anew(tmp_path: Path, monkeypatch: 
         assert keys is not None and keys.access_key_id == name
 
 
-def test_keys_that_refresh_themselves_are_kept_until_another_profile_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refreshable_credentials_are_cached_until_the_profile_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config"
     log = tmp_path / "log"
     for name in ("a", "b"):
         (tmp_path / name).write_text(json.dumps({"Version": 1, **json.loads(role_keys(name)), "SessionToken": "t"}))
-    profiles = (f"[profile {name}]\ncredential_process = sh -c 'echo x >> {log}; cat {tmp_path}/{name}'\n" for name in ("a", "b"))
+    profiles = (
+        f"[profile {name}]\ncredential_process = sh -c 'echo x >> {log}; cat {tmp_path}/{name}'\n"
+        for name in ("a", "b")
+    )
     config.write_text("".join(profiles))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     for name in ("a", "b"):
@@ -96,17 +106,19 @@ def test_keys_that_refresh_themselves_are_kept_until_another_profile_is_chosen(t
 # The node's own role.
 
 
-def test_a_machine_that_is_not_amazons_has_no_role_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_outside_aws_has_no_role_and_sends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
-    monkeypatch.setattr("raytrain.storage.credentials._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2")))
+    monkeypatch.setattr(
+        "raytrain.storage.credentials._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
+    )
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a person's, not the node's")
     assert own_role() is None and not requests
 
 
-def test_an_ec2_instance_is_known_by_its_vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ec2_instance_is_recognized_by_its_vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
@@ -124,10 +136,10 @@ def test_an_ec2_instance_has_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own_role() == Credentials("ASIAEC2", "s", "t", LATER)
         num_requests = len(requests)
         assert own_role() == resolve() == Credentials("ASIAEC2", "s", "t", LATER)
-        assert len(requests) == 2 * num_requests  # resolve() asks for itself, own_role() does not ask again
+        assert len(requests) == 2 * num_requests  # resolve() sends its own requests, the second own_role() none
 
 
-def test_ec2s_metadata_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ec2_metadata_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted_s3(ec2) as (url, requests):
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "True")
@@ -142,7 +154,12 @@ def test_a_container_has_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pod_has_the_role_of_its_service_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"AccessKeyId": "ASIAPOD", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": f"{LATER:%Y-%m-%dT%H:%M:%SZ}"}
+    values = {
+        "AccessKeyId": "ASIAPOD",
+        "SecretAccessKey": "s",
+        "SessionToken": "t",
+        "Expiration": f"{LATER:%Y-%m-%dT%H:%M:%SZ}",
+    }
     text = "".join(f"<{name}>{value}</{name}>" for name, value in values.items())
     for name in ("Credentials", "AssumeRoleWithWebIdentityResult", "AssumeRoleWithWebIdentityResponse"):
         text = f"<{name}>{text}</{name}>"
@@ -155,8 +172,8 @@ def test_a_pod_has_the_role_of_its_service_account(tmp_path: Path, monkeypatch: 
         assert own_role() == Credentials("ASIAPOD", "s", "t", LATER)
 
 
-def test_a_node_without_a_role_uses_what_is_served_and_one_with_a_role_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    source: NodeOrServed = pickle.loads(pickle.dumps(NodeOrServed(Served())))
+def test_a_node_uses_its_own_role_if_it_has_one_and_else_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: OwnRoleOr = pickle.loads(pickle.dumps(OwnRoleOr(Lent())))
     assert source() == KEYS
     with scripted_s3(lambda request: Answer(body=role_keys("ASIATASK"))) as (url, _):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")

@@ -18,7 +18,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from raytrain.data.decode import BadImage, ImageReader, ImageShape, decode
 from raytrain.data.manifest import build_manifest
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 Array = npt.NDArray[np.uint8]
 

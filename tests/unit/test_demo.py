@@ -18,7 +18,7 @@ from raytrain.cli.parser import parse
 from raytrain.demo import demo
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import UsageError
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 
 def printed(result: Any, **folders: str) -> str:

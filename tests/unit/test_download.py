@@ -21,7 +21,7 @@ from rich.console import Console
 from raytrain.data.manifest import build_manifest
 from raytrain.datasets import download
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 NAMES = ["airplane", "bird", "cat"]
 

@@ -21,7 +21,7 @@ from raytrain.inference.metrics import Int64s, score
 from raytrain.runs.metrics import MetricRow
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 
 def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunRecord:

@@ -16,7 +16,7 @@ from raytrain.runs.history import History, read_metrics
 from raytrain.runs.json_lines import read_lines
 from raytrain.runs.metrics import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 
 class Bucket:

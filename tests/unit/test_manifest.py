@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from raytrain.data.manifest import UNLABELLED, Manifest, build_manifest, list_images, train_test_split
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 
 FILES = ["dog/1.jpg", "cat/2.PNG", "cat/1.jpeg", "more/cat/3.webp", "owl/0.bmp", "owl/1.Gif"]
 OTHERS = [

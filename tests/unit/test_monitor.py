@@ -14,7 +14,8 @@ from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot
 from raytrain.runs.stop_request import StopRequest
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 
 
 class Clock:

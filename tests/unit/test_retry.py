@@ -1,22 +1,26 @@
-"""What fails in passing is repeated, with pauses that grow and differ, and counted; anything else is raised at once."""
+"""Transient failures are retried, with waits that grow and vary, and counted; other errors are raised at once."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from obstore.exceptions import GenericError, PermissionDeniedError
 
 from raytrain.storage import retry
-from raytrain.storage.retry import HASTY, PATIENT, Patience, num_retries, repeat
+from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy, num_retries, with_retries
 
-BUSY = GenericError("Error performing GET - Server returned non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>")
+BUSY = GenericError(
+    "Error performing GET - Server returned non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>"
+)
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that are noted instead of waited for."""
-    noted: list[float] = []
-    monkeypatch.setattr(retry.time, "sleep", noted.append)
-    return noted
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waits in seconds, recorded instead of slept."""
+    recorded: list[float] = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", recorded.append)
+    return recorded
 
 
 class Fails:
@@ -30,26 +34,43 @@ class Fails:
         return "done"
 
 
-def test_repeats_are_counted_and_their_pauses_grow_and_differ(pauses: list[float]) -> None:
+def test_retries_are_counted_and_their_waits_grow_and_vary(waits: list[float]) -> None:
     before = num_retries()
-    assert [repeat(Fails(12), PATIENT) for _ in range(50)] == ["done"] * 50
+    assert [with_retries(Fails(12), DEFAULT) for _ in range(50)] == ["done"] * 50
     assert num_retries() - before == 50 * 12
-    by_attempt = [pauses[attempt::12] for attempt in range(12)]
+    by_attempt = [waits[attempt::12] for attempt in range(12)]
     assert all(max(some) <= min(15.0, 0.1 * 2**attempt) for attempt, some in enumerate(by_attempt))
     means = [sum(some) / 50 for some in by_attempt]
     assert means[0] < 0.1 < means[4] < means[7] and means[-1] > 5
     assert len(set(by_attempt[-1])) == 50
 
 
-@pytest.mark.parametrize("patience", [HASTY, Patience(7, 60.0)])
-def test_patience_ends(patience: Patience, pauses: list[float]) -> None:
+@pytest.mark.parametrize("policy", [FAIL_FAST, RetryPolicy(7, 60.0), RetryPolicy(0, 60.0)])
+def test_retries_end_after_their_number(policy: RetryPolicy, waits: list[float]) -> None:
+    operation = Fails(1000)
     with pytest.raises(GenericError):
-        repeat(Fails(1000), patience)
-    assert len(pauses) == patience.max_repeats
+        with_retries(operation, policy)
+    assert len(waits) == policy.max_retries
+    assert 1000 - operation.times == 1 + policy.max_retries
 
 
-@pytest.mark.parametrize("error", [PermissionDeniedError("status code: 403 Forbidden"), FileNotFoundError("a"), OSError(28, "full")])
-def test_what_will_not_pass_is_raised_at_once(error: Exception, pauses: list[float]) -> None:
+def test_the_time_of_the_first_attempt_counts(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Counter[str]()
+
+    def slow() -> None:
+        clock["s"] += 6
+        raise BUSY
+
+    monkeypatch.setattr(retry.time, "monotonic", lambda: clock["s"])
+    with pytest.raises(GenericError):
+        with_retries(slow, FAIL_FAST)
+    assert len(waits) == 1  # an attempt after 6 s, none after 12 s
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionDeniedError("status code: 403 Forbidden"), FileNotFoundError("a"), OSError(28, "full")]
+)
+def test_errors_that_are_not_transient_are_raised_at_once(error: Exception, waits: list[float]) -> None:
     with pytest.raises(type(error)):
-        repeat(Fails(1, error), PATIENT)
-    assert not pauses
+        with_retries(Fails(1, error), DEFAULT)
+    assert not waits

@@ -30,7 +30,7 @@ from raytrain.data.partition import Partition
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 from raytrain.storage.local import FolderStore
 
 SHAPE = ImageShape(8, 8, 3)

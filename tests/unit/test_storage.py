@@ -12,13 +12,14 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from botocore import exceptions
-from obstore.exceptions import GenericError
+from obstore.exceptions import GenericError, UnauthenticatedError
 
-from raytrain.demo.s3_server import S3Server
+from raytrain.demo.s3_server import EmbeddedS3
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import S3Settings, Store, open_store
+from raytrain.storage.base import S3Settings, Store
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.errors import explain
+from raytrain.storage.open import open_store
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 
@@ -28,7 +29,7 @@ OLD_SESSION, NEW_SESSION = (Credentials(f"ASIA{name}", "secret", "token") for na
 
 @pytest.fixture(params=["folder", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty store of either kind: what holds for one holds for the other."""
+    """An empty store of either kind: both must behave alike."""
     url = str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("s3_url")
     return open_store(url)
 
@@ -41,21 +42,26 @@ def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = 
     return open_store("s3://bucket/prefix", keys or source(), S3Settings(endpoint_url, "us-east-1"))
 
 
+def error_in_200(code: str) -> GenericError:
+    """What obstore raises if S3 answers the deletion of an object with status 200 and an error."""
+    return GenericError(f"Generic S3 error: DeleteObjects request failed for key a: Words (code: {code})\n\nDebug")
+
+
 def botocore_error(code: str) -> exceptions.ClientError:
     return exceptions.ClientError({"Error": {"Code": code, "Message": "Words."}}, "ListObjectsV2")
 
 
 def sentence(raised: pytest.ExceptionInfo[StorageError]) -> str:
-    """What the user reads: one line that names no secret and no source code."""
+    """Return what the user reads, and check that it is one line without secrets and debug output."""
     text = str(raised.value)
     assert text.endswith(".") and "\n" not in text and "source:" not in text and "secret-one" not in text
     return text
 
 
-# What every store does.
+# Both kinds of store.
 
 
-def test_what_is_put_is_got_listed_found_and_deleted(store: Store) -> None:
+def test_an_object_can_be_written_read_listed_and_deleted(store: Store) -> None:
     store.put("a/b.bin", b"one")
     store.put("a/b.bin", b"three")
     (listed,) = store.list()
@@ -68,7 +74,7 @@ def test_what_is_put_is_got_listed_found_and_deleted(store: Store) -> None:
     assert not store.exists("a/b.bin") and not list(store.list())
 
 
-def test_what_is_not_there_is_not_found(store: Store) -> None:
+def test_a_missing_object_raises_file_not_found(store: Store) -> None:
     store.put("a/b", b"1")
     for path in ("c", "a", "a/b/c"):
         with pytest.raises(FileNotFoundError, match=path):
@@ -77,16 +83,20 @@ def test_what_is_not_there_is_not_found(store: Store) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
-def test_every_object_is_listed_once_however_deep_it_lies(store: Store, depth: int) -> None:
-    paths = {"/".join([f"{a}", *["x"] * level, f"{b}.jpg"]) for a in range(3) for b in range(4) for level in range(depth + 1)}
+def test_every_object_is_listed_once_at_any_depth(store: Store, depth: int) -> None:
+    paths = {
+        "/".join([f"{a}", *["x"] * level, f"{b}.jpg"]) for a in range(3) for b in range(4) for level in range(depth + 1)
+    }
     for path in paths | {"top.txt"}:
         store.put(path, b"1")
     assert sorted(found.path for found in store.list()) == sorted(paths | {"top.txt"})
     for prefix in ("1", "1/"):
-        assert sorted(found.path for found in store.list(prefix)) == sorted(path for path in paths if path.startswith("1/"))
+        assert sorted(found.path for found in store.list(prefix)) == sorted(
+            path for path in paths if path.startswith("1/")
+        )
 
 
-def test_the_etag_tells_a_replaced_object(store: Store) -> None:
+def test_the_etag_changes_with_the_content(store: Store) -> None:
     etags: set[str] = set()
     for content in (b"one", b"two", b"three"):
         store.put("a", content)
@@ -94,14 +104,16 @@ def test_the_etag_tells_a_replaced_object(store: Store) -> None:
     assert len(etags) == 3
 
 
-@pytest.mark.parametrize("name", ["a b", "ü/ä", "a%20b", "x#1", "q?x", "a+b=c&d", "it's", "[1]*", "back\\slash", ".hidden", "日本"])
-def test_names_come_back_as_they_are(store: Store, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["a b", "ü/ä", "a%20b", "x#1", "q?x", "a+b=c&d", "it's", "[1]*", "back\\slash", ".hidden", "日本"]
+)
+def test_special_characters_in_names_are_preserved(store: Store, name: str) -> None:
     store.put(f"{name}/{name}.jpg", b"1")
     assert [found.path for found in store.list()] == [f"{name}/{name}.jpg"]
     assert store.get_many([f"{name}/{name}.jpg"]) == [b"1"]
 
 
-def test_many_are_got_in_order_with_what_failed_in_its_place(store: Store) -> None:
+def test_get_many_keeps_the_order_and_returns_errors_in_place(store: Store) -> None:
     for i in range(0, 200, 2):
         store.put(f"{i}", str(i).encode())
     got = store.get_many([f"{i}" for i in range(200)], concurrency=7)
@@ -111,8 +123,8 @@ def test_many_are_got_in_order_with_what_failed_in_its_place(store: Store) -> No
     assert store.get_many([]) == []
 
 
-def test_a_reader_never_sees_a_part(store: Store) -> None:
-    contents = [bytes([i]) * 6_000_000 for i in range(2)]  # more than one part of an upload
+def test_a_reader_never_sees_a_partial_object(store: Store) -> None:
+    contents = [bytes([i]) * 6_000_000 for i in range(2)]  # a multipart upload
     store.put("a", contents[0])
     written = threading.Event()
 
@@ -130,7 +142,7 @@ def test_a_reader_never_sees_a_part(store: Store) -> None:
     assert seen <= set(contents)
 
 
-def test_a_pickled_store_reads_and_holds_no_secret(store: Store, s3_server: S3Server) -> None:
+def test_a_pickled_store_works_and_contains_no_secret(store: Store, s3_server: EmbeddedS3) -> None:
     store.put("a", b"1")
     pickled = pickle.dumps(store)
     assert pickle.loads(pickled).get("a") == b"1"
@@ -148,7 +160,7 @@ def test_readable_and_writable_stores_pass_their_checks(store: Store) -> None:
 # Folders.
 
 
-def test_a_folder_is_meant_from_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_is_resolved_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = open_store("runs")
     monkeypatch.chdir("/")
@@ -156,7 +168,9 @@ def test_a_folder_is_meant_from_where_it_was_opened(tmp_path: Path, monkeypatch:
     assert (tmp_path / "runs/a").read_bytes() == b"1" and store.url == str(tmp_path / "runs")
 
 
-def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_content_and_leaves_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(str(tmp_path))
     store.put("a", b"old")
 
@@ -170,14 +184,14 @@ def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path: Path, monke
     assert store.get("a") == b"old" and os.listdir(tmp_path) == ["a"]
 
 
-def test_what_a_killed_writer_left_is_no_object(tmp_path: Path) -> None:
+def test_a_partial_file_of_a_killed_writer_is_not_listed(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     (tmp_path / f"a.{'0f' * 16}.part").write_bytes(b"half")
     (tmp_path / "music.part").write_bytes(b"whole")
     assert [found.path for found in store.list()] == ["music.part"]
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+def test_links_are_followed_but_cycles_are_not(tmp_path: Path) -> None:
     (tmp_path / "elsewhere/more").mkdir(parents=True)
     (tmp_path / "elsewhere/more/1.jpg").write_bytes(b"1")
     (tmp_path / "data/cat").mkdir(parents=True)
@@ -190,16 +204,19 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=f"There is no folder {tmp_path}/none") as raised:
         open_store(str(tmp_path / "none")).check_readable()
     assert sentence(raised)
     assert list(open_store(str(tmp_path / "none")).list()) == []
 
 
-def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    for check in (open_store(str(tmp_path / "file")).check_readable, open_store(str(tmp_path / "file/runs")).check_writable):
+    for check in (
+        open_store(str(tmp_path / "file")).check_readable,
+        open_store(str(tmp_path / "file/runs")).check_writable,
+    ):
         with pytest.raises(StorageError, match=r"below a file|a file") as raised:
             check()
         assert sentence(raised)
@@ -212,12 +229,14 @@ def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path) -> None:
     "url", ["s3://AKIAKEY:hunter2@bucket/data", "s3://AKIAKEY%3Ahunter2@bucket", "https://AKIAKEY:hunter2@host/bucket"]
 )
 def test_a_url_with_credentials_is_refused_without_showing_them(url: str) -> None:
-    with pytest.raises(UsageError, match="must not carry credentials") as raised:
+    with pytest.raises(UsageError, match="must not contain credentials") as raised:
         open_store(url)
     assert "hunter2" not in str(raised.value) and "AKIAKEY" not in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/data", "https://host/bucket", "s3://", "s3:///prefix", "s3://bucket//prefix"])
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/data", "https://host/bucket", "s3://", "s3:///prefix", "s3://bucket//prefix"]
+)
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="s3://bucket/prefix"):
         open_store(url)
@@ -232,10 +251,14 @@ def write_aws_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch, confi
         monkeypatch.setenv(name, str(folder / name))
 
 
-def test_a_profile_names_endpoint_region_and_keys(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_names_endpoint_region_and_keys(
+    s3_server: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = s3_server.environment()
     config = f"[profile lab]\nregion = eu-lab-1\nendpoint_url = {there['AWS_ENDPOINT_URL']}\n"
-    keys = f"aws_access_key_id = {there['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {there['AWS_SECRET_ACCESS_KEY']}\n"
+    keys = (
+        f"aws_access_key_id = {there['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {there['AWS_SECRET_ACCESS_KEY']}\n"
+    )
     write_aws_configuration(tmp_path, monkeypatch, config, f"[lab]\n{keys}")
     monkeypatch.setenv("AWS_PROFILE", "lab")
     store = open_store("s3://tests/of-a-profile")
@@ -244,7 +267,7 @@ def test_a_profile_names_endpoint_region_and_keys(s3_server: S3Server, tmp_path:
     assert (s3_server.directory / "tests/of-a-profile/a").read_bytes() == b"1"
 
 
-def test_the_more_special_endpoint_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_more_specific_endpoint_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endpoint() -> str | None:
         settings = open_store("s3://bucket").settings
         assert settings is not None
@@ -260,13 +283,13 @@ def test_the_more_special_endpoint_comes_first(tmp_path: Path, monkeypatch: pyte
     assert endpoint() == "http://s3:1"
 
 
-def test_an_endpoint_that_is_no_url_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_endpoint_url_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
     with pytest.raises(UsageError, match=r"'localhost:9000'; it must look like https://host"):
         open_store("s3://bucket")
 
 
-def test_an_unknown_profile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_profile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "lba")
     with pytest.raises(StorageError, match=r"no profile lba; check AWS_PROFILE") as raised:
         open_store("s3://bucket")
@@ -274,19 +297,25 @@ def test_an_unknown_profile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n"])
-def test_certificates_that_cannot_be_read_are_said(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_certificates_are_reported(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = tmp_path / "ca.pem"
     if content is not None:
         bundle.write_bytes(content)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     store = scripted("https://127.0.0.1:9")
     for ask in (store.check_readable, lambda: store.get("a"), lambda: store.exists("a")):
-        with pytest.raises(StorageError, match=f"AWS_CA_BUNDLE is {bundle}, where no certificates can be read") as raised:
+        with pytest.raises(
+            StorageError, match=f"AWS_CA_BUNDLE is {bundle}, which contains no readable certificates"
+        ) as raised:
             ask()
         assert sentence(raised)
 
 
-def test_given_credentials_stand_above_those_of_the_environment(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_credentials_override_the_environment(
+    s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = s3.environment()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "else")
@@ -297,10 +326,10 @@ def test_given_credentials_stand_above_those_of_the_environment(s3: S3Server, s3
     open_store(s3_url).with_credentials(source(keys)).put("a", b"2")
 
 
-# What a healthy server refuses.
+# Errors of a healthy server.
 
 
-def test_a_bucket_that_is_not_there_is_said(s3: S3Server) -> None:
+def test_a_missing_bucket_is_reported(s3: EmbeddedS3) -> None:
     store = open_store("s3://nobucket/data")
     for ask in (store.check_readable, store.check_writable, lambda: store.get("a"), lambda: list(store.list())):
         with pytest.raises(StorageError, match=f"There is no bucket nobucket at {s3.endpoint_url}") as raised:
@@ -310,7 +339,7 @@ def test_a_bucket_that_is_not_there_is_said(s3: S3Server) -> None:
     assert isinstance(problem, StorageError)
 
 
-def test_wrong_keys_are_said(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_are_reported(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = "…" + s3.environment()["AWS_ACCESS_KEY_ID"][-4:]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-one")
     with pytest.raises(StorageError, match=f"secret key does not belong to the access key {identity}") as raised:
@@ -322,7 +351,7 @@ def test_wrong_keys_are_said(s3: S3Server, s3_url: str, monkeypatch: pytest.Monk
     assert sentence(raised)
 
 
-def test_no_keys_are_said(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StorageError, match=f"no AWS credentials for {s3_url}/data; set AWS_ACCESS_KEY_ID") as raised:
@@ -330,9 +359,11 @@ def test_no_keys_are_said(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyP
     assert sentence(raised)
 
 
-def test_nothing_behind_the_endpoint_is_said() -> None:
+def test_an_endpoint_that_cannot_be_reached_is_reported() -> None:
     for ask in ("check_readable", "check_writable"):
-        with pytest.raises(StorageError, match=r"http://127.0.0.1:9 cannot be reached: nothing answers there") as raised:
+        with pytest.raises(
+            StorageError, match=r"http://127.0.0.1:9 cannot be reached: nothing answers there"
+        ) as raised:
             getattr(scripted("http://127.0.0.1:9"), ask)()
         assert sentence(raised)
     with pytest.raises(StorageError, match="there is no such host") as raised:
@@ -340,29 +371,35 @@ def test_nothing_behind_the_endpoint_is_said() -> None:
     assert sentence(raised)
 
 
-def test_https_to_a_server_that_speaks_http_is_said() -> None:
-    with scripted_s3(lambda request: Answer()) as (url, _), pytest.raises(StorageError, match="does not speak https") as raised:
+def test_https_to_an_http_server_is_reported() -> None:
+    with (
+        scripted_s3(lambda request: Answer()) as (url, _),
+        pytest.raises(StorageError, match="does not speak https") as raised,
+    ):
         scripted(url.replace("http:", "https:")).check_readable()
     assert sentence(raised)
 
 
 @pytest.mark.parametrize("ask", ["check_readable", "check_writable"])
-def test_a_check_does_not_wait_for_a_sick_server_as_other_requests_do(ask: str) -> None:
+def test_checks_fail_fast_if_the_server_is_busy(ask: str) -> None:
     with scripted_s3(lambda request: refusal(503, "SlowDown")) as (url, requests):
         with pytest.raises(StorageError, match="too busy"):
             getattr(scripted(url), ask)()
         assert len(requests) == 3
 
 
-def test_a_broken_credential_source_is_said_in_its_own_words() -> None:
+def test_an_error_of_the_credential_source_is_reported_unchanged() -> None:
     def broken() -> Credentials | None:
         raise StorageError("The driver is gone.")
 
-    with scripted_s3(lambda request: Answer()) as (url, _), pytest.raises(StorageError, match=r"^The driver is gone\.$"):
+    with (
+        scripted_s3(lambda request: Answer()) as (url, _),
+        pytest.raises(StorageError, match=r"^The driver is gone\.$"),
+    ):
         scripted(url, broken).get("a")
 
 
-# What only a sick or a distant server answers.
+# Errors that only a busy, broken or remote server sends.
 
 
 @pytest.mark.parametrize(
@@ -374,26 +411,31 @@ def test_a_broken_credential_source_is_said_in_its_own_words() -> None:
         (refusal(400, "InvalidToken"), "session token does not belong to the access key …KEY1"),
         (refusal(403, "RequestTimeTooSkewed"), "clock is wrong"),
         (refusal(301, "PermanentRedirect"), "bucket bucket is in another region .* set AWS_REGION"),
-        (refusal(400, "AuthorizationHeaderMalformed", "wrong; expecting 'eu-west-1'"), "in the region eu-west-1; set AWS_REGION=eu-west-1"),
+        (
+            refusal(400, "AuthorizationHeaderMalformed", "wrong; expecting 'eu-west-1'"),
+            "in the region eu-west-1; set AWS_REGION=eu-west-1",
+        ),
         (refusal(503, "SlowDown"), "too busy"),
         (refusal(400, "Oddity", "Nobody has seen this."), "cannot be used: Nobody has seen this"),
         (Answer(404, b"<html>Welcome to nginx!</html>"), "does not answer as S3 does; check AWS_ENDPOINT_URL"),
     ],
 )
-def test_a_refusal_becomes_one_sentence(answer: Answer, expected: str) -> None:
+def test_an_error_response_becomes_one_sentence(answer: Answer, expected: str) -> None:
     with scripted_s3(lambda request: answer) as (url, _), pytest.raises(StorageError, match=expected) as raised:
         scripted(url).check_readable()
     assert sentence(raised)
 
 
-@pytest.mark.parametrize("failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)])
-def test_what_fails_in_passing_is_asked_again(failure: Answer) -> None:
+@pytest.mark.parametrize(
+    "failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)]
+)
+def test_transient_failures_are_retried(failure: Answer) -> None:
     with scripted_s3(lambda request: failure if request.number % 3 else Answer(body=b"1")) as (url, requests):
         assert scripted(url).get_many([str(i) for i in range(20)]) == [b"1"] * 20
     assert len(requests) > 20
 
 
-def test_a_content_that_breaks_off_is_got_whole() -> None:
+def test_a_download_that_breaks_off_is_retried() -> None:
     def answer(request: Request) -> Answer:
         return Answer(body=b"0123456789", cut_after_bytes=4 if request.number < 3 else None)
 
@@ -401,7 +443,7 @@ def test_a_content_that_breaks_off_is_got_whole() -> None:
         assert scripted(url).get("a") == b"0123456789"
 
 
-def test_an_object_in_parts_that_arrived_without_an_answer_is_sent_again() -> None:
+def test_a_multipart_upload_whose_answer_was_lost_is_repeated() -> None:
     begun, done = Counter[str](), Counter[str]()
 
     def answer(request: Request) -> Answer:
@@ -422,7 +464,7 @@ def test_an_object_in_parts_that_arrived_without_an_answer_is_sent_again() -> No
 
 
 def listing(keys: list[str], request: Request) -> bytes:
-    """S3's answer to a listing of ``keys``, 60 to a page."""
+    """Return S3's response to a listing of ``keys``, 60 per page."""
     query = dict(parse_qsl(urlsplit(request.path).query))
     prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
     rests = [key.removeprefix(prefix) for key in sorted(keys) if key.startswith(prefix) and key > after]
@@ -439,7 +481,7 @@ def listing(keys: list[str], request: Request) -> bytes:
     ).encode()
 
 
-def test_a_listing_that_breaks_off_goes_on_where_it_was() -> None:
+def test_a_listing_that_breaks_off_continues_where_it_was() -> None:
     keys = [f"prefix/{folder}/{i:03d}" for folder in "abc" for i in range(150)]
     seen: dict[str, int] = {}
 
@@ -452,20 +494,22 @@ def test_a_listing_that_breaks_off_goes_on_where_it_was() -> None:
     assert [path for path in seen if "start-after" in path]
 
 
-def test_the_markers_that_consoles_make_for_folders_are_no_harm() -> None:
+def test_folder_markers_made_by_consoles_are_harmless() -> None:
     keys = ["prefix/", "prefix/cat/", "prefix/cat/1.jpg"]
     with scripted_s3(lambda request: Answer(body=listing(keys, request))) as (url, _):
         assert [found.path for found in scripted(url).list()] == ["cat", "cat/1.jpg"]
 
 
-def test_a_name_that_cannot_be_used_is_said() -> None:
+def test_an_invalid_object_name_is_reported() -> None:
     with scripted_s3(lambda request: Answer(body=listing(["prefix/a//b.jpg"], request))) as (url, _):
-        with pytest.raises(StorageError, match=r"An object below s3://bucket/prefix/a has a name that cannot be used") as raised:
+        with pytest.raises(
+            StorageError, match=r"An object below s3://bucket/prefix/a has a name that cannot be used"
+        ) as raised:
             list(scripted(url).list())
         assert sentence(raised)
 
 
-def test_expired_keys_are_asked_for_again_once_for_all_threads() -> None:
+def test_expired_credentials_are_renewed_once_for_all_threads() -> None:
     asked: list[Credentials] = []
 
     def keys() -> Credentials:
@@ -481,7 +525,7 @@ def test_expired_keys_are_asked_for_again_once_for_all_threads() -> None:
         assert asked == [OLD_SESSION, NEW_SESSION]
 
 
-def test_keys_are_asked_for_again_before_they_expire() -> None:
+def test_credentials_are_renewed_before_they_expire() -> None:
     asked: dict[str, datetime] = {}
 
     def keys() -> Credentials:
@@ -501,7 +545,7 @@ def test_keys_are_asked_for_again_before_they_expire() -> None:
     assert len(asked) == 3
 
 
-def test_a_reader_of_many_objects_never_notices_that_keys_expire() -> None:
+def test_get_many_succeeds_while_credentials_expire() -> None:
     issued: dict[str, datetime] = {}
 
     def issuer() -> Credentials:
@@ -522,8 +566,8 @@ def test_a_reader_of_many_objects_never_notices_that_keys_expire() -> None:
     assert len(issued) == 4 and len({request.access_key_id for request in requests}) == 4
 
 
-def test_keys_that_a_program_of_the_configuration_issues_open_s3_until_they_are_taken_back(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_credentials_of_a_credential_process_work_until_they_are_revoked(
+    s3: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issuer = Issuer(tmp_path)
     with issuing_s3(s3, issuer) as url:
@@ -542,7 +586,7 @@ def test_keys_that_a_program_of_the_configuration_issues_open_s3_until_they_are_
         assert store.get("a") == b"1"
 
 
-def test_keys_that_are_revoked_are_said_by_their_identity_and_not_asked_for_again_for_ever() -> None:
+def test_revoked_credentials_are_reported_by_identity_without_endless_renewals() -> None:
     revoked = threading.Event()
     asked: list[int] = []
 
@@ -550,13 +594,17 @@ def test_keys_that_are_revoked_are_said_by_their_identity_and_not_asked_for_agai
         asked.append(1)
         return KEYS
 
-    with scripted_s3(lambda request: refusal(403, "InvalidAccessKeyId") if revoked.is_set() else Answer(body=b"1")) as (url, requests):
+    with scripted_s3(lambda request: refusal(403, "InvalidAccessKeyId") if revoked.is_set() else Answer(body=b"1")) as (
+        url,
+        requests,
+    ):
         store = scripted(url, keys)
         assert store.get_many(["a"] * 10) == [b"1"] * 10
         revoked.set()
         problems = store.get_many(["a"] * 100)
         (said,) = {str(problem) for problem in problems}
-        assert said == f"{url} does not know the access key …KEY1; check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
+        sentence = "does not know the access key …KEY1; check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
+        assert said == f"{url} {sentence}"
         assert all(isinstance(problem, StorageError) for problem in problems)
         assert len(requests) <= 10 + 2 * 100 and len(asked) <= 1 + 100
 
@@ -581,20 +629,34 @@ def test_one_process_has_one_client_for_a_store_and_its_copies() -> None:
     [
         (botocore_error("AccessDenied"), "no permission for s3://bucket/data"),
         (botocore_error("ExpiredToken"), "has expired; sign in"),
+        (error_in_200("AccessDenied"), "no permission for s3://bucket/data"),
+        (exceptions.SSLError(endpoint_url="https://x", error="self-signed"), "certificate of .* cannot be trusted"),
+        (
+            UnauthenticatedError("for path External AWS credential provider: RuntimeError: no luck\n\nDebug"),
+            r"could not be obtained \(RuntimeError: no luck\)",
+        ),
         (exceptions.NoCredentialsError(), "no AWS credentials for s3://bucket/data"),
         (
             exceptions.PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
             "incomplete: AWS_SECRET_ACCESS_KEY is missing",
         ),
         (exceptions.SSOTokenLoadError(error_msg="x"), "sign-in has expired"),
-        (exceptions.CredentialRetrievalError(provider="container-role", error_msg="no luck"), r"could not be obtained \(.*no luck"),
         (
-            exceptions.CredentialRetrievalError(provider="custom-process", error_msg="(AccessDenied) when calling AssumeRole"),
+            exceptions.CredentialRetrievalError(provider="container-role", error_msg="no luck"),
+            r"could not be obtained \(.*no luck",
+        ),
+        (
+            exceptions.CredentialRetrievalError(
+                provider="custom-process", error_msg="(AccessDenied) when calling AssumeRole"
+            ),
             r"could not be obtained \(.*AssumeRole",
         ),
         (exceptions.EndpointConnectionError(endpoint_url="http://x"), "cannot be reached"),
-        (GenericError("error sending request\n\nerror: InvalidCertificate(UnknownIssuer)"), "certificate of .* cannot be trusted"),
-        (OSError(30, "Read-only file system"), "s3://bucket/data lies on a disk that can only be read"),
+        (
+            GenericError("error sending request\n\nerror: InvalidCertificate(UnknownIssuer)"),
+            "certificate of .* cannot be trusted",
+        ),
+        (OSError(30, "Read-only file system"), "s3://bucket/data is on a read-only disk"),
         (OSError(5, "Input/output error"), "cannot be used: Input/output error"),
         (RuntimeError("odd {thing}\nmore"), r"cannot be used: RuntimeError: odd \{thing\}\.$"),
     ],
@@ -605,6 +667,6 @@ def test_other_errors_become_one_sentence_too(error: Exception, expected: str) -
     assert sentence(raised)
 
 
-def test_explaining_a_sentence_leaves_it() -> None:
+def test_explaining_a_storage_error_returns_it() -> None:
     error = StorageError("Said already.")
     assert explain(error, "s3://bucket") is error

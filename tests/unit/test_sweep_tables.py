@@ -33,7 +33,7 @@ from raytrain.experiments.sweep.trials import (
 from raytrain.runs import records
 from raytrain.runs.layout import SUMMARY
 from raytrain.runs.trial_status import TrialStatus
-from raytrain.storage.base import open_store
+from raytrain.storage.open import open_store
 
 VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]
 

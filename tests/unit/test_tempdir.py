@@ -1,4 +1,4 @@
-"""The temporary folder of a process that was killed goes with the next one that makes one."""
+"""The temporary folder of a killed process is removed when another process creates one."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import pytest
 
 from raytrain.storage.tempdir import TemporaryFolder
 
-HOLD_ONE = """
-from raytrain.storage.tempdir import Scratch
-scratch = Scratch()
-print(scratch.path, flush=True)
+HOLD_A_FOLDER = """
+from raytrain.storage.tempdir import TemporaryFolder
+folder = TemporaryFolder()
+print(folder.path, flush=True)
 input()
 """
 
 
-def test_a_folder_lives_as_long_as_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_exists_as_long_as_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "raytrain-of-something-else").mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD_ONE], env={"TMPDIR": str(tmp_path)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD_A_FOLDER],
+        env={"TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout is not None
         held = Path(holder.stdout.readline().strip())
         (held / "note").write_text("of a run")
-        TemporaryFolder().remove()  # of another run beside it
+        TemporaryFolder().remove()  # of another run on this machine
         assert (held / "note").exists()
         holder.kill()
     with TemporaryFolder() as ours:

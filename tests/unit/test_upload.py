@@ -15,7 +15,8 @@ from raytrain.data.manifest import build_manifest
 from raytrain.datasets.upload import UploadResult, upload
 from raytrain.demo.digits import render_digits
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, open_store
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
 
 LARGE = bytes(range(256)) * 24_000  # uploaded in several parts, so that its ETag is not the MD5 of the content
 

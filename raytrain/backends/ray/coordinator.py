@@ -30,7 +30,7 @@ from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.base import S3Settings, Store
-from raytrain.storage.credentials import CredentialBroker
+from raytrain.storage.credential_broker import CredentialBroker
 from raytrain.storage.open import open_store
 
 WAIT, FEED = "wait", "feed"

@@ -10,7 +10,8 @@ from typing import Any
 import ray
 
 from raytrain.backends.ray.private_api import on_this_node
-from raytrain.storage.credentials import CredentialBroker, CredentialLender, Credentials
+from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
+from raytrain.storage.credentials import Credentials
 
 NAMESPACE = "raytrain"
 _ASKERS = 64

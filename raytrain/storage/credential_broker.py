@@ -1,0 +1,73 @@
+"""Lend the driver's credentials to processes on nodes that have no role of their own.
+
+The driver sends its credentials with a :class:`CredentialLender` to a :class:`CredentialBroker` in another process.
+How they travel is up to the caller; they must stay in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+from raytrain.storage.credentials import CredentialFields, Credentials, resolve
+
+_LEND_EVERY_S = 60.0
+_RETRY_AFTER_S = 5.0
+
+
+class CredentialBroker:
+    """Holds the credentials that the driver lent last, in the memory of this process."""
+
+    def __init__(self) -> None:
+        self._lent: Credentials | None = None
+
+    def lend(self, fields: CredentialFields | None) -> None:
+        """Replace the lent credentials; None if the driver has none."""
+        self._lent = Credentials(*fields) if fields else None
+
+    def credentials(self) -> CredentialFields | None:
+        """Return the fields of the lent credentials, for another process; None if there are none."""
+        return self._lent.fields() if self._lent else None
+
+    def source(self) -> Credentials | None:
+        """Return the lent credentials: a :class:`CredentialSource` for stores in this process."""
+        return self._lent
+
+
+class CredentialLender:
+    """Lends this process's credentials: when it is created, and again from :meth:`lend_if_due` before they expire.
+
+    Args:
+        lend: sends the fields of the credentials (None if there are none) to a broker, and returns when they are there.
+    """
+
+    def __init__(self, lend: Callable[[CredentialFields | None], None]) -> None:
+        self._send = lend
+        self._next_at_s = 0.0
+        self._lend()
+
+    def lend_if_due(self) -> None:
+        """Lend again if a third of the credentials' lifetime has passed, or a minute.
+
+        They may have changed before they expire: a credentials file can be rewritten at any time.
+        """
+        if time.monotonic() >= self._next_at_s:
+            self._lend()
+
+    def _lend(self) -> None:
+        try:
+            resolved = resolve()
+        except Exception:
+            # The credentials lent before may last until the source works again. If not, their users report the error.
+            self._next_at_s = time.monotonic() + _RETRY_AFTER_S
+            return
+        self._send(resolved.fields() if resolved else None)
+        self._next_at_s = time.monotonic() + _valid_for_s(resolved)
+
+
+def _valid_for_s(lent: Credentials | None) -> float:
+    if lent is None or lent.expires_at is None:
+        return _LEND_EVERY_S
+    remaining_s = (lent.expires_at - datetime.now(timezone.utc)).total_seconds()
+    return max(1.0, min(_LEND_EVERY_S, remaining_s / 3))

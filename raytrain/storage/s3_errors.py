@@ -1,0 +1,89 @@
+"""Read the HTTP status, S3's error code and the like from an error of obstore or botocore.
+
+obstore has types for a few errors and raises GenericError for all others; only its text contains the server's answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+_TRANSIENT_STATUSES = {408, 429}  # and all of 5xx
+_TRANSIENT_CODES = {
+    "RequestTimeout",
+    "NoSuchUpload",  # the upload had been completed, but S3's answer was lost
+}
+_BROKEN_CONNECTION = re.compile(r"HTTP error|response body|Content-Range")
+_CREDENTIAL_CODES = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "TokenRefreshRequired",
+    "RequestExpired",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+}
+_REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
+
+
+def s3_error_code(error: BaseException) -> str | None:
+    """Return S3's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
+    response: object = getattr(error, "response", None)  # botocore's ClientError
+    if isinstance(response, dict):
+        return cast("dict[str, dict[str, str]]", response).get("Error", {}).get("Code")
+    found = re.search(
+        r"<Code>(\w+)</Code>|\(code: (\w+)\)", str(error)
+    )  # the second form comes from deleting an object
+    return found and (found[1] or found[2])
+
+
+def http_status(error: BaseException) -> int | None:
+    """Return the status of S3's answer, such as 503; None if there was no answer or it was successful."""
+    if isinstance(error, PermissionDeniedError):
+        return 403
+    if isinstance(error, UnauthenticatedError):
+        return 401
+    found = re.search(r"status code: (\d{3})\b", str(error))
+    return int(found[1]) if found else None
+
+
+def server_message(error: BaseException) -> str | None:
+    """Return the server's explanation in its own words, if it sent one."""
+    found = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
+    return found and found[1]
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether S3 was busy or a connection broke, so that the same request may succeed later."""
+    status = http_status(error)
+    if status is None:
+        return _BROKEN_CONNECTION.search(str(error)) is not None or s3_error_code(error) in _TRANSIENT_CODES
+    return status in _TRANSIENT_STATUSES or status >= 500 or s3_error_code(error) in _TRANSIENT_CODES
+
+
+def refuses_credentials(error: BaseException) -> bool:
+    """Whether S3 refuses the credentials themselves, so that asking their source again may help."""
+    return s3_error_code(error) in _CREDENTIAL_CODES
+
+
+def is_wrong_region(error: BaseException) -> bool:
+    """Whether the bucket is in another region than the one configured."""
+    # The second is what obstore makes of a redirect.
+    return s3_error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error)
+
+
+def bucket_region(error: BaseException) -> str | None:
+    """Return the region that the server names in an answer for which :func:`is_wrong_region` is true."""
+    found = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", str(error))
+    return found and (found[1] or found[2])
+
+
+def credential_source_failure(error: BaseException) -> str | None:
+    """Return why the source of credentials failed, if obstore raised ``error`` because of that."""
+    found = (
+        re.search("External AWS credential provider: (.+)", str(error))
+        if isinstance(error, UnauthenticatedError)
+        else None
+    )
+    return found and found[1]

@@ -1,0 +1,117 @@
+"""The driver's credentials are lent to other processes, renewed in time, and stay in memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from raytrain.storage import credential_broker
+from raytrain.storage.base import S3Settings
+from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
+from raytrain.storage.credentials import CredentialFields, Credentials
+from raytrain.storage.open import open_store
+from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
+
+KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
+
+
+class Resolver:
+    """Stands in for this process's AWS configuration, and for the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.credentials: Credentials | None = KEYS
+        self.error: Exception | None = None
+        self.now_s = 1000.0
+        monkeypatch.setattr(credential_broker, "resolve", self.resolve)
+        monkeypatch.setattr(credential_broker.time, "monotonic", lambda: self.now_s)
+
+    def resolve(self) -> Credentials | None:
+        if self.error is not None:
+            raise self.error
+        return self.credentials
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    return Resolver(monkeypatch)
+
+
+def test_the_broker_returns_what_was_lent_last() -> None:
+    broker = CredentialBroker()
+    source = broker.source
+    assert broker.credentials() is None and source() is None
+    for lent in (KEYS, Credentials("AKIAOTHER", "s")):
+        broker.lend(lent.fields())
+        assert broker.credentials() == lent.fields() and source() == lent
+    broker.lend(None)
+    assert broker.credentials() is None and source() is None
+
+
+def test_neither_the_broker_nor_its_source_can_be_pickled_with_credentials() -> None:
+    broker = CredentialBroker()
+    broker.lend(KEYS.fields())
+    for secret in (broker, broker.source):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(secret)
+
+
+def test_credentials_are_lent_at_once_and_again_every_minute(resolver: Resolver) -> None:
+    lent: list[CredentialFields | None] = []
+    lender = CredentialLender(lent.append)
+    assert lent == [KEYS.fields()]
+    resolver.credentials = Credentials("AKIAREWRITTEN", "s")
+    for resolver.now_s in (1001.0, 1059.0):
+        lender.lend_if_due()
+    assert len(lent) == 1
+    resolver.now_s = 1061.0
+    lender.lend_if_due()
+    assert lent[1:] == [resolver.credentials.fields()]
+
+
+def test_expiring_credentials_are_lent_again_after_a_third_of_their_lifetime(resolver: Resolver) -> None:
+    expires_at = datetime.now(timezone.utc) + timedelta(seconds=30)
+    resolver.credentials = Credentials("ASIA", "s", "t", expires_at)
+    lent: list[CredentialFields | None] = []
+    lender = CredentialLender(lent.append)
+    resolver.now_s += 5
+    lender.lend_if_due()
+    assert len(lent) == 1
+    resolver.now_s += 6
+    lender.lend_if_due()
+    assert len(lent) == 2
+
+
+def test_a_failing_source_keeps_the_lent_credentials_and_is_tried_again_soon(resolver: Resolver) -> None:
+    broker = CredentialBroker()
+    lender = CredentialLender(broker.lend)
+    resolver.error = RuntimeError("no luck")
+    resolver.now_s += 61
+    lender.lend_if_due()
+    assert broker.credentials() == KEYS.fields()
+    resolver.error, resolver.credentials = None, None
+    resolver.now_s += 6
+    lender.lend_if_due()
+    assert broker.credentials() is None
+
+
+@pytest.mark.parametrize(("amazon", "expected"), [(True, "ASIATASK"), (False, "AKIAEXAMPLE1234")])
+def test_a_nodes_own_role_is_used_for_amazon_only(amazon: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def metadata_service(request: Request) -> Answer:
+        keys = {"AccessKeyId": "ASIATASK", "SecretAccessKey": "s", "Token": "t", "Expiration": "2199-01-01T00:00:00Z"}
+        return Answer(body=json.dumps(keys).encode())
+
+    with scripted_s3(metadata_service) as (url, _):
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
+        settings = S3Settings(None if amazon else "http://minio:9000", "us-east-1")
+        store = open_store("s3://bucket/prefix", settings=settings).with_lent_credentials(lambda: KEYS)
+        used = store.credentials()  # pyright: ignore[reportAttributeAccessIssue]
+    assert used is not None and used.access_key_id == expected
+
+
+def test_a_folder_needs_no_lent_credentials(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    assert store.with_lent_credentials(lambda: KEYS) is store
