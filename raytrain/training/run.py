@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.local_batch import LocalBatch
-from raytrain.data.prefetch import Prefetch
 from raytrain.data.permutation import mix
+from raytrain.data.prefetch import Prefetch
 from raytrain.runs.checkpoint_files import checkpoint_path
 from raytrain.runs.metrics import MetricRow
 from raytrain.runs.outcome import Outcome, Progress

@@ -18,8 +18,8 @@ import torch
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.runs.outcome import Progress
 from raytrain.storage.base import Store
-from raytrain.storage.open import open_store
 from raytrain.storage.local import FolderStore
+from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
 
 IDENTITY = Identity(model="resnet18", classes=("cat", "dog", "owl"), manifest_digest="0a" * 32, batch_size=8, seed=0)

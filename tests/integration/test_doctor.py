@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from raytrain.storage.open import open_store
 from rich.console import Console
 
 from raytrain.backends.gpus import Gpu
@@ -29,6 +28,7 @@ from raytrain.diagnostics.findings import Finding
 from raytrain.diagnostics.node_probe import NodeReport, ProbeRequest, probe_node
 from raytrain.display.doctor_tables import doctor_page
 from raytrain.errors import UsageError
+from raytrain.storage.open import open_store
 from tests.helpers import fake_nvml
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from raytrain.storage.open import open_store
 
 from raytrain import UsageError, audit
 from raytrain.data.manifest import Manifest
 from raytrain.runs.documents import write_config
 from raytrain.runs.layout import MANIFEST
+from raytrain.storage.open import open_store
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run
 from tests.integration.test_own_loops import to_the_end

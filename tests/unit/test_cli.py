@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raytrain.display.tables import command_line, evaluation
 from rich.console import Console
 
 import raytrain
 from raytrain.cli.commands import COMMANDS, main
 from raytrain.config import TrainConfig
-from raytrain.display.tables import command_line, evaluation
 from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.metrics import scores
 from raytrain.recipes import RECIPES

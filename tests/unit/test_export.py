@@ -13,7 +13,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from raytrain.storage.open import open_store
 
 import raytrain
 from raytrain.config import TrainConfig
@@ -23,6 +22,7 @@ from raytrain.recipes import cifar10, digits
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.layout import CLASSES
 from raytrain.runs.outcome import Progress
+from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.model import build_model
 

@@ -30,8 +30,8 @@ from raytrain.data.partition import Partition
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.storage.open import open_store
 from raytrain.storage.local import FolderStore
+from raytrain.storage.open import open_store
 
 SHAPE = ImageShape(8, 8, 3)
 
