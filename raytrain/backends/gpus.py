@@ -69,5 +69,5 @@ def _memory_bytes(handle: Any) -> int:
 
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except pynvml.NVMLError_NotSupported:
+    except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue] ; made at import
         return 0

@@ -67,7 +67,8 @@ def mark_failed(storage: str, name: str) -> None:
 
 def parse_status(document: dict[str, Any]) -> RunStatus:
     """The status in a ``status.json``; interrupted if it is empty, or active but too old to be true."""
-    status = RunStatus(**{"status": "interrupted", **document})
+    known: dict[str, Any] = {"status": "interrupted", **document}
+    status = RunStatus(**known)
     if status.active and (_is_silent(status) or _is_gone(status)):
         return dataclasses.replace(status, status="interrupted")
     return status

@@ -88,7 +88,7 @@ def test_a_run_never_notices_that_keys_expire(
     expired = [keys for keys in issuer.issued() if float(keys["expires"]) < time.time()]
     assert len(expired) >= STEPS // STEPS_PER_KEY / 2 and result.seconds > 4 * LIFE_S
     assert_same_weights(result, unhindered)
-    assert raytrain.audit("run", storage=f"{s3_url}-runs")["clean"]
+    assert raytrain.audit("run", storage=f"{s3_url}-runs").clean
     assert "failed" not in capfd.readouterr().err
 
 
@@ -109,4 +109,4 @@ def test_keys_that_are_taken_back_end_a_run_with_a_sentence_and_it_goes_on_with_
     resumed = raytrain.train(dataclasses.replace(wanted, resume=True))
     assert (resumed.status, resumed.steps) == ("finished", STEPS)
     assert_same_weights(resumed, unhindered)
-    assert raytrain.audit("run", storage=wanted.storage)["clean"]
+    assert raytrain.audit("run", storage=wanted.storage).clean

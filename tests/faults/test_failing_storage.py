@@ -65,7 +65,7 @@ def test_a_run_through_s3_that_fails_requests_repeats_and_counts_them(
     assert all(proxy.outcomes[fault] for fault in FAULTS)
     assert (result.status, result.samples_seen, result.num_skipped) == ("finished", 324, 0)
     assert_same_weights(result, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     num_reads = 324 + NUM_IMAGES - 81  # each training image in four epochs, each test image at the end
     assert result.num_retries == proxy.num_requests_for(".png") - num_reads > 0
     assert proxy.num_requests_for(".png") <= max_requests_per_read * num_reads
@@ -136,7 +136,7 @@ def test_a_run_whose_disk_is_full_or_read_only_keeps_its_last_checkpoint(
     resumed = raytrain.train(dataclasses.replace(options, resume=True))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)
     assert_same_weights(resumed, undisturbed)
-    assert raytrain.audit("run", storage=options.storage)["clean"]
+    assert raytrain.audit("run", storage=options.storage).clean
 
 
 # S3.
@@ -224,4 +224,4 @@ def test_a_worker_that_is_killed_while_it_uploads_a_checkpoint_leaves_the_one_be
         assert killed.is_set() and (result.status, result.samples_seen) == ("finished", 324)
         assert_same_weights(result, undisturbed)
         assert whole_steps(s3_url)[-2:] == [15, 20]
-        assert raytrain.audit("run", storage=s3_url)["clean"]
+        assert raytrain.audit("run", storage=s3_url).clean

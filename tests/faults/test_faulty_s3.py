@@ -10,8 +10,8 @@ import pytest
 
 from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import build_manifest
-from raytrain.demo.digits import render
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.digits import render_digits
+from raytrain.demo.s3_server import S3Server
 from raytrain.storage import s3
 from raytrain.storage.base import MAX_THREADS, ObjectChanged, S3Settings, Store
 from raytrain.storage.open import open_store
@@ -33,7 +33,7 @@ def content(number: int) -> bytes:
 @pytest.mark.usefixtures("short_timeout")
 @pytest.mark.parametrize(("fraction", "max_requests_per_object"), [(0.05, 1.2), (0.5, 3.0)])
 def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
-    s3: EmbeddedS3, s3_url: str, fraction: float, max_requests_per_object: float
+    s3: S3Server, s3_url: str, fraction: float, max_requests_per_object: float
 ) -> None:
     direct = open_store(s3_url)
     paths = [f"{number % 5}/{number:03d}" for number in range(NUM_OBJECTS)]
@@ -55,8 +55,8 @@ def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
 
 
 @pytest.mark.usefixtures("short_timeout")
-def test_real_images_are_read_despite_faults(s3: EmbeddedS3, s3_url: str, tmp_path: Path) -> None:
-    folder = open_store(str(render(tmp_path, num_images=100) / "train"))
+def test_real_images_are_read_despite_faults(s3: S3Server, s3_url: str, tmp_path: Path) -> None:
+    folder = open_store(str(render_digits(tmp_path, num_images=100) / "train"))
     direct = open_store(s3_url)
     for found in folder.list():
         direct.put(found.path, folder.get(found.path))
@@ -104,7 +104,7 @@ def test_copies_of_a_folder_on_other_machines_are_the_same_files(tmp_path: Path)
 
 
 def test_deleted_and_replaced_images_are_reported_and_the_others_are_correct(store: Store, tmp_path: Path) -> None:
-    folder = open_store(str(render(tmp_path / "digits", num_images=60) / "train"))
+    folder = open_store(str(render_digits(tmp_path / "digits", num_images=60) / "train"))
     for found in folder.list():
         store.put(found.path, folder.get(found.path))
     manifest, shape = build_manifest(store), ImageShape(28, 28, 1)

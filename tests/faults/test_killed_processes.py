@@ -88,7 +88,7 @@ def test_a_fault_costs_time_only(
     result = raytrain.train(config(images, tmp_path, trace=True, **options), loop=loop)
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 
@@ -112,7 +112,7 @@ def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: r
         "training on 1 worker, going on after step 8",
     ]
     assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, 21))
 
 
@@ -174,7 +174,7 @@ def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytr
     done = len(read_steps(tmp_path))
     ended = raytrain.train(config(images, tmp_path, resume=True, trace=True, epochs=1000, max_steps=max(done, 20) + 5))
     assert ended.status == "finished" and ended.steps == max(done, 20) + 5
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, ended.steps + 1))
 
 
@@ -204,7 +204,7 @@ def test_a_stop_asked_for_in_any_step_lands_on_the_next_one_of_every_worker(
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(step + 1)] * 2
     resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True, workers=1))
     assert_same_weights(resumed, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, 21))
 
 
@@ -228,7 +228,7 @@ def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(undisturbed: r
     assert (stopped.status, stopped.steps) == ("stopped", 5)
     resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True))
     assert_same_weights(resumed, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
 def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_workers_come_and_go_with_their_nodes(undisturbed: raytrain.TrainResult,
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
     assert [number for number in summary["num_workers_seen"] if number] == [1, 2, 1]
     assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
 def wait_for(condition: Callable[[], Any]) -> None:

@@ -83,4 +83,4 @@ def test_killed_readers_lose_nothing(
     assert killer.left.total() == 0, killer.left
     assert (result.status, result.samples_seen, result.num_skipped) == ("finished", undisturbed.samples_seen, 0)
     assert_same_weights(result, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean

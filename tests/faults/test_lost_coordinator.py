@@ -90,7 +90,7 @@ def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResul
     result = train_without_monitor(images, tmp_path)
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, 21))
 
 
@@ -103,5 +103,5 @@ def test_a_run_whose_monitor_was_killed_can_be_stopped(
     assert stopped.steps in last_steps
     resumed = raytrain.train(config(images, tmp_path, resume=True, trace=True))
     assert_same_weights(resumed, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, 21))

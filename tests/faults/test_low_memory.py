@@ -52,7 +52,7 @@ def test_a_small_object_store_makes_a_run_slower_and_not_wrong(
         if result["status"] == "finished":
             assert (result["samples_seen"], result["num_skipped"]) == (324, 0)
             assert_same_weights(TrainResult(**{name: result[name] for name in roomy.summary()}), roomy)
-            assert raytrain.audit(cache, storage=str(tmp_path))["clean"]
+            assert raytrain.audit(cache, storage=str(tmp_path)).clean
         else:
             assert "--cache is memory, and the decoded images take 0.1 GB" in result["error"]
 
@@ -92,4 +92,4 @@ def test_a_worker_that_the_kernel_ends_for_its_memory_costs_time_only(
     assert (tmp_path / "eaten").exists()
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean

@@ -14,7 +14,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from tests.helpers.faulty_s3 import faulty_s3
 
 LIFE_S = 20
@@ -68,7 +68,7 @@ class Issuer:
 
 
 @contextmanager
-def issuing_s3(server: EmbeddedS3, issuer: Issuer) -> Iterator[str]:
+def issuing_s3(server: S3Server, issuer: Issuer) -> Iterator[str]:
     """Yield the URL of an S3 server that accepts the issuer's credentials, and forwards to ``server``."""
     known = server.environment()
     signer = S3SigV4Auth(

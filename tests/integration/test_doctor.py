@@ -20,7 +20,7 @@ from rich.console import Console
 
 from raytrain.backends.gpus import Gpu
 from raytrain.backends.ray.placement import Hardware
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from raytrain.diagnostics import cluster_probe, doctor, findings, node_probe
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.diagnostics.doctor import DoctorReport, diagnose
@@ -80,7 +80,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_all_is_well(images_url: str, tmp_path: Path, s3: EmbeddedS3) -> None:
+def test_all_is_well(images_url: str, tmp_path: Path, s3: S3Server) -> None:
     report = diagnose(images_url, str(tmp_path / "runs"), None)
 
     assert report.ok
@@ -106,7 +106,7 @@ def test_a_storage_prefix_is_written_with_the_drivers_keys(s3_url: str) -> None:
 
 
 def test_a_wrong_secret_is_reported_and_not_shown(
-    images_url: str, s3: EmbeddedS3, monkeypatch: pytest.MonkeyPatch
+    images_url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "n0tTheRightSecret")
     report = diagnose(images_url, images_url, None)
@@ -121,7 +121,7 @@ def test_a_wrong_secret_is_reported_and_not_shown(
     assert "n0tTheRightSecret" not in said and key not in said
 
 
-def test_the_secret_is_not_shown(images_url: str, s3: EmbeddedS3) -> None:
+def test_the_secret_is_not_shown(images_url: str, s3: S3Server) -> None:
     report = diagnose(images_url, images_url, None)
     said = shown(report) + json.dumps(report.summary()) + repr(report)
     environment = s3.environment()
@@ -129,7 +129,7 @@ def test_the_secret_is_not_shown(images_url: str, s3: EmbeddedS3) -> None:
     assert environment["AWS_SECRET_ACCESS_KEY"] not in said and environment["AWS_ACCESS_KEY_ID"] not in said
 
 
-def test_a_bucket_that_does_not_exist(s3: EmbeddedS3, tmp_path: Path) -> None:
+def test_a_bucket_that_does_not_exist(s3: S3Server, tmp_path: Path) -> None:
     report = diagnose("s3://nowhere/images", str(tmp_path), None)
     assert [finding.sentence for finding in report.failures] == [
         f"There is no bucket nowhere at {s3.endpoint_url}; check the name, or create it."

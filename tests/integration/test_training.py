@@ -94,7 +94,7 @@ def test_a_loop_in_a_file_trains_and_is_audited(images: Path, tmp_path: Path) ->
     loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
     result = raytrain.train(config(images, tmp_path, loop=f"{loop}:train", precision="float32", epochs=2, accumulate=2, trace=True))
     assert (result.status, result.steps) == ("finished", 10)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
 def die_once_in_step_13(run: raytrain.Run, batch: raytrain.Batch, marker: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, imag
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert any("failed: " in event for event in events), events
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 

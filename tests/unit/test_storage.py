@@ -14,7 +14,7 @@ import pytest
 from botocore import exceptions
 from obstore.exceptions import GenericError, UnauthenticatedError
 
-from raytrain.demo.s3_server import EmbeddedS3
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import S3Settings, Store
 from raytrain.storage.credentials import Credentials
@@ -142,7 +142,7 @@ def test_a_reader_never_sees_a_partial_object(store: Store) -> None:
     assert seen <= set(contents)
 
 
-def test_a_pickled_store_works_and_contains_no_secret(store: Store, s3_server: EmbeddedS3) -> None:
+def test_a_pickled_store_works_and_contains_no_secret(store: Store, s3_server: S3Server) -> None:
     store.put("a", b"1")
     pickled = pickle.dumps(store)
     assert pickle.loads(pickled).get("a") == b"1"
@@ -252,7 +252,7 @@ def write_aws_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch, confi
 
 
 def test_a_profile_names_endpoint_region_and_keys(
-    s3_server: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = s3_server.environment()
     config = f"[profile lab]\nregion = eu-lab-1\nendpoint_url = {there['AWS_ENDPOINT_URL']}\n"
@@ -314,7 +314,7 @@ def test_unreadable_certificates_are_reported(
 
 
 def test_given_credentials_override_the_environment(
-    s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = s3.environment()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
@@ -329,7 +329,7 @@ def test_given_credentials_override_the_environment(
 # Errors of a healthy server.
 
 
-def test_a_missing_bucket_is_reported(s3: EmbeddedS3) -> None:
+def test_a_missing_bucket_is_reported(s3: S3Server) -> None:
     store = open_store("s3://nobucket/data")
     for ask in (store.check_readable, store.check_writable, lambda: store.get("a"), lambda: list(store.list())):
         with pytest.raises(StorageError, match=f"There is no bucket nobucket at {s3.endpoint_url}") as raised:
@@ -339,7 +339,7 @@ def test_a_missing_bucket_is_reported(s3: EmbeddedS3) -> None:
     assert isinstance(problem, StorageError)
 
 
-def test_wrong_credentials_are_reported(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_are_reported(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = "…" + s3.environment()["AWS_ACCESS_KEY_ID"][-4:]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-one")
     with pytest.raises(StorageError, match=f"secret key does not belong to the access key {identity}") as raised:
@@ -351,7 +351,7 @@ def test_wrong_credentials_are_reported(s3: EmbeddedS3, s3_url: str, monkeypatch
     assert sentence(raised)
 
 
-def test_missing_credentials_are_reported(s3: EmbeddedS3, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StorageError, match=f"no AWS credentials for {s3_url}/data; set AWS_ACCESS_KEY_ID") as raised:
@@ -567,7 +567,7 @@ def test_get_many_succeeds_while_credentials_expire() -> None:
 
 
 def test_credentials_of_a_credential_process_work_until_they_are_revoked(
-    s3: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issuer = Issuer(tmp_path)
     with issuing_s3(s3, issuer) as url:

@@ -214,6 +214,11 @@ def start_coordinator(run: RunInStorage, kind: type[Coordinator] = Coordinator) 
     ).remote(run)
 
 
+def stop_coordinator(coordinator: CoordinatorHandle) -> None:
+    """End the coordinator's process."""
+    ray.kill(coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
+
+
 def request_stop_in_cluster(name: str, address: str, request: StopRequest) -> None:
     """Ask a run that trains in the connected cluster to stop; raises UsageError if there is none of this name."""
     try:

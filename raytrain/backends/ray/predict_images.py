@@ -95,7 +95,7 @@ def _pipeline(images: ImageSet, actor_arguments: tuple[Any, ...], placement: Pla
     return (
         ray.data.range(num_blocks, override_num_blocks=num_blocks)
         .map_batches(
-            partial(read_block, images=images),
+            partial(read_block, images=images),  # pyright: ignore[reportArgumentType]
             batch_size=1,
             num_cpus=placement.task_cpus,
             zero_copy_batch=True,

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity import CapacityCheck
-from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, with_cluster_credentials
+from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator, with_cluster_credentials
 from raytrain.backends.ray.credentials import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
@@ -66,7 +66,7 @@ class RunSession:
         with ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
             self._coordinator = start_coordinator(self._in_storage())
-            opened.callback(ray.kill, self._coordinator)
+            opened.callback(stop_coordinator, self._coordinator)
             self._lender = lend_credentials(self._coordinator)
             self._feed.connect(self._coordinator)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage

@@ -56,7 +56,7 @@ def work(spec: WorkerSpec) -> None:
     device = ray.train.torch.get_device() if config.device == "cuda" else torch.device("cpu")
     source = RayBatches(spec, rank, config.worker_load or (1.0,) * world_size)
     reporter = RayReporter(spec.coordinator, watch=rank == 0)
-    weights = None if spec.weights is None else ray.get(spec.weights)
+    weights: Any = None if spec.weights is None else ray.get(spec.weights)
     try:
         outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
     except RaytrainError as error:
