@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,16 +104,7 @@ def result() -> SweepResult:
         )
         for number in range(4)
     ]
-    failed = TrialResult(
-        **{
-            **vars(done[0]),
-            "name": "rates-04",
-            "status": "failed",
-            "accuracy": None,
-            "reason": "boom",
-            "evaluations": (),
-        }
-    )
+    failed = replace(done[0], name="rates-04", status="failed", accuracy=None, reason="boom", evaluations=())
     return SweepResult(
         name="rates", status="finished", best="rates-00", trials=(*done, failed), run_dir="", seconds=60.0
     )
