@@ -11,8 +11,9 @@ from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
 
 if TYPE_CHECKING:
-    from raytrain.backends.handle import RunHandle, start
+    from raytrain.backends.handle import RunHandle
     from raytrain.diagnostics.audit import audit
+    from raytrain.display.notebook import start
     from raytrain.experiments.compare import compare
     from raytrain.experiments.study import StudyResult, study
     from raytrain.experiments.sweep.results import SweepResult
@@ -65,7 +66,7 @@ _LATER = {
     "export": "raytrain.inference.export",
     "load": "raytrain.inference.classifier",
     "predict": "raytrain.inference.predict",
-    "start": "raytrain.backends.handle",
+    "start": "raytrain.display.notebook",
     "study": "raytrain.experiments.study",
     "sweep": "raytrain.experiments.sweep.sweep",
 }

@@ -74,18 +74,27 @@ def _curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None
 def _against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
     """The best accuracy of each trial against its value of one option."""
     values = [trial.values[name] for trial in trials]
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-    ordered = sorted(set(values)) if numbers else list(dict.fromkeys(values))
-    places = values if numbers else [ordered.index(value) for value in values]
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    places = _number_axis(axes, numbers) if len(numbers) == len(values) else _name_axis(axes, list(map(shown, values)))
     colours = [_BEST if trial.name == best else _OTHER for trial in trials]
     axes.scatter(places, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
-    if numbers and min(values) > 0 and math.log10(max(values) / min(values)) > _DECADES:
-        axes.set_xscale("log")
-    elif numbers and len(ordered) <= _FEW_VALUES:
-        axes.set_xticks(ordered, [shown(value) for value in ordered])
-    elif not numbers:
-        axes.set_xticks(range(len(ordered)), [shown(value) for value in ordered])
-        axes.set_xlim(-0.5, len(ordered) - 0.5)
     axes.set_xlabel(flag_of(name))
     plain_axes(axes)
     axes.set_ylabel("best test accuracy")
+
+
+def _number_axis(axes: Axes, numbers: Sequence[float]) -> Sequence[float]:
+    """Prepare the x axis for numbers; gives the place of each."""
+    if min(numbers) > 0 and math.log10(max(numbers) / min(numbers)) > _DECADES:
+        axes.set_xscale("log")
+    elif len(set(numbers)) <= _FEW_VALUES:
+        axes.set_xticks(sorted(set(numbers)), [shown(number) for number in sorted(set(numbers))])
+    return numbers
+
+
+def _name_axis(axes: Axes, names: Sequence[str]) -> Sequence[float]:
+    """Prepare the x axis for names; gives the place of each."""
+    different = list(dict.fromkeys(names))
+    axes.set_xticks(range(len(different)), different)
+    axes.set_xlim(-0.5, len(different) - 0.5)
+    return [different.index(name) for name in names]
