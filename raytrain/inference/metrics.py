@@ -101,7 +101,7 @@ def _confusions(matrix: Int64s, classes: Sequence[str]) -> tuple[Confusion, ...]
     wrong = matrix * (1 - np.eye(len(matrix), dtype=np.int64))
     most_frequent = np.argsort(-wrong, axis=None, kind="stable")[: min(_NUM_CONFUSIONS, np.count_nonzero(wrong))]
     return tuple(
-        Confusion(classes[truth], classes[answer], int(wrong[truth, answer]))
+        Confusion(classes[int(truth)], classes[int(answer)], int(wrong[truth, answer]))
         for truth, answer in zip(*np.unravel_index(most_frequent, wrong.shape), strict=True)
     )
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raytrain import models
-from raytrain.config import TrainConfig
+from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.decode import ImageReader, ImageShape
@@ -31,12 +31,13 @@ from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.manifest import build_manifest
 from raytrain.data.partition import Partition
 from raytrain.recipes import cifar10
+from raytrain.runs.metrics import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
-from raytrain.training.checkpoint import Checkpoints, Identity
 from raytrain.training.loop import train
 from raytrain.training.run import Run
-from raytrain.training.wrap_model import AUTOCAST
+from raytrain.training.run_spec import RunSpec
+from raytrain.training.wrap_model import AUTOCAST_DTYPES
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.subset import train_on
@@ -80,6 +81,10 @@ def _rate(times: list[float]) -> float:
 def _options(precision: Any, **others: Any) -> TrainConfig:
     quiet: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every_epochs": 0, "checkpoint_every_s": 0.0}
     return cifar10(precision=precision, epochs=1, workers=NUM_WORKERS, batch_size_per_worker=SHARE, mean=MEAN, std=STD, **quiet, **others)
+
+
+def _resolved(precision: Any) -> ResolvedConfig:
+    return _options(precision).resolve(name="step", num_workers=NUM_WORKERS, device="cpu", mean=MEAN, std=STD)
 
 
 def keep_images(url: str, num_images: int, file: str) -> None:
@@ -128,14 +133,14 @@ def plainly_under_ray(images: str, precision: str, folder: str) -> list[float]:
 
 
 def train_plainly(file: str, precision: str) -> list[float]:
-    times, rank, config = _step_times(), dist.get_rank(), _options(precision)
+    times, rank, config = _step_times(), dist.get_rank(), _resolved(precision)
     with np.load(file) as arrays:
         all_images, all_labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
-    augment = Augment(config, MEAN, STD)
+    augment = Augment(config)
     torch.manual_seed(0)
     model = DistributedDataParallel(models.cifar10(NUM_CLASSES, 3).to(memory_format=torch.channels_last))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=config.momentum, weight_decay=config.weight_decay)
-    mixed = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+    mixed = torch.autocast("cpu", AUTOCAST_DTYPES[precision]) if precision in AUTOCAST_DTYPES else nullcontext()
     order = torch.randperm(len(all_images))
     for step in range(len(order) // BATCH):
         samples = order[step * BATCH + rank * SHARE :][:SHARE]
@@ -174,14 +179,14 @@ class MemorySource:
 
 class Silent:
     def started(self, num_workers: int, step: int) -> None: ...
-    def record(self, row: dict[str, Any]) -> None: ...
+    def record(self, row: MetricRow) -> None: ...
     def event(self, text: str) -> None: ...
     def flush(self) -> None: ...
 
     def stop_requested(self) -> bool:
         return False
 
-    def save_requested(self) -> bool:
+    def checkpoint_requested(self) -> bool:
         return False
 
 
@@ -190,23 +195,23 @@ def through_raytrain(images: str, precision: str, folder: str) -> list[float]:
 
 
 def train_in_memory(file: str, precision: str, folder: str) -> list[float]:
-    config = _options(precision).resolved(NUM_WORKERS)
+    config = _resolved(precision)
     with np.load(file) as arrays:
         images, labels = arrays["images"], arrays["labels"]
-    classes = tuple(map(str, range(NUM_CLASSES)))
     plan = BatchPlan(len(images), BATCH, config.epochs, config.seed)
-    run = Run(
+    spec = RunSpec(
         config=config,
-        classes=classes,
+        loop=None,
+        classes=tuple(map(str, range(NUM_CLASSES))),
+        manifest_digest="",
         plan=plan,
-        source=MemorySource(images, labels, Partition(plan, dist.get_rank(), (1.0,) * NUM_WORKERS)),
-        augment=Augment(config, MEAN, STD),
-        checkpoints=Checkpoints(open_store(folder), Identity(config.model, classes, "", BATCH, config.seed), 1),
-        reporter=Silent(),
+        test_plan=plan,
+        store=open_store(folder),
     )
+    source = MemorySource(images, labels, Partition(plan, dist.get_rank(), (1.0,) * NUM_WORKERS))
+    run = spec.make_run(source, Silent(), torch.device("cpu"))
     times = _step_times()
-    train(run)
-    run.finish()
+    spec.train(run)
     return times
 
 

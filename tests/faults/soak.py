@@ -84,9 +84,9 @@ def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdic
     if steps != list(range(1, result.steps + 1)):
         run.problems.append(f"its history lacks {sorted(set(range(1, result.steps + 1)) - set(steps))} or has steps twice")
     audit = raytrain.audit(run.name, storage=STORAGE)
-    lost = sum(len(epoch["missing"]) for epoch in audit["epochs"])
-    doubled = sum(len(epoch["doubled"]) for epoch in audit["epochs"])
-    if not audit["clean"]:
+    lost = sum(len(epoch.missing) for epoch in audit.epochs)
+    doubled = sum(len(epoch.doubled) for epoch in audit.epochs)
+    if not audit.clean:
         run.problems.append("its audit is not clean")
     return Verdict(run, lost, doubled, undisturbed is None or same_weights(result, undisturbed)), result
 

@@ -38,7 +38,7 @@ AWAY_S = 60.0
 def whole_steps(storage: str) -> list[int]:
     """The steps of the run's checkpoints, after each of them was read."""
     store = open_run(storage, "run")
-    return [read_checkpoint(store, found.path)["progress"]["step"] for found in list_checkpoints(store)]
+    return [read_checkpoint(store, found.path).progress.step for found in list_checkpoints(store)]
 
 
 # The data.

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from raytrain.cli.main import main
 from torch import Tensor, nn
 
-from raytrain.backends import torchrun
-from raytrain.backends.train import prepare
+from raytrain.backends.prepare import prepare
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
@@ -319,7 +319,10 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
         "32",
         "32",
     ]
-    assert torchrun.main([*words, "--epochs", "1", "--batch-size", "45", *more]) == 0
+    with pytest.MonkeyPatch.context() as environment:
+        for variable, value in {"TORCHELASTIC_RUN_ID": "alone", "RANK": "0", "WORLD_SIZE": "1"}.items():
+            environment.setenv(variable, value)
+        assert main(["train", *words, "--epochs", "1", "--batch-size", "45", *more]) == 0
     store = run_store(str(storage), name)
     newest = newest_checkpoint(store)
     assert newest is not None

@@ -234,4 +234,4 @@ def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: S
         thread.join()
     assert len(monitor.snapshot().rows) == 1000
     monitor.finish("finished")
-    assert len(read_lines(store, "metrics.jsonl")) == 1000
+    assert len(read_metrics(store)) == 1000

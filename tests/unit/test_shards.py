@@ -375,7 +375,7 @@ def test_held_out_packed_images_are_read_too(shards: Path, image_set: Callable[[
 def test_a_table_of_packed_images_is_an_arrow_table(
     shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]
 ) -> None:
-    from raytrain.inference.predictor import read_block
+    from raytrain.backends.ray.predict_images import read_block
 
     manifest = list_images(open_store(str(shards)))
     table: pa.Table = read_block({"id": [0]}, image_set(manifest))
