@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytrain.display.png import GREY, ORANGE, plain_axes
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
-from raytrain.experiments.sweep.search_space import flag_of
 from raytrain.experiments.sweep.trials import as_typed, shown
 
 if TYPE_CHECKING:
@@ -86,6 +85,6 @@ def _against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | N
     elif not numbers:
         axes.set_xticks(range(len(ordered)), [shown(value) for value in ordered])
         axes.set_xlim(-0.5, len(ordered) - 0.5)
-    axes.set_xlabel(flag_of(name))
+    axes.set_xlabel(option_name(name))
     plain_axes(axes)
     axes.set_ylabel("best test accuracy")

@@ -17,7 +17,7 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.cli.new_project import new
+from raytrain.cli.new_project import write_project
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
@@ -89,12 +89,12 @@ def test_a_started_run_is_watched_and_stopped_by_its_handle(images: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_loop_in_a_file_trains_and_is_audited(images: Path, tmp_path: Path) -> None:
-    new(str(tmp_path / "project"))
+    write_project(str(tmp_path / "project"))
     loop = tmp_path / "project" / "loop.py"
     loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
     result = raytrain.train(config(images, tmp_path, loop=f"{loop}:train", precision="float32", epochs=2, accumulate=2, trace=True))
     assert (result.status, result.steps) == ("finished", 10)
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
 def die_once_in_step_13(run: raytrain.Run, batch: raytrain.Batch, marker: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, imag
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert any("failed: " in event for event in events), events
-    assert raytrain.audit("run", storage=str(tmp_path))["clean"]
+    assert raytrain.audit("run", storage=str(tmp_path)).clean
     steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 
@@ -143,16 +143,16 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(s3: S3Server, s3_url:
     assert set(skipped) == {"red/truncated.png", "red/words.jpg"}
     assert result.samples_seen == 2 * (NUM_IMAGES - 3)
     answers = raytrain.predict("run", s3_url, str(tmp_path / "answers.csv"), storage=str(tmp_path), top_k=2)
-    assert (answers["images"], answers["errors"]) == (92, 2)
+    assert (answers.images, answers.errors) == (92, 2)
     lines = (tmp_path / "answers.csv").read_text().splitlines()
     assert lines[0] == '"key","label","score","label_2","score_2","error"' and len(lines) == 93
     assert [line for line in lines if "words.jpg" in line] == ['"red/words.jpg",,,,,"the file is not an image that can be read"']
     measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path))
-    assert (measured["images"], measured["skipped"]) == (90, 2)
+    assert (measured.images, measured.skipped) == (90, 2)
     classifier = raytrain.load("run", storage=str(tmp_path))
     files = sorted(images.rglob("*.png"))
     right = sum(label == file.parent.name for file, (label, _) in zip(files, classifier.classify(files), strict=True))
-    assert right / len(files) == pytest.approx(measured["accuracy"])
+    assert right / len(files) == pytest.approx(measured.accuracy)
 
 
 @pytest.mark.slow
