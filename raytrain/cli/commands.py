@@ -48,6 +48,7 @@ def train(options: RecipeOptions) -> Outcome:
     from raytrain.display.run_tables import result_page
     from raytrain.display.terminal import TerminalView
 
+    # Under torchrun only one process shows the run. The others must not even take over the terminal.
     console = None if is_first_process() else Console(quiet=True, force_terminal=False)
     with TerminalView(console) as view:
         result = raytrain.train(config, view=view.update)
