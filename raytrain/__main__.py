@@ -1,5 +1,6 @@
-"""``python -m raytrain`` is the ``raytrain`` command."""
+"""``python -m raytrain`` is the ``raytrain`` command, also under torchrun."""
 
-from raytrain.cli.commands import run
+from raytrain.cli.main import run
 
-run()
+if __name__ == "__main__":
+    run()

@@ -1,176 +1,174 @@
-"""Every option of a training run, each standing once: field, default and help."""
+"""Every option of a training run, defined once: its type, limits, default and help."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
-from raytrain.errors import UsageError
+from annotated_types import Interval
+
+from raytrain.errors import UsageError, flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+PositiveInt = Annotated[int, Interval(ge=1)]
+NonNegativeInt = Annotated[int, Interval(ge=0)]
+NonNegativeFloat = Annotated[float, Interval(ge=0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What a run trains on, what it trains, how, and where it leaves its results."""
+    """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
 
     data: str = ""
-    """Training images: s3://bucket/prefix or a folder, with one folder a class."""
+    """Training images: s3://bucket/prefix or a folder, with one folder per class."""
     test_data: str | None = None
-    """Test images, laid out likewise; without it --test-fraction of --data is held out."""
-    test_fraction: float = 0.1
-    """Fraction of each class held out for testing where --test-data is not given."""
+    """Test images, in the same layout. Without it, --test-fraction of --data is held out."""
+    test_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
+    """Fraction of each class that is held out for testing if --test-data is not given."""
     storage: str = "./runs"
-    """Where runs are kept: a folder or s3://bucket/prefix."""
+    """Where runs are stored: a folder or s3://bucket/prefix."""
     name: str | None = None
     """Name of the run; by default the recipe's name and the time."""
     resume: bool = False
-    """Go on from the last checkpoint of the run called --name."""
+    """Continue the run called --name from its last checkpoint, with the options that it started with."""
     address: str | None = None
-    """Ray cluster to use; by default RAY_ADDRESS, else a cluster on this machine, else a new local one."""
+    """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
 
     recipe: str = "custom"
     """Name of the recipe that these options started from."""
     model: str = "resnet18"
-    """A torchvision model's name, or package.module:function, called with num_classes and channels."""
+    """Name of a torchvision model, or package.module:function, which is called with num_classes and channels."""
     loop: str | None = None
-    """A training loop of your own: file.py:function or package.module:function, called with the run."""
+    """Your own training loop: file.py:function or package.module:function, which is called with the run."""
     weights: str | None = None
-    """What the network begins with: DEFAULT (torchvision's weights), or a file or s3:// object of weights or of a run's checkpoint."""
+    """Initial weights: DEFAULT (torchvision's), or a file or s3:// object with weights or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
-    """Layers that stay as they are, batch norm statistics included, by name: features.0, or layer1 with all that is in it."""
-    image_size: tuple[int, int] = (224, 224)
-    """Height and width of the images that the network sees, in pixels."""
+    """Layers to freeze, batch norm statistics included, by name: features.0, or layer1 and everything in it."""
+    image_size: tuple[PositiveInt, PositiveInt] = (224, 224)
+    """Height and width in pixels to which images are resized."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
 
-    epochs: int = 10
+    epochs: PositiveInt = 10
     """Passes over the training images."""
-    max_steps: int | None = None
-    """End after this many steps, even in the middle of an epoch."""
-    batch_size: int | None = None
-    """Global batch: images a step over all workers; where given, it stands above --batch-size-per-worker."""
-    batch_size_per_worker: int | None = None
-    """Images a step for each worker; the global batch is this times the workers."""
-    accumulate: int = 1
-    """Parts in which each global batch is computed, one after the other, where it is too large for the memory at once."""
+    max_steps: PositiveInt | None = None
+    """Finish after this many steps, even in the middle of an epoch."""
+    batch_size: PositiveInt | None = None
+    """Global batch: images per step over all workers. Overrides --batch-size-per-worker."""
+    batch_size_per_worker: PositiveInt | None = None
+    """Images per step and worker."""
+    accumulate: PositiveInt = 1
+    """Compute each global batch in this many parts, one after the other, to need less memory."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """SGD with momentum, or AdamW."""
-    learning_rate: float | None = None
-    """Peak learning rate; where given, it stands above --learning-rate-per-worker."""
-    learning_rate_per_worker: float | None = None
-    """Learning rate that is multiplied by the number of workers."""
-    head_learning_rate_factor: float = 1.0
-    """The head (the layer that gives a number for each class) learns at this many times the learning rate."""
-    momentum: float = 0.9
+    learning_rate: NonNegativeFloat | None = None
+    """Peak learning rate. Overrides --learning-rate-per-worker."""
+    learning_rate_per_worker: NonNegativeFloat | None = None
+    """Peak learning rate, multiplied by the number of workers."""
+    head_learning_rate_factor: NonNegativeFloat = 1.0
+    """Multiplies the learning rate of the head, the layer that outputs one number per class."""
+    momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
-    weight_decay: float = 0.0
-    """L2 penalty for SGD, decoupled decay for AdamW."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty for SGD, decoupled weight decay for AdamW."""
     schedule: Literal["constant", "piecewise", "cosine"] = "constant"
-    """How the learning rate goes over the epochs, after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     drop_factor: float = 0.1
-    """piecewise: the learning rate is multiplied by this at each drop."""
-    drop_period: int = 10
+    """piecewise: multiplies the learning rate at each drop."""
+    drop_period: PositiveInt = 10
     """piecewise: epochs between drops."""
-    warmup_epochs: float = 0.0
-    """Epochs over which the learning rate rises linearly from near 0."""
-    label_smoothing: float = 0.0
-    """Probability mass spread evenly over all classes."""
+    warmup_epochs: NonNegativeFloat = 0.0
+    """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
+    label_smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Probability that is spread evenly over all classes."""
     batch_norm: Literal["sync", "aggregate"] = "sync"
-    """sync normalises with the whole global batch; aggregate with each worker's share, then joins the running statistics."""
+    """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """bfloat16 and float16 are mixed precision: the weights stay float32. float16 is for GPUs; CPUs are slow in it."""
+    """bfloat16 and float16 are mixed precision: the weights stay float32. float16 is slow on CPUs."""
     channels_last: bool = False
-    """Keep images and weights in channels-last memory order (faster on most hardware)."""
+    """Store images and weights in channels-last memory format, which is faster on most hardware."""
     compile: bool = False
     """Compile the network with torch.compile."""
     seed: int = 0
-    """Decides the initial weights, the order of samples, the augmentation and the split."""
+    """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
 
     horizontal_flip: bool = False
     """Mirror half of the training images."""
-    translate: int = 0
-    """Shift training images by up to this many pixels each way, filling with 0 after normalisation."""
+    translate: NonNegativeInt = 0
+    """Shift training images by up to this many pixels in each direction; the gap is 0 after normalisation."""
     random_resized_crop: bool = False
-    """Train on random crops (8 % to 100 % of the area) resized to --image-size."""
+    """Train on random crops (8 % to 100 % of the area), resized to --image-size."""
     mean: tuple[float, ...] | None = None
-    """Mean of each channel in 0..1 to subtract; by default measured on the training images."""
-    std: tuple[float, ...] | None = None
-    """Standard deviation of each channel in 0..1 to divide by; by default measured on the training images."""
+    """Mean of each channel to subtract, in 0..1; by default measured on the training images."""
+    std: tuple[Annotated[float, Interval(gt=0)], ...] | None = None
+    """Standard deviation of each channel to divide by, in 0..1; by default measured on the training images."""
 
-    workers: int | str = "auto"
-    """Training workers; auto: one a GPU, else CPU workers that leave room for reading data; 1..4: as many of these as there is room
-    for, more and fewer as machines come and go."""
-    worker_load: tuple[float, ...] | None = None
-    """Relative share of each worker in a batch, such as 1 1 0 2; 0 leaves a worker idle."""
+    workers: PositiveInt | str = "auto"
+    """Training workers. auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
+    worker_load: tuple[NonNegativeFloat, ...] | None = None
+    """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs where the cluster has any."""
+    """auto uses GPUs if the cluster has any."""
     gpus: str | None = None
-    """GPUs of this machine to train on, such as 0,2, by the numbers that `raytrain devices` shows; by default all."""
-    threads_per_worker: int | None = None
-    """CPU threads of each worker's arithmetic; by default the node's cores shared out."""
+    """GPUs of this machine to train on, such as 0,2, as numbered by `raytrain devices`; by default all."""
+    threads_per_worker: PositiveInt | None = None
+    """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
     cache: Literal["auto", "memory", "none"] = "auto"
-    """memory keeps the decoded images in Ray's object store; none streams them each epoch; auto by size, where there is a next epoch."""
-    prefetch: int = 2
-    """Batches that are made ready ahead of the loop on each worker."""
-    max_failures: int = 3
-    """Failures of the worker group after which the run gives up; each goes on from the last checkpoint."""
+    """memory keeps decoded images in Ray's object store; none streams them in each epoch; auto: memory if they fit."""
+    prefetch: PositiveInt = 2
+    """Batches that each worker prepares ahead of the loop."""
+    max_failures: NonNegativeInt = 3
+    """Failures of the worker group to recover from; each time the run continues from its last checkpoint."""
     on_bad_image: Literal["skip", "fail"] = "skip"
-    """skip leaves out images that cannot be read and lists them; fail ends the run at the first one."""
-    max_bad_fraction: float = 0.01
-    """skip: the run ends once more than this fraction of its images, test images included, could not be read."""
+    """skip leaves out images that cannot be read, and lists them; fail ends the run at the first one."""
+    max_bad_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.01
+    """skip: the run fails if more than this fraction of its training and test images cannot be read."""
 
-    log_every: int = 10
+    log_every: PositiveInt = 10
     """Steps between rows of the metrics history."""
-    evaluate_every: int = 1
+    evaluate_every: NonNegativeInt = 1
     """Epochs between evaluations on the test images; 0: only at the end."""
-    checkpoint_every_epochs: int = 1
+    checkpoint_every_epochs: NonNegativeInt = 1
     """Epochs between checkpoints; 0: not by epochs."""
-    checkpoint_every_steps: int = 0
+    checkpoint_every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0: not by steps."""
-    checkpoint_every_s: float = 600.0
+    checkpoint_every_s: NonNegativeFloat = 600.0
     """Seconds between checkpoints; 0: not by time."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints to keep, besides the best."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of newest checkpoints to keep, besides the best."""
     trace: bool = False
-    """Keep which samples each worker used in each step; `raytrain audit` reads it."""
+    """Record which samples each worker used in each step, for `raytrain audit`."""
 
     def __post_init__(self) -> None:
-        for name, field_minimum in _MINIMA.items():
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and value < field_minimum:
-                raise UsageError(f"{_flag(name)} is {value}; it must be at least {field_minimum}.")
+        _check_bounds(self)
         _check_given(self, "batch_size", "batch_size_per_worker")
-        if not 0 < self.test_fraction < 1:
-            raise UsageError(f"--test-fraction is {self.test_fraction}; it must lie between 0 and 1.")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise UsageError(f"--max-bad-fraction is {self.max_bad_fraction}; it must lie between 0 and 1.")
-        if not 0 <= self.label_smoothing < 1:
-            raise UsageError(f"--label-smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
-        if min(self.image_size) < 1:
-            raise UsageError(f"--image-size is {self.image_size}; both numbers must be at least 1.")
         _check_workers(self)
         _check_loads(self)
         _check_gpus(self)
         for name in ("mean", "std"):
             value = getattr(self, name)
             if value is not None and len(value) != self.channels:
-                raise UsageError(f"{_flag(name)} has {len(value)} numbers for {self.channels} channels; give one a channel.")
-        if self.std is not None and min(self.std) <= 0:
-            raise UsageError(f"--std is {self.std}; each number must be above 0.")
+                raise UsageError(
+                    f"{flag(name)} has {len(value)} numbers for {self.channels} channels; give one number per channel."
+                )
 
     @property
     def elastic_workers(self) -> tuple[int, int] | None:
-        """The fewest and the most workers, where ``workers`` is a range such as 1..4."""
+        """The minimum and maximum number of workers if ``workers`` is a range such as 1..4, else None."""
         fewest, dots, most = str(self.workers).partition("..")
         return (int(fewest), int(most)) if dots else None
 
     def scaled_to(self, num_workers: int) -> TrainConfig:
-        """The same options with the batch size and the learning rate made global: those of all ``num_workers`` together."""
+        """The same options with global batch size and learning rate: those of all ``num_workers`` together."""
         per_worker, rate = self.batch_size_per_worker, self.learning_rate_per_worker
         return dataclasses.replace(
             self,
@@ -183,16 +181,18 @@ class TrainConfig:
     def resolve(
         self, *, name: str, num_workers: int, device: str, mean: tuple[float, ...], std: tuple[float, ...]
     ) -> ResolvedConfig:
-        """The options of a run that starts: nothing is left to decide. Raises UsageError if the loads don't fit the workers."""
+        """The options of a run that starts, with everything decided. Raises UsageError if loads and workers differ."""
         if self.worker_load is not None and len(self.worker_load) != num_workers:
-            raise UsageError(f"--worker-load has {len(self.worker_load)} numbers for {num_workers} workers; give one per worker.")
+            raise UsageError(
+                f"--worker-load has {len(self.worker_load)} numbers for {num_workers} workers; give one per worker."
+            )
         options: dict[str, Any] = dict(vars(self.scaled_to(num_workers)))
         options |= {"name": name, "device": device, "mean": self.mean or mean, "std": self.std or std}
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
 
     def check_learning_rate(self) -> None:
-        """Raise UsageError without one; only a loop of one's own can do so."""
+        """Raise UsageError if there is no learning rate; only a loop of the user's own does without one."""
         _check_given(self, "learning_rate", "learning_rate_per_worker")
 
     def to_json(self) -> str:
@@ -213,7 +213,7 @@ class TrainConfig:
 class ResolvedConfig(TrainConfig):
     """The options of a run as it trains, with everything decided. ``config.json`` of a run holds these.
 
-    ``batch_size`` and ``learning_rate`` are global. A loop of the user's own may do without a learning rate; then it is 0.
+    ``batch_size`` and ``learning_rate`` are global. The learning rate is 0 if the user's own loop does without one.
     """
 
     name: str = field()
@@ -224,40 +224,48 @@ class ResolvedConfig(TrainConfig):
     std: tuple[float, ...] = field()
 
 
-_MINIMA: dict[str, float] = {
-    "workers": 1,
-    "epochs": 1,
-    "max_steps": 1,
-    "batch_size": 1,
-    "batch_size_per_worker": 1,
-    "accumulate": 1,
-    "learning_rate": 0,
-    "learning_rate_per_worker": 0,
-    "head_learning_rate_factor": 0,
-    "weight_decay": 0,
-    "momentum": 0,
-    "drop_period": 1,
-    "warmup_epochs": 0,
-    "translate": 0,
-    "threads_per_worker": 1,
-    "prefetch": 1,
-    "max_failures": 0,
-    "log_every": 1,
-    "evaluate_every": 0,
-    "checkpoint_every_epochs": 0,
-    "checkpoint_every_steps": 0,
-    "checkpoint_every_s": 0,
-    "keep_checkpoints": 1,
+Bound = tuple[Callable[[float, float], bool], str, float]
+"""A comparison that the first number of two must pass, the words for it, and the second number."""
+
+_COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "above"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "below"),
 }
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+@cache
+def _bounds() -> dict[str, list[Bound]]:
+    """The bounds of each option; those of a tuple hold for each of its numbers."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return {name: list(dict.fromkeys(_bounds_in(hint))) for name, hint in hints.items()}
+
+
+def _bounds_in(hint: Any) -> Iterator[Bound]:
+    """Every bound that an annotation has, also those deep in it."""
+    for interval in getattr(hint, "__metadata__", ()):
+        for key, (holds, words) in _COMPARISONS.items():
+            if (limit := getattr(interval, key, None)) is not None:
+                yield holds, words, limit
+    for part in get_args(hint):
+        yield from _bounds_in(part)
+
+
+def _check_bounds(config: TrainConfig) -> None:
+    for name, bounds in _bounds().items():
+        value = getattr(config, name)
+        parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+        numbers = [part for part in parts if isinstance(part, (int, float))]
+        if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
+            allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
+            what = "each number" if isinstance(value, tuple) else "it"
+            raise UsageError(f"{flag(name)} is {value}; {what} must be {allowed}.")
 
 
 def _check_given(config: TrainConfig, total: str, per_worker: str) -> None:
     if getattr(config, total) is None and getattr(config, per_worker) is None:
-        raise UsageError(f"Give either {_flag(total)} or {_flag(per_worker)}; neither is given.")
+        raise UsageError(f"Give either {flag(total)} or {flag(per_worker)}; neither is given.")
 
 
 def _check_workers(config: TrainConfig) -> None:
@@ -267,18 +275,24 @@ def _check_workers(config: TrainConfig) -> None:
         return
     fewest, most = config.elastic_workers
     if not 1 <= fewest <= most:
-        raise UsageError(f"--workers is {config.workers}; a range goes from at least 1 to no less than that.")
+        raise UsageError(
+            f"--workers is {config.workers}; a range starts at 1 or more and must not end below its start."
+        )
     if config.worker_load is not None:
-        raise UsageError(f"--worker-load needs a number of --workers, which is {config.workers}; leave it out.")
+        raise UsageError(
+            f"--worker-load needs a fixed number of --workers, which is {config.workers}; omit one of them."
+        )
 
 
 def _check_loads(config: TrainConfig) -> None:
     loads = config.worker_load
-    if loads is not None and (min(loads) < 0 or sum(loads) <= 0):
-        raise UsageError(f"--worker-load is {loads}; each must be at least 0 and one above 0.")
+    if loads is not None and sum(loads) <= 0:
+        raise UsageError(f"--worker-load is {loads}; at least one number must be above 0.")
 
 
 def _check_gpus(config: TrainConfig) -> None:
     numbers = [] if config.gpus is None else config.gpus.split(",")
     if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
-        raise UsageError(f"--gpus is {config.gpus!r}; give the numbers of GPUs with commas between them, each once, such as 0,2.")
+        raise UsageError(
+            f"--gpus is {config.gpus!r}; give numbers of GPUs separated by commas, each once, such as 0,2."
+        )

@@ -1,14 +1,19 @@
-"""The exceptions that reach a user: each carries one plain sentence and survives pickling."""
+"""The exceptions that reach a user, each with one plain sentence, and how such a sentence names an option.
+
+The exceptions survive pickling: Ray carries them from a worker to the process that the user started.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
 class RaytrainError(Exception):
     """Base of every error that raytrain raises on purpose; its text is all that a user needs to read.
 
-    ``exit_code`` is what the command line ends with: 2 for bad usage or input, 1 for a run that failed.
+    ``exit_code`` is the exit code of the command line: 2 for bad usage or input, 1 for a run that failed.
     """
 
     exit_code = 1
@@ -21,13 +26,13 @@ class UsageError(RaytrainError, ValueError):
 
 
 class StorageError(RaytrainError):
-    """Storage (a folder or S3) refused, is missing or is out of reach; the sentence says what to do."""
+    """Storage (a folder or S3) refused access, is missing or cannot be reached; the sentence says what to do."""
 
     exit_code = 2
 
 
 class TrainingFailed(RaytrainError):
-    """A run ended before its time; the sentence carries the cause and how to go on, ``summary`` what is known of the run."""
+    """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run."""
 
     def __init__(self, sentence: str, summary: dict[str, Any] | None = None) -> None:
         super().__init__(sentence, summary)
@@ -48,3 +53,19 @@ class CoordinatorLost(TrainingFailed):
         self.args = (sentence, name, run_dir, stop_reason)  # what it is unpickled from
         self.name = name
         self.stop_reason = stop_reason
+
+
+def option_name(name: str) -> str:
+    """The field ``name`` of TrainConfig as it is typed, without the dashes in front of it: ``batch-size``."""
+    return name.replace("_", "-")
+
+
+def flag(name: str) -> str:
+    """The flag of the field ``name`` of TrainConfig: ``--batch-size``."""
+    return f"--{option_name(name)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean …?)`` with up to three of ``known`` that are similar to ``name``; empty if none is."""
+    similar = get_close_matches(name, list(known), cutoff=0.7)
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""

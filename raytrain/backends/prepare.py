@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.documents import check_name, new_name, read_config, run_store
 from raytrain.runs.layout import CONFIG
@@ -146,9 +146,8 @@ def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     for option in ("freeze", "head_learning_rate_factor"):
         now, then = getattr(config, option), getattr(before, option)
         if now != then:  # the optimizer's state is laid out by them
-            flag = "--" + option.replace("_", "-")
             raise UsageError(
-                f"{flag} is {now}, and the run was started with {then}; resume with that, or start another run from its "
+                f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run from its "
                 "--weights."
             )
     return dataclasses.replace(

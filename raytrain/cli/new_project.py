@@ -1,4 +1,4 @@
-"""A small project to begin with: a loop of one's own, the options that it is trained with, and a line that says how."""
+"""``raytrain new``: write a small project with its own training loop."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from pathlib import Path
 from raytrain.errors import UsageError
 
 
-def new(folder: str) -> list[str]:
-    """Write the project into ``folder``, which is made; gives the names of its files. Raises UsageError where one is there already."""
+def write_project(folder: str) -> list[str]:
+    """Copy the project template into ``folder``, which is created; returns the names of the files.
+
+    Raises UsageError if one of the files exists.
+    """
     target = Path(folder)
-    with as_file(files("raytrain.cli") / "project_template") as source:
-        names = sorted(path.name for path in source.iterdir() if path.is_file())
-        taken = [name for name in names if (target / name).exists()]
-        if taken:
-            raise UsageError(f"There is a {taken[0]} in {folder} already; name a folder that is empty or not there.")
+    with as_file(files("raytrain.cli") / "project_template") as template:
+        names = sorted(path.name for path in template.iterdir() if path.is_file())
+        existing = [name for name in names if (target / name).exists()]
+        if existing:
+            raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(template / name, target / name)
     return names

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytrain.display.png import GREY, ORANGE, plain_axes
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
-from raytrain.experiments.sweep.search_space import flag_of
 from raytrain.experiments.sweep.trials import as_typed, shown
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | N
     places = _number_axis(axes, numbers) if len(numbers) == len(values) else _name_axis(axes, list(map(shown, values)))
     colours = [_BEST if trial.name == best else _OTHER for trial in trials]
     axes.scatter(places, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
-    axes.set_xlabel(flag_of(name))
+    axes.set_xlabel(option_name(name))
     plain_axes(axes)
     axes.set_ylabel("best test accuracy")
 

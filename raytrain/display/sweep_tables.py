@@ -11,8 +11,8 @@ from rich.text import Text
 
 from raytrain.display.formatting import UNKNOWN, format_optional
 from raytrain.display.styles import status_style
+from raytrain.errors import option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
-from raytrain.experiments.sweep.search_space import flag_of
 from raytrain.experiments.sweep.trials import Trial, as_typed, shown
 from raytrain.runs.trial_status import WAITING, TrialStatus
 
@@ -67,7 +67,7 @@ def _trial_table(trials: Sequence[Trial] | Sequence[TrialResult], columns: Seque
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("trial", vertical="bottom", no_wrap=True)
     for name in trials[0].values if trials else ():
-        heading = Text(flag_of(name).replace("-", "-\n"), overflow="fold")
+        heading = Text(option_name(name).replace("-", "-\n"), overflow="fold")
         longest = max(len(shown(trial.values[name])) for trial in trials)
         table.add_column(heading, justify="right", vertical="bottom", min_width=longest)
     for column in columns:

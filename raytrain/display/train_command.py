@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 
 from raytrain.config import TrainConfig
+from raytrain.errors import option_name
 from raytrain.recipes import RECIPES
 
 _NO_FLAGS = ("recipe", "resume")
@@ -22,7 +23,7 @@ def train_command(config: TrainConfig) -> str:
     for field in dataclasses.fields(TrainConfig):
         value = getattr(config, field.name)
         if value != defaults[field.name] and value is not None and field.name not in _NO_FLAGS:
-            command += _flag(field.name.replace("_", "-"), value)
+            command += _flag(option_name(field.name), value)
     return shlex.join(command)
 
 

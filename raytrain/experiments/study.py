@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain.backends import train
 from raytrain.backends.ray.cluster import connection, hardware, place
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 from raytrain.experiments.compare import differing
 from raytrain.experiments.scaling import FIGURES, scaling
 from raytrain.runs import records
@@ -118,7 +118,7 @@ def _check_same(config: TrainConfig, begun: TrainConfig) -> None:
     for name in differing([wanted, dataclasses.replace(begun, gpus=wanted.gpus)]):
         if name not in settled:
             raise UsageError(
-                f"Run {config.name!r} was begun with --{name.replace('_', '-')} {getattr(begun, name)}, and this study says "
+                f"Run {config.name!r} was begun with {flag(name)} {getattr(begun, name)}, and this study says "
                 f"{getattr(wanted, name)}; give it the same options, or another --name."
             )
 

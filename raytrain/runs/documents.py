@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, did_you_mean
 from raytrain.runs.layout import CONFIG, SWEEP
 
 if TYPE_CHECKING:
@@ -85,9 +84,5 @@ def _no_such_run(storage: str, name: str) -> str:
     from raytrain.storage.open import open_store
 
     names = run_names(open_store(storage))
-    close = get_close_matches(name, names, n=3, cutoff=0.5)
-    if close:
-        hint = f"did you mean {' or '.join(map(repr, close))}?"
-    else:
-        hint = "`raytrain runs` lists the runs." if names else "there are no runs yet."
-    return f"There is no run {name!r} in {storage}; {hint}"
+    others = "`raytrain runs` lists the runs" if names else "there are no runs yet"
+    return f"There is no run {name!r} in {storage}{did_you_mean(name, names)}; {others}."

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.errors import StorageError, UsageError
-from raytrain.training.user_function import hint, load_function
+from raytrain.errors import StorageError, UsageError, did_you_mean
+from raytrain.training.user_function import load_function
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
@@ -83,7 +83,7 @@ def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
     names = models.list_models(module=models)
     if name not in names:
         raise UsageError(
-            f"--model {name} is no classifier of torchvision{hint(name, names)}; give your own as "
+            f"--model {name} is no classifier of torchvision{did_you_mean(name, names)}; give your own as "
             "package.module:function."
         )
     return models.get_model_builder(name)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.open import open_store
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
-from raytrain.training.user_function import hint
 
 DEFAULT = "DEFAULT"
 
@@ -85,7 +84,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         if name not in layers:
             top = ", ".join(child for child, _ in model.named_children())
             raise UsageError(
-                f"--freeze {name}: the network has no such layer{hint(name, list(layers))}; its top layers are {top}."
+                f"--freeze {name}: the network has no such layer{did_you_mean(name, layers)}; its top layers are {top}."
             )
         layers[name].requires_grad_(False)
         batchnorm.freeze(layers[name])

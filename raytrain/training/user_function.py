@@ -6,12 +6,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, did_you_mean
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
@@ -26,15 +25,9 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(
-            f"{option} {name}: {place} has no function {function_name!r}{hint(function_name, dir(module))}."
+            f"{option} {name}: {place} has no function {function_name!r}{did_you_mean(function_name, dir(module))}."
         )
     return function
-
-
-def hint(name: str, there_are: list[str]) -> str:
-    """`` (did you mean …?)`` with those of ``there_are`` that come close to ``name``; empty where none does."""
-    close = get_close_matches(name, there_are)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def _from_package(option: str, name: str, module_name: str) -> ModuleType:

@@ -85,5 +85,5 @@ def test_the_options_decide() -> None:
     config = TrainConfig(batch_size=1, learning_rate=1)
     assert SkipLimit.of(config, 100) == SkipLimit(num_images=100, on_bad_image="skip", max_bad_fraction=0.01)
     for fraction in (-0.1, 1.5):
-        with pytest.raises(UsageError, match=f"--max-bad-fraction is {fraction}; it must lie between 0 and 1"):
+        with pytest.raises(UsageError, match=f"--max-bad-fraction is {fraction}; it must be at least 0 and at most 1"):
             TrainConfig(batch_size=1, learning_rate=1, max_bad_fraction=fraction)

@@ -17,7 +17,7 @@ from raytrain.backends.ray.cluster import Connection, Hardware
 from rich.console import Console
 
 import raytrain
-from raytrain.cli.commands import main
+from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.display.study_figure import study_figure
 from raytrain.display.study_tables import study_page
@@ -215,7 +215,7 @@ def test_a_study_that_is_finished_is_read_without_ray(tmp_path: Path) -> None:
     study(options(tmp_path), [1, 2], train=Trainer())
     words = ["study", "cifar10", "--workers", "1", "2", "--name", "sizes", "--data", "s3://b/train", "--storage", str(tmp_path), "--json"]
     script = (
-        f"import sys; from raytrain.cli.commands import main; code = main({words!r}); assert not {{'ray', 'torch'}} & set(sys.modules); exit(code)"
+        f"import sys; from raytrain.cli.main import main; code = main({words!r}); assert not {{'ray', 'torch'}} & set(sys.modules); exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -251,9 +251,9 @@ def test_in_python_it_goes_on_with_what_the_command_began(two_cpus: list[str | N
         ("--workers 1 --output figures.svg", "--output is 'figures.svg'; its name must end in .png."),
         ("--workers 1 2 --target-accuracy 95", "--target-accuracy is 95; it must lie above 0 and be at most 1."),
         ("--workers 1..2", "--workers"),
-        ("", "Missing from raytrain study: --workers"),
-        ("--workers 1 2 --worker-load 1 1", "Unrecognized options: --worker-load"),
-        ("--workers 1 2 --name sizes --resume", "Unrecognized options: --resume"),
+        ("", "`raytrain study` needs --workers"),
+        ("--workers 1 2 --worker-load 1 1", "There is no option --worker-load"),
+        ("--workers 1 2 --name sizes --resume", "There is no option --resume"),
     ],
 )
 def test_bad_usage_is_told(words: str, sentence: str, capsys: pytest.CaptureFixture[str], two_cpus: list[str | None]) -> None:

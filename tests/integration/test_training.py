@@ -17,7 +17,7 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.cli.new_project import new
+from raytrain.cli.new_project import write_project
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
@@ -61,7 +61,7 @@ def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
     options = config(images, tmp_path, cache="none")
 
     def stop_in_step_8(snapshot: Any) -> None:
-        if snapshot.step >= 6 and snapshot.stop_reason is None:
+        if snapshot.step >= 6 and snapshot.stop_request is None:
             request_stop(str(tmp_path), "run", StopRequest("enough"))
 
     stopped = raytrain.train(options, loop=partial(loop_with, before_step=wait_for_stop_in_step_8), view=stop_in_step_8)
@@ -89,7 +89,7 @@ def test_a_started_run_is_watched_and_stopped_by_its_handle(images: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_loop_in_a_file_trains_and_is_audited(images: Path, tmp_path: Path) -> None:
-    new(str(tmp_path / "project"))
+    write_project(str(tmp_path / "project"))
     loop = tmp_path / "project" / "loop.py"
     loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
     result = raytrain.train(config(images, tmp_path, loop=f"{loop}:train", precision="float32", epochs=2, accumulate=2, trace=True))

@@ -15,39 +15,50 @@ from typing import Any
 
 import numpy as np
 import pytest
-from raytrain.display.tables import command_line, evaluation
 from rich.console import Console
 
 import raytrain
-from raytrain.cli.commands import COMMANDS, main
+from raytrain.cli.commands import COMMANDS
+from raytrain.cli.main import main
+from raytrain.cli.parser import parse
 from raytrain.config import TrainConfig
+from raytrain.display.evaluation_tables import evaluation_page
+from raytrain.display.train_command import train_command
 from raytrain.errors import StorageError, TrainingFailed
-from raytrain.inference.metrics import scores
+from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.metrics import ClassScore, score
 from raytrain.recipes import RECIPES
-from raytrain.runs import records
+from raytrain.runs.documents import open_run, read_config, run_store, write_config, write_json
+from raytrain.runs.layout import SUMMARY
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.status import RunStatus, write_status
 
-SUMMARY = {
-    "name": "first",
-    "status": "finished",
-    "steps": 12,
-    "epochs": 3,
-    "samples_seen": 96,
-    "test_accuracy": 0.97,
-    "test_loss": float("nan"),
-    "checkpoint": "checkpoints/step-000000012.pt",
-    "run_dir": "runs/first",
-}
+RESULT = TrainResult(
+    name="first",
+    status="finished",
+    steps=12,
+    epochs=3,
+    samples_seen=96,
+    test_accuracy=0.97,
+    test_loss=float("nan"),
+    checkpoint="checkpoints/step-000000012.pt",
+    run_dir="runs/first",
+    seconds=5.0,
+    num_workers=2,
+)
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts functions in the place of a module of the package that a command imports."""
+    """Puts functions in the place of those of the package, or of one of its modules, that a command calls."""
 
-    def put(name: str, **functions: Any) -> None:
-        module = ModuleType(f"raytrain.{name}")
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, f"raytrain.{name}", module)
-        monkeypatch.setattr(raytrain, name, module, raising=False)
+    def put(module: str = "raytrain", **functions: Any) -> None:
+        if module == "raytrain":
+            for name, function in functions.items():
+                monkeypatch.setitem(vars(raytrain), name, function)
+        else:
+            monkeypatch.setitem(sys.modules, module, ModuleType(module))
+            vars(sys.modules[module]).update(functions)
 
     return put
 
@@ -59,9 +70,9 @@ def trained(stand_in: Callable[..., None]) -> list[TrainConfig]:
 
     def train(config: TrainConfig, *, view: Any) -> Any:
         configs.append(config)
-        return SimpleNamespace(summary=lambda: dict(SUMMARY))
+        return RESULT
 
-    stand_in("driver", train=train)
+    stand_in(train=train)
     return configs
 
 
@@ -76,15 +87,17 @@ def failing(error: Exception) -> Callable[..., Any]:
 def storage(tmp_path: Path) -> str:
     """A storage with one run that was stopped."""
     storage = str(tmp_path / "runs")
-    store = records.run_store(storage, "first")
-    config = dataclasses.replace(RECIPES["cifar10"](), name="first", data="my data", horizontal_flip=False, mean=(0.1, 0.2, 0.3)).resolved(
-        2
+    store = run_store(storage, "first")
+    config = RECIPES["cifar10"](data="my data", horizontal_flip=False).resolve(
+        name="first", num_workers=2, device="cpu", mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5)
     )
-    records.write_config(store, config)
-    records.write_status(store, records.RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9))
-    records.write_json(store, records.SUMMARY, {"status": "stopped", "test_accuracy": 0.625, "stop_reason": "Ctrl-C"})
+    write_config(store, config)
+    write_status(store, RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9))
+    write_json(store, SUMMARY, {"status": "stopped", "test_accuracy": 0.625, "stop_reason": "Ctrl-C"})
     row = {"kind": "step", "accuracy": 0.1}
-    rows = [{**row, "step": step, "epoch": step // 10, "loss": 2.0 / step, "elapsed_s": 3.0 * step} for step in (10, 20)]
+    rows = [
+        {**row, "step": step, "epoch": step // 10, "loss": 2.0 / step, "elapsed_s": 3.0 * step} for step in (10, 20)
+    ]
     store.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     store.put("skipped.jsonl", b'{"key": "cat/a.jpg", "reason": "truncated"}\n')
     store.put("checkpoints/step-000000020.pt", bytes(3_000_000))
@@ -101,7 +114,9 @@ def test_without_flags_a_recipe_is_trained_as_it_stands(trained: list[TrainConfi
 
 
 def test_flags_override_what_the_recipe_says(trained: list[TrainConfig]) -> None:
-    flags = "--data s3://b/train --workers 3 --worker-load 1 0 1 --batch-size 256 --no-horizontal-flip --mean 0.5 0.5 0.5"
+    flags = (
+        "--data s3://b/train --workers 3 --worker-load 1 0 1 --batch-size 256 --no-horizontal-flip --mean 0.5 0.5 0.5"
+    )
     assert main(["train", "cifar10", *flags.split(), "--channels-last", "--image-size", "8", "9", "--resume"]) == 0
     expected = dataclasses.replace(
         RECIPES["cifar10"](),
@@ -118,19 +133,25 @@ def test_flags_override_what_the_recipe_says(trained: list[TrainConfig]) -> None
     assert trained == [expected]
 
 
-def test_a_resumed_run_goes_on_with_the_options_that_it_was_begun_with(trained: list[TrainConfig], tmp_path: Path) -> None:
-    begun = RECIPES["cifar10"](name="first", storage=str(tmp_path), data="s3://b/train", epochs=3, seed=7).resolved(2)
-    records.write_config(records.run_store(str(tmp_path), "first"), dataclasses.replace(begun, mean=(0.4, 0.5, 0.6), device="cpu"))
+def test_a_resumed_run_goes_on_with_the_options_that_it_was_begun_with(
+    trained: list[TrainConfig], tmp_path: Path
+) -> None:
+    begun = RECIPES["cifar10"](storage=str(tmp_path), data="s3://b/train", epochs=3, seed=7).scaled_to(2)
+    write_config(
+        run_store(str(tmp_path), "first"), dataclasses.replace(begun, name="first", mean=(0.4, 0.5, 0.6), device="cpu")
+    )
     words = ["train", "cifar10", "--name", "first", "--storage", str(tmp_path), "--resume", "--epochs", "4"]
     assert main(words) == 0
-    expected = dataclasses.replace(begun, mean=(0.4, 0.5, 0.6), epochs=4, resume=True, workers="auto", device="auto")
+    expected = dataclasses.replace(
+        begun, name="first", mean=(0.4, 0.5, 0.6), epochs=4, resume=True, workers="auto", device="auto"
+    )
     assert trained == [expected]
 
 
 def test_a_run_is_not_resumed_as_another_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    records.write_config(records.run_store(str(tmp_path), "first"), RECIPES["cifar10"](name="first", data="d"))
+    write_config(run_store(str(tmp_path), "first"), RECIPES["cifar10"](name="first", data="d"))
     assert main(["train", "digits", "--name", "first", "--storage", str(tmp_path), "--resume"]) == 2
-    assert "was begun as cifar10, not as digits" in capsys.readouterr().err
+    assert "was started as cifar10, not as digits" in capsys.readouterr().err
 
 
 def test_workers_may_be_a_number_or_auto(trained: list[TrainConfig]) -> None:
@@ -139,7 +160,9 @@ def test_workers_may_be_a_number_or_auto(trained: list[TrainConfig]) -> None:
     assert [config.workers for config in trained] == ["auto", 2]
 
 
-def test_every_option_of_a_run_is_a_flag_with_its_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_of_a_run_is_a_flag_with_its_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
         main(["train", "cifar10", "--help"])
@@ -161,10 +184,27 @@ def test_the_help_lists_commands_and_recipes(capsys: pytest.CaptureFixture[str])
         assert [name for name in names if name not in out] == []
 
 
+@pytest.mark.parametrize("words", [*COMMANDS, "train flowers", "study flowers", "sweep flowers"])
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_help_of_each_command_shows_an_example_that_works(
+    words: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    example, _, options = out.partition("Example: ")[2].partition("\n\n")
+    assert example.startswith(f"raytrain {words}")
+    parse(shlex.split(example)[1:], COMMANDS)
+    assert max(map(len, options.splitlines())) <= int(columns)
+
+
 def test_the_help_and_the_parsing_import_neither_torch_nor_ray() -> None:
     script = """
 import sys
-from raytrain.cli.commands import COMMANDS, main
+from raytrain.cli.commands import COMMANDS
+from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 try:
     main(["train", "cifar10", "--help"])
@@ -176,10 +216,18 @@ except SystemExit:
     assert done.stdout.splitlines()[-1] == "light"
 
 
+def test_the_public_names_are_there() -> None:
+    assert {"TrainConfig", "train", "start", "stop", "recipes", "Run", "UsageError"} <= set(raytrain.__all__)
+    assert [name for name in raytrain.__all__ if getattr(raytrain, name).__name__.split(".")[-1] != name] == []
+    assert dir(raytrain) == raytrain.__all__
+    with pytest.raises(AttributeError, match="no_such_name"):
+        raytrain.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "raytrain", "stop"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("raytrain: Missing from raytrain stop: NAME")
+    assert done.stderr.startswith("raytrain: `raytrain stop` needs NAME")
 
 
 # Errors
@@ -189,14 +237,20 @@ def test_the_package_runs_as_a_module() -> None:
     ("argv", "sentence"),
     [
         ("train cifar10 --epochs 0", "--epochs is 0; it must be at least 1."),
-        ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); each must be at least 0 and one above 0."),
-        ("train cifar10 --epoch 3", "Unrecognized options: --epoch, 3; did you mean --epochs?"),
-        ("train cifar10 --epochs many", "Error parsing --epochs: invalid literal for int() with base 10: 'many'."),
-        ("train cifar10 --image-size 3", "Missing value for argument '--image-size'. Expected 2 values."),
-        ("train cifar11", "There is no recipe 'cifar11'; did you mean cifar10?"),
-        ("trian cifar10", "There is no command 'trian'; did you mean train?"),
-        ("stop", "Missing from raytrain stop: NAME Name of the run. (required)."),
-        ("stop first again", "Unrecognized options: again."),
+        ("train cifar10 --image-size 0 8", "--image-size is (0, 8); each number must be at least 1."),
+        ("train cifar10 --test-fraction 1", "--test-fraction is 1.0; it must be above 0 and below 1."),
+        ("train cifar10 --learning-rate nan", "--learning-rate is nan; it must be at least 0."),
+        ("train cifar10 --std 1 0 1", "--std is (1.0, 0.0, 1.0); each number must be above 0."),
+        ("train cifar10 --workers 0", "--workers is 0; it must be at least 1."),
+        ("train cifar10 --worker-load 1 -1", "--worker-load is (1.0, -1.0); each number must be at least 0."),
+        ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); at least one number must be above 0."),
+        ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),
+        ("train cifar10 --epochs many", "--epochs must be INT (invalid literal for int() with base 10: 'many')."),
+        ("train cifar10 --image-size 3", "--image-size has too few values; give INT INT."),
+        ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?)"),
+        ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
+        ("stop", "`raytrain stop` needs NAME; see `raytrain stop --help`."),
+        ("stop first again", "There is one argument too many: 'again'."),
         ("stop ../first --storage nowhere", "letters, digits"),
         ("stop first --storage nowhere", "There is no run 'first' in nowhere"),
         ("show first --storage nowhere", "There is no run 'first' in nowhere"),
@@ -221,17 +275,18 @@ def test_bad_usage_is_the_same_sentence_in_a_narrow_terminal_with_colours(
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["train", "cifar10", "--schedule", "linear"]) == 2
-    expected = "raytrain: invalid choice 'linear' for argument '--schedule'. Expected one of ('constant', 'piecewise', 'cosine').\n"
+    expected = "raytrain: --schedule is 'linear'; it must be one of constant, piecewise, cosine.\n"
     assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(
-    ("error", "exit_code"), [(TrainingFailed("The workers died; --resume goes on."), 1), (StorageError("No such bucket: b."), 2)]
+    ("error", "exit_code"),
+    [(TrainingFailed("The workers died; --resume goes on."), 1), (StorageError("No such bucket: b."), 2)],
 )
 def test_an_error_that_was_foreseen_is_one_sentence(
     error: Exception, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in("driver", train=failing(error))
+    stand_in(train=failing(error))
     assert main(["train", "cifar10"]) == exit_code
     assert capsys.readouterr().err == f"raytrain: {error}\n"
 
@@ -240,7 +295,7 @@ def test_an_error_that_was_not_foreseen_is_one_sentence_and_its_traceback_is_kep
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    stand_in("driver", train=failing(KeyError("a long story\nin the end this")))
+    stand_in(train=failing(KeyError("a long story\nin the end this")))
     assert main(["train", "cifar10"]) == 1
     (log,) = tmp_path.iterdir()
     err = capsys.readouterr().err
@@ -254,7 +309,7 @@ def test_an_error_that_was_not_foreseen_is_one_sentence_and_its_traceback_is_kep
 def test_a_traceback_is_shown_where_asked_for(
     how: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in("driver", train=failing(TrainingFailed("The workers died.")))
+    stand_in(train=failing(TrainingFailed("The workers died.")))
     if how == "environment":
         monkeypatch.setenv("RAYTRAIN_DEBUG", "1")
     assert main(["train", "cifar10", *(["--debug"] if how == "flag" else [])]) == 1
@@ -265,9 +320,30 @@ def test_an_abort_is_no_traceback(stand_in: Callable[..., None], capsys: pytest.
     def train(config: TrainConfig, *, view: Any) -> Any:
         raise KeyboardInterrupt
 
-    stand_in("driver", train=train)
+    stand_in(train=train)
     assert main(["train", "cifar10"]) == 130
     assert capsys.readouterr().err == "raytrain: aborted.\n"
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_under_torchrun_only_the_first_process_prints_the_outcome(
+    rank: str,
+    speaks: bool,
+    stand_in: Callable[..., None],
+    trained: list[TrainConfig],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "cifar10", "--json"]) == 0
+    assert bool(capsys.readouterr().out) == speaks
+    stand_in(train=failing(TrainingFailed("Too many bad images.")))
+    assert main(["train", "cifar10", "--json"]) == 1
+    assert tuple(map(bool, capsys.readouterr())) == (speaks, speaks)
+    stand_in(train=failing(StorageError("This machine has no folder d.")))
+    assert main(["train", "cifar10"]) == 2
+    assert capsys.readouterr().err == "raytrain: This machine has no folder d.\n"
 
 
 # Outcomes
@@ -279,14 +355,14 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "cifar10", "--json"]) == 0
-    assert last_line(capsys) == {**SUMMARY, "test_loss": None}
+    assert last_line(capsys) == {**RESULT.summary(), "test_loss": None}
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
 def test_the_exit_code_tells_how_the_run_ended(
     status: str, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in("driver", train=lambda config, view: SimpleNamespace(summary=lambda: {**SUMMARY, "status": status}))
+    stand_in(train=lambda config, view: dataclasses.replace(RESULT, status=status))
     assert main(["train", "cifar10", "--data", "my images", "--workers", "2"]) == exit_code
     out = " ".join(capsys.readouterr().out.split())
     assert f"status {status}" in out
@@ -294,18 +370,26 @@ def test_the_exit_code_tells_how_the_run_ended(
     assert (way_on in out) == (status != "finished")
 
 
-def test_predict_export_doctor_and_demo_hand_on_their_options(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_export_doctor_and_demo_hand_on_their_options(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     calls: list[Any] = []
 
     def note(result: Any) -> Callable[..., Any]:
         return lambda *args, **named: (calls.append((args, named)), result)[1]
 
     report = SimpleNamespace(summary=lambda: {"nodes": []}, ok=False)
-    stand_in("inference", predict=note({"images": 7}))
-    stand_in("exporting", export=note({"same_answers": 9}))
-    stand_in("doctor", diagnose=note(report))
-    stand_in("devices", list_devices=note(report))
-    stand_in("demo", run_demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})), summary=lambda *_: "")
+    stand_in("raytrain.display.doctor_tables", doctor_page=lambda _: "")
+    stand_in("raytrain.display.device_tables", devices_page=lambda _: "")
+    stand_in(predict=note(SimpleNamespace(summary=lambda: {"images": 7})))
+    stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9})))
+    stand_in("raytrain.diagnostics.doctor", diagnose=note(report))
+    stand_in("raytrain.diagnostics.devices", list_devices=note(report))
+    stand_in(
+        "raytrain.demo.demo",
+        run_demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})),
+        summary=lambda *_: "",
+    )
     for argv, document, exit_code in (
         ("export first --output m.onnx --data d --json", {"same_answers": 9}, 0),
         ("predict first --data d --output p.csv --top-k 3 --storage s --json", {"images": 7}, 0),
@@ -324,11 +408,13 @@ def test_predict_export_doctor_and_demo_hand_on_their_options(stand_in: Callable
     ]
 
 
-EVALUATION = {
-    "run": "first",
-    "skipped": 1,
-    **scores(np.array([0, 0, 0, 0, 1]), np.array([0, 0, 0, 1, 1]), np.array([0.0, 0.5, 0.5, 1.0, 0.5]), ("cat", "dog")),
-}
+EVALUATION = EvaluationResult(
+    **vars(score(np.array([0, 0, 0, 0, 1]), np.array([0, 0, 0, 1, 1]), np.full(5, 0.5), ("cat", "dog"))),
+    run="first",
+    data="d",
+    checkpoint="checkpoints/step-000000020.pt",
+    skipped=1,
+)
 
 
 def test_evaluate_tells_of_classes_and_confusions_and_draws_them(
@@ -337,7 +423,7 @@ def test_evaluate_tells_of_classes_and_confusions_and_draws_them(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     calls: list[Any] = []
-    stand_in("inference", evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
+    stand_in(evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
     assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
     assert calls == [(("first", "d"), {"storage": "./runs", "workers": 2, "address": None})]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -347,36 +433,36 @@ def test_evaluate_tells_of_classes_and_confusions_and_draws_them(
     assert cat[-4:] == ["cat", "dog", "1", "25.0%"]
     assert (tmp_path / "first-confusion.png").read_bytes().startswith(b"\x89PNG")
     assert main(["evaluate", "first", "--data", "d", "--output", "mine.png", "--json"]) == 0
-    assert last_line(capsys) == {**EVALUATION, "picture": "mine.png"}
+    assert last_line(capsys) == {**EVALUATION.summary(), "picture": "mine.png"}
     assert (tmp_path / "mine.png").is_file()
 
 
 def test_evaluate_refuses_its_output_before_it_begins(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in("inference", evaluate=lambda *args, **named: pytest.fail("it began"))
+    stand_in(evaluate=lambda *args, **named: pytest.fail("it began"))
     assert main(["evaluate", "first", "--data", "d", "--output", "nowhere/c.png"]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
 def test_of_many_classes_the_worst_are_shown() -> None:
     matrix = np.array([[10, 0] if label == 7 else [label + 20, 1] for label in range(30)])
-    rows = [
-        {"class": f"class-{label}", "images": int(sum(counts)), "right": int(counts[0]), "accuracy": counts[0] / sum(counts)}
+    scores = tuple(
+        ClassScore(f"class-{label}", int(sum(counts)), int(counts[0]), counts[0] / sum(counts))
         for label, counts in enumerate(matrix)
-    ]
+    )
     console = Console(width=150, file=io.StringIO())
-    console.print(evaluation({**EVALUATION, "per_class": rows, "confusions": []}))
+    console.print(evaluation_page(dataclasses.replace(EVALUATION, per_class=scores, confusions=())))
     seen = console.file.getvalue()  # pyright: ignore
     assert "class-0 " in seen
     assert "class-7 " not in seen
-    assert "and 10 better ones" in seen
-    assert "No image was taken for another class." in seen
+    assert "and 10 better classes" in seen
+    assert "No image was misclassified." in seen
 
 
 def test_stop_asks_the_driver(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
-    stand_in("driver", stop=lambda name, **named: asked.append((name, named["storage"], named["address"])))
+    stand_in(stop=lambda name, **named: asked.append((name, named["storage"], named["address"])))
     assert main(["stop", "first", "--storage", "s3://b/runs", "--address", "auto", "--json"]) == 0
     assert asked == [("first", "s3://b/runs", "auto")]
     assert last_line(capsys)["status"] == "stop requested"
@@ -397,7 +483,9 @@ def test_runs_says_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFi
     assert "There are no runs" in capsys.readouterr().out
 
 
-def test_show_tells_all_about_a_run(storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_tells_all_about_a_run(
+    storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert main(["show", "first", "--storage", storage]) == 0
     out = capsys.readouterr().out
@@ -430,18 +518,31 @@ def test_compare_puts_runs_side_by_side(
     storage: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    second = records.run_store(storage, "second")
-    first = records.read_config(records.run_store(storage, "first"))
-    records.write_config(second, dataclasses.replace(first, name="second", weight_decay=1e-10, translate=2))
+    second = run_store(storage, "second")
+    first = read_config(run_store(storage, "first"))
+    write_config(second, dataclasses.replace(first, name="second", weight_decay=1e-10, translate=2))
     row = {"step": 30, "epoch": 1, "elapsed_s": 1234.5}
-    rows = [{"kind": "step", "loss": 0.5, "images_per_s": 1500.0, **row}, {"kind": "evaluation", "accuracy": 0.75, "loss": 0.25, **row}]
+    rows = [
+        {"kind": "step", "loss": 0.5, "images_per_s": 1500.0, **row},
+        {"kind": "evaluation", "accuracy": 0.75, "loss": 0.25, **row},
+    ]
     second.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     assert main(["compare", "first", "second", "--storage", storage, "--png", str(tmp_path / "both.png")]) == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
-    for words in (["first", "second"], ["translate", "4", "2"], ["steps", "20", "30"], ["epochs", "2", "1"], ["skipped", "1", "0"]):
+    for words in (
+        ["first", "second"],
+        ["translate", "4", "2"],
+        ["steps", "20", "30"],
+        ["epochs", "2", "1"],
+        ["skipped", "1", "0"],
+    ):
         assert words in lines
-    for words in (["test", "accuracy", "–", "0.7500"], ["training", "loss", "0.1000", "0.5000"], ["images/s", "–", "1,500"]):
+    for words in (
+        ["test", "accuracy", "–", "0.7500"],
+        ["training", "loss", "0.1000", "0.5000"],
+        ["images/s", "–", "1,500"],
+    ):
         assert words in lines
     assert not any("weight" in line or "name" in line for line in lines)
     assert "first 0.100" in out and "second 0.500" in out and "second 0.750" in out
@@ -453,14 +554,16 @@ def test_compare_puts_runs_side_by_side(
 
 
 def test_the_way_on_is_a_command_that_trains_with_the_same_options(storage: str, trained: list[TrainConfig]) -> None:
-    config = records.read_config(records.open_run(storage, "first"))
-    assert main(shlex.split(command_line(config))[1:]) == 0
-    assert [again.resolved(2) for again in trained] == [config]
+    config = read_config(open_run(storage, "first"))
+    assert main(shlex.split(train_command(config))[1:]) == 0
+    assert [again.scaled_to(2) for again in trained] == [config]
 
 
 def test_the_picture_of_the_readme_is_drawn_from_a_run(storage: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / ".github" / "picture.py"
-    subprocess.run([sys.executable, script, "first", "--storage", storage, "--output", tmp_path / "run.svg"], check=True)
+    subprocess.run(
+        [sys.executable, script, "first", "--storage", storage, "--output", tmp_path / "run.svg"], check=True
+    )
     svg = (tmp_path / "run.svg").read_text()
     assert "step&#160;20/90" in svg
     assert "url(http" not in svg

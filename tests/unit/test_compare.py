@@ -61,7 +61,7 @@ def test_the_figures_come_from_the_history(storage: str) -> None:
 def test_less_than_two_runs_are_no_comparison(storage: str) -> None:
     with pytest.raises(UsageError, match="two runs or more"):
         raytrain.compare(["first"], storage=storage)
-    with pytest.raises(UsageError, match=r"no run 'frist' .*did you mean 'first'"):
+    with pytest.raises(UsageError, match=r"no run 'frist' .*did you mean first"):
         raytrain.compare(["first", "frist"], storage=storage)
 
 

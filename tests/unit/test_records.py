@@ -124,7 +124,7 @@ def test_an_unknown_run_is_refused_with_the_names_that_come_close(storage: str) 
         request_stop(storage, "frist", StopRequest(""))
     make_run(storage, "first")
     make_run(storage, "other")
-    with pytest.raises(UsageError, match=r"There is no run 'frist' in .*; did you mean 'first'\?"):
+    with pytest.raises(UsageError, match=r"There is no run 'frist' in .* \(did you mean first\?\)"):
         request_stop(storage, "frist", StopRequest(""))
     with pytest.raises(UsageError, match="raytrain runs"):
         request_stop(storage, "zzz", StopRequest(""))

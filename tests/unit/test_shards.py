@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from raytrain.backends.ray import ingest
-from raytrain.cli.commands import main
+from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data import shards as shard_files
 from raytrain.data.batch_plan import BatchPlan

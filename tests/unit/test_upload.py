@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raytrain.cli.commands import main
+from raytrain.cli.main import main
 from raytrain.data.manifest import build_manifest
 from raytrain.datasets.upload import UploadResult, upload
 from raytrain.demo.digits import render_digits

@@ -1,4 +1,4 @@
-"""What is trained, and how: change what you like."""
+"""The network and its training loop: change what you like."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def network(num_classes: int) -> nn.Module:
 
 
 def train(run: raytrain.Run) -> None:
-    """Runs on every worker; what goes through ``run`` makes them compute what one would."""
+    """Runs on every worker. What goes through ``run`` makes N workers compute what one would."""
     model = run.prepare(network(run.num_classes))
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     for batch in run.batches():

@@ -1,4 +1,4 @@
-"""Trains the loop of loop.py: python train.py [name of the run]. What is not said here is as TrainConfig has it."""
+"""Train the loop of loop.py: python train.py [name of the run]."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from raytrain.display.terminal import TerminalView
 
 
 def main(name: str = "first") -> None:
-    """Train, or go on with a run that was stopped."""
+    """Train, or continue a run that was stopped."""
     if not Path("images").exists():
-        render_digits("images")  # digits to start with: put s3://bucket/prefix or a folder of yours below
-    config = raytrain.TrainConfig(
+        render_digits("images")  # something to start with; replace it by your own folder or s3://bucket/prefix below
+    config = raytrain.TrainConfig(  # the other options keep their defaults
         name=name,
         resume=Path("runs", name).exists(),
         data="images/train",

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
-from raytrain.training.user_function import hint
+from raytrain.errors import UsageError, did_you_mean, option_name
 
 Value = float | int | bool | str
 Point = dict[str, Value]
@@ -91,16 +90,11 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
     raise UsageError(f"--trials is {trials}, and --vary describes {len(drawn)} different points only; ask for at most {len(drawn)}.")
 
 
-def flag_of(name: str) -> str:
-    """A field as one types it, without the dashes before it."""
-    return name.replace("_", "-")
-
-
 def _grid(space: Space) -> list[Point]:
     values: list[tuple[Value, ...]] = []
     for name, domain in space.items():
         if isinstance(domain, Range):
-            raise UsageError(f"--vary {flag_of(name)} is a range, from which values are drawn; say how many with --trials.")
+            raise UsageError(f"--vary {option_name(name)} is a range, from which values are drawn; say how many with --trials.")
         values.append(domain.values)
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
@@ -119,10 +113,10 @@ def _domain(name: str, flag: str, values: str) -> Choices | Range:
 def _kind(name: str, flag: str) -> Any:
     """The type of a field's values, or the Literal of what it may be."""
     kinds = {field.name: _single(get_type_hints(TrainConfig)[field.name]) for field in dataclasses.fields(TrainConfig)}
-    varied = [flag_of(each) for each, kind in kinds.items() if kind is not None and each not in _SAME_FOR_ALL]
+    varied = [option_name(each) for each, kind in kinds.items() if kind is not None and each not in _SAME_FOR_ALL]
     if name not in kinds:
-        raise UsageError(f"--vary: there is no option {flag!r}{hint(flag_of(name), varied)}; those that may vary are {', '.join(varied)}.")
-    if flag_of(name) not in varied:
+        raise UsageError(f"--vary: there is no option {flag!r}{did_you_mean(option_name(name), varied)}; those that may vary are {', '.join(varied)}.")
+    if option_name(name) not in varied:
         raise UsageError(f"--vary: {flag} is the same for all trials of a sweep; those that may vary are {', '.join(varied)}.")
     return kinds[name]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
-from raytrain.experiments.sweep.search_space import Point, flag_of, parse, points
+from raytrain.errors import UsageError, option_name
+from raytrain.experiments.sweep.search_space import Point, parse, points
 from raytrain.runs import records
 from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
 
@@ -62,7 +62,7 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
 
 def as_typed(values: Mapping[str, Any]) -> str:
     """Varied values as one would type them."""
-    return " ".join(f"{flag_of(name)}={shown(value)}" for name, value in values.items())
+    return " ".join(f"{option_name(name)}={shown(value)}" for name, value in values.items())
 
 
 def shown(value: Any) -> str:

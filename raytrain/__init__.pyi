@@ -1,0 +1,28 @@
+"""What ``import raytrain`` gives: ``__init__.py`` imports these names lazily, and type checkers read them here."""
+
+from . import recipes as recipes
+from .backends.handle import RunHandle as RunHandle
+from .backends.train import stop as stop
+from .backends.train import train as train
+from .config import TrainConfig as TrainConfig
+from .diagnostics.audit import audit as audit
+from .display.notebook import start as start
+from .errors import RaytrainError as RaytrainError
+from .errors import StorageError as StorageError
+from .errors import TrainingFailed as TrainingFailed
+from .errors import UsageError as UsageError
+from .experiments.compare import compare as compare
+from .experiments.study import StudyResult as StudyResult
+from .experiments.study import study as study
+from .experiments.sweep.results import SweepResult as SweepResult
+from .experiments.sweep.sweep import sweep as sweep
+from .inference.classifier import Classifier as Classifier
+from .inference.classifier import load as load
+from .inference.evaluate import evaluate as evaluate
+from .inference.export import export as export
+from .inference.predict import predict as predict
+from .runs.outcome import TrainResult as TrainResult
+from .training.batch import Batch as Batch
+from .training.run import Run as Run
+
+__all__: list[str]

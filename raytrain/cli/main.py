@@ -1,0 +1,74 @@
+"""Run one command line: its outcome as text or JSON, its error as one sentence, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from raytrain.backends.torchrun_environment import is_first_process
+from raytrain.cli.commands import COMMANDS, Outcome
+from raytrain.cli.parser import parse
+from raytrain.errors import RaytrainError, TrainingFailed
+from raytrain.runs.json_lines import plain
+
+
+def run() -> NoReturn:
+    """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted."""
+    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: --model may name a module in the current folder
+    try:
+        outcome = parse(argv, COMMANDS)()
+    except KeyboardInterrupt:
+        print("raytrain: aborted.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # From the words themselves: the error may be that the parser rejects them.
+        if "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        return _print_error(error, as_json="--json" in argv)
+    if is_first_process():
+        _print_outcome(outcome, as_json="--json" in argv)
+    return outcome.exit_code
+
+
+def _print_outcome(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(plain(outcome.document), default=str), flush=True)
+        return
+    from rich.console import Console
+
+    Console().print(outcome.text, highlight=False)
+
+
+def _print_error(error: Exception, as_json: bool) -> int:
+    """Print one sentence to standard error and, if asked for, JSON to standard output; returns the exit code.
+
+    The processes of torchrun fail together with the same TrainingFailed. Any other error may be of one process alone.
+    """
+    sentence = str(error) if isinstance(error, RaytrainError) else _unexpected(error)
+    if is_first_process() or not isinstance(error, TrainingFailed):
+        print(f"raytrain: {sentence}", file=sys.stderr, flush=True)
+    if as_json and is_first_process():
+        print(json.dumps({**getattr(error, "summary", {}), "status": "failed", "error": sentence}), flush=True)
+    return getattr(error, "exit_code", 1)
+
+
+def _unexpected(error: Exception) -> str:
+    """One sentence for an unforeseen error; the traceback goes to a file, because the run may have taken hours."""
+    with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:
+        traceback.print_exception(error, file=log)
+    message = (str(error).strip().splitlines() or ["no message"])[-1]
+    return f"unexpected {type(error).__name__}: {message} (the traceback is in {log.name}; --debug shows it here)"

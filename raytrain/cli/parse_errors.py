@@ -1,0 +1,73 @@
+"""What the parser rejected, as one sentence.
+
+tyro prints an error as a box of text and exits. Its hook ``tyro._errors.on_parse_error`` gives typed events instead.
+The hook is private. Therefore pyproject.toml limits tyro to 1.0, only this file uses the hook, and
+``tests/unit/test_parser.py`` fails with the names that a newer tyro no longer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
+
+from raytrain.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from tyro._arguments import ArgumentDefinition
+
+
+@contextmanager
+def as_usage_errors(flags: Iterable[str]) -> Generator[None]:
+    """Raise UsageError instead of tyro's error box; ``flags`` are those that an unknown flag is compared with."""
+
+    def refuse(event: events.ParseErrorEvent) -> NoReturn:
+        raise UsageError(_sentence(event, flags))
+
+    with events.on_parse_error(refuse):
+        yield
+
+
+def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
+    if isinstance(event, events.UnrecognizedArgs):
+        return _unknown(event.tokens, flags)
+    if isinstance(event, events.MissingArgs):
+        return _unknown(event.unrecognized_tokens, flags) if event.unrecognized_tokens else _missing(event)
+    if isinstance(event, events.MissingSubcommand):
+        return f"Choose one of {', '.join(name for name in event.subcommand_spec.parser_from_name if name != 'None')}."
+    if isinstance(event, events.BadValue):
+        if event.argument.is_positional():
+            return f"{_name(event.argument)} is missing."
+        return f"{_name(event.argument)} has too few values; give {_form(event.argument)}."
+    if isinstance(event, events.InvalidChoice):
+        hint = did_you_mean(event.value, event.choices)
+        return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
+    if isinstance(event, events.InstantiationFailure) and event.argument is not None:
+        reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
+        return f"{_name(event.argument)} must be {_form(event.argument)} ({reason})."
+    return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
+
+
+def _name(argument: ArgumentDefinition) -> str:
+    return _form(argument) if argument.is_positional() else argument.display_name()
+
+
+def _form(argument: ArgumentDefinition) -> str:
+    """What the values of an argument look like, as the help shows it: ``INT INT``."""
+    return (argument.lowered.metavar or "").strip("{}")
+
+
+def _unknown(words: Sequence[str], flags: Iterable[str]) -> str:
+    """The first word that is unknown; those after it may be its values."""
+    if not words[0].startswith("-"):
+        return f"There is one argument too many: {words[0]!r}."
+    name = words[0].partition("=")[0]
+    return f"There is no option {name}{did_you_mean(name, flags)}."
+
+
+def _missing(event: events.MissingArgs) -> str:
+    command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
+    names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
+    return f"`{command}` needs {names}; see `{command} --help`."

@@ -1,0 +1,174 @@
+"""The parser: options reach their function, a resumed run keeps its own, and a mistake is one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import pytest
+from tyro.conf import Positional, arg
+
+from raytrain.cli.parser import RecipeOptions, StudyOptions, parse
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.recipes import RECIPES
+from raytrain.runs.documents import run_store, write_config
+
+
+def train(options: RecipeOptions) -> RecipeOptions:
+    """Train."""
+    return options
+
+
+def sweep(options: RecipeOptions, vary: tuple[str, ...] = ()) -> RecipeOptions:
+    """Sweep."""
+    return options
+
+
+def study(options: StudyOptions, workers: Annotated[tuple[int, ...], arg(help="Numbers of workers.")]) -> StudyOptions:
+    """Study."""
+    return options
+
+
+def stop(name: Annotated[Positional[str], arg(help="Name of the run.")], storage: str = "./runs") -> tuple[str, str]:
+    """Stop a run."""
+    return name, storage
+
+
+COMMANDS = {"train": train, "sweep": sweep, "study": study, "stop": stop}
+
+
+def parsed(line: str) -> TrainConfig:
+    options = parse(shlex.split(line), COMMANDS)()
+    assert isinstance(options, RecipeOptions)
+    return TrainConfig(**vars(options))
+
+
+def refused(line: str) -> str:
+    with pytest.raises(UsageError) as error:
+        parse(shlex.split(line), COMMANDS)
+    return str(error.value)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """The options that the run called first in ./runs was started with."""
+    monkeypatch.chdir(tmp_path)
+    config = RECIPES["cifar10"](name="first", data="s3://b/train", epochs=3, seed=7, workers=2, device="cpu", gpus="0")
+    write_config(run_store("runs", "first"), config)
+    return config
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--name first --resume",
+        "--name=first --resume",
+        "--resume --name=first",
+        "--name=first --storage=./runs --resume",
+        "--storage runs --name second --name first --resume",
+        "--no-resume --name=first --resume",
+    ],
+)
+def test_a_resumed_run_keeps_its_own_options_however_they_are_typed(
+    command: str, words: str, stored: TrainConfig
+) -> None:
+    config = parsed(f"{command} cifar10 {words} --epochs=4")
+    anew = {"workers": "auto", "device": "auto", "gpus": None, "resume": True, "storage": config.storage}
+    assert config == dataclasses.replace(stored, epochs=4, **anew)
+    assert config.storage in ("runs", "./runs")
+
+
+def test_where_a_run_trains_is_decided_each_time(stored: TrainConfig) -> None:
+    config = parsed("train cifar10 --name=first --resume --workers=3 --device cuda --gpus 0,1,2")
+    assert (config.workers, config.device, config.gpus, config.seed) == (3, "cuda", "0,1,2", 7)
+
+
+@pytest.mark.parametrize("words", ["--name first", "--name first --no-resume", "--name first --resume --no-resume"])
+def test_a_new_run_has_the_options_of_the_recipe(words: str, stored: TrainConfig) -> None:
+    assert parsed(f"train cifar10 {words}") == RECIPES["cifar10"](name="first")
+
+
+def test_a_study_has_the_options_of_the_recipe(stored: TrainConfig) -> None:
+    assert parsed("study cifar10 --name=first --workers 1 2") == RECIPES["cifar10"](name="first")
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_a_run_is_not_resumed_as_another_recipe(command: str, stored: TrainConfig) -> None:
+    assert "cifar10, not as digits; continue with `raytrain " + command in refused(
+        f"{command} digits --name=first --resume"
+    )
+
+
+def test_a_run_that_does_not_exist_is_not_resumed(stored: TrainConfig) -> None:
+    assert "There is no run 'frist' in ./runs" in refused("train cifar10 --name=frist --resume")
+
+
+def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
+    assert parse(["--json", "stop", "first"], COMMANDS)() == ("first", "./runs")
+    assert parsed("train --debug cifar10 --epochs 3").epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "trian cifar10",
+            "There is no command 'trian' (did you mean train?); the commands are train, sweep, study, stop.",
+        ),
+        ("--json", "Choose one of train, sweep, study, stop."),
+        ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
+        ("train", "Choose one of digits, digits-lstm, cifar10, "),
+        ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),
+        ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
+        ("train cifar10 --recipe digits", "There is no option --recipe."),
+        ("study cifar10 --workers 1 --resume", "There is no option --resume."),
+        ("train cifar10 --epochs many", "--epochs must be INT (invalid literal for int() with base 10: 'many')."),
+        ("train cifar10 --mean a b", "--mean must be [FLOAT [FLOAT ...]] ("),
+        ("train cifar10 --image-size 3 x", "--image-size must be INT INT (Could not parse arguments ['3', 'x'])."),
+        ("train cifar10 --image-size 3", "--image-size has too few values; give INT INT."),
+        ("train cifar10 --name", "--name has too few values; give STR."),
+        (
+            "train cifar10 --optimizer adam",
+            "--optimizer is 'adam' (did you mean adamw?); it must be one of sgd, adamw.",
+        ),
+        ("stop", "`raytrain stop` needs NAME; see `raytrain stop --help`."),
+        ("stop --storag s3://b", "NAME is missing."),
+        ("stop first again", "There is one argument too many: 'again'."),
+        ("study cifar10", "`raytrain study` needs --workers; see `raytrain study --help`."),
+    ],
+)
+def test_a_mistake_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(line)
+    assert sentence in told
+    assert told.endswith(".") and len(told.splitlines()) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_private_names_of_tyro_are_there() -> None:
+    used = {
+        "ParseErrorEvent": {"prog"},
+        "UnrecognizedArgs": {"tokens"},
+        "MissingArgs": {"missing_arguments", "unrecognized_tokens"},
+        "MissingSubcommand": {"subcommand_spec"},
+        "BadValue": {"argument"},
+        "InvalidChoice": {"argument", "value", "choices"},
+        "InstantiationFailure": {"argument", "message"},
+    }
+    errors = importlib.import_module("tyro._errors")
+    gone = [f"{name}.{field}" for name, fields in used.items() for field in fields - fields_of(errors, name)]
+    gone += [] if hasattr(errors, "on_parse_error") else ["on_parse_error"]
+    assert not gone, (
+        f"tyro {version('tyro')} has no {', '.join(gone)} in tyro._errors, which cli/parse_errors.py reads."
+    )
+
+
+def fields_of(module: ModuleType, name: str) -> set[str]:
+    event = getattr(module, name, None)
+    return {field.name for field in dataclasses.fields(event)} if event else set()
