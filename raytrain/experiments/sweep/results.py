@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.experiments.sweep.search_space import Point
 from raytrain.experiments.sweep.trials import Trial
 from raytrain.runs.documents import read_json
 from raytrain.runs.history import read_metrics
@@ -21,7 +20,7 @@ class TrialResult:
     """How a trial ended; ``reason`` is why it failed or stopped. ``accuracy`` is the best of its ``evaluations``."""
 
     name: str
-    values: Point
+    values: dict[str, Any]
     status: str
     accuracy: float | None
     steps: int

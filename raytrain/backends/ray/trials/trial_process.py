@@ -19,9 +19,10 @@ from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import ImageSet
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinatorHandle
 from raytrain.data.batch_plan import BatchPlan, Cursor
-from raytrain.data.cached_blocks import CachedBlocks, batches_from_cache
+from raytrain.data.blocks import CachedBlocks
 from raytrain.data.dataset import write_manifests
-from raytrain.data.partition import LocalBatch, Partition
+from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.runs.history import History
 from raytrain.runs.metrics import MetricRow
@@ -84,7 +85,7 @@ class _Trial:
         write_manifests(run.store, ray.get(spec.train.manifest), ray.get(spec.test.manifest))
         self._recorder.begin(run.config)
         device = torch.device("cuda", 0) if run.config.device == "cuda" else torch.device("cpu")  # Ray shows it one GPU
-        weights = None if spec.weights is None else ray.get(spec.weights)
+        weights: Any = None if spec.weights is None else ray.get(spec.weights)
         with self._reporter:
             return run.train(run.make_run(SharedBatches(spec), self._reporter, device, weights))
 
