@@ -12,7 +12,7 @@ from rich.text import Text
 from raytrain.display.curve_plots import comparison_plots
 from raytrain.display.formatting import UNKNOWN, format_option
 from raytrain.display.styles import run_styles
-from raytrain.experiments.compare import comparison
+from raytrain.experiments.compare import compare_records
 from raytrain.runs.records import RunRecord
 
 _RESULTS = {
@@ -30,14 +30,18 @@ _RESULTS = {
 
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     """The options that differ, the results, and the curves of all runs, each run in its colour."""
-    runs = comparison(records)
+    runs = compare_records(records)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(style="dim")
     for run, style in zip(runs, run_styles(runs), strict=True):
-        table.add_column(Text(run["name"], style=style, overflow="fold"), justify="right", overflow="fold")
-    for option in runs[0]["options"]:
-        table.add_row(option.replace("_", " "), *(Text(format_option(run["options"][option])) for run in runs))
+        table.add_column(Text(run.name, style=style, overflow="fold"), justify="right", overflow="fold")
+    for option in runs[0].options:
+        table.add_row(option.replace("_", " "), *(Text(format_option(run.options[option])) for run in runs))
     table.add_section()
     for name, (label, text) in _RESULTS.items():
-        table.add_row(label, *(UNKNOWN if run[name] is None else text.format(run[name]) for run in runs))
+        table.add_row(label, *(_text(getattr(run, name), text) for run in runs))
     return Group(table, comparison_plots(records), Text())
+
+
+def _text(value: object, text: str) -> str:
+    return UNKNOWN if value is None else text.format(value)

@@ -1,78 +1,95 @@
-"""Runs side by side: the options in which they differ, and how far and how well each went."""
+"""Compares runs: the options in which they differ, and how far and how well each trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs.history import Row, steps_per_epoch
+from raytrain.runs.metrics import MetricRow, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
 
-_NO_DIFFERENCE = {"name", "storage", "resume", "address"}  # where a run is, not what it does
+_PLACE = {"name", "storage", "resume", "address"}  # options that say where a run is, not what it does
 
 
-def compare(runs: Sequence[str], *, storage: str = "./runs") -> list[dict[str, Any]]:
-    """A dictionary for each run, in the order given.
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One run of a comparison. What is not known yet is None.
 
-    Returns:
-        name, options (those in which the runs differ), status, steps, epochs, test_accuracy and test_loss (of the last
-        evaluation), loss (of the last training steps), images_per_s (median), seconds (of training) and skipped (images). What
-        a run has not told yet is None.
-
-    Raises:
-        UsageError: there are fewer than two runs, or one of them is unknown.
+    ``options`` are those in which the runs differ. ``test_accuracy`` and ``test_loss`` are from the last evaluation,
+    ``loss`` is that of the last training steps, ``images_per_s`` is the median, ``seconds`` are those of training, and
+    ``skipped`` counts images.
     """
-    return comparison(read_runs(runs, storage))
+
+    name: str
+    options: dict[str, Any]
+    status: str
+    steps: int
+    epochs: float
+    test_accuracy: float | None
+    test_loss: float | None
+    loss: float | None
+    images_per_s: float | None
+    seconds: float | None
+    skipped: int
+
+    def summary(self) -> dict[str, Any]:
+        """The run as a dictionary of plain values."""
+        return dataclasses.asdict(self)
+
+
+def compare(runs: Sequence[str], *, storage: str = "./runs") -> list[ComparedRun]:
+    """Compare runs, in the order of their names in ``runs``.
+
+    Raises UsageError if there are fewer than two runs, or if one of them does not exist.
+    """
+    return compare_records(read_runs(runs, storage))
 
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
-    """All documents of two runs or more; raises UsageError."""
+    """All documents of two or more runs; raises UsageError as :func:`compare` does."""
     if len(runs) < 2:
         raise UsageError("raytrain compare takes two runs or more; `raytrain runs` lists them.")
     return [read_run(storage, name) for name in runs]
 
 
-def comparison(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """See :func:`compare`."""
-    options = differing([record.config for record in records])
-    return [
-        {
-            "name": record.name,
-            "options": {name: getattr(record.config, name) for name in options},
-            "status": record.status.status,
-            **_figures(record.metrics),
-            "skipped": len(record.skipped),
-        }
-        for record in records
-    ]
+def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
+    """See :func:`compare`; the documents of the runs have been read already."""
+    options = differing_options([record.config for record in records])
+    return [_compared(record, options) for record in records]
 
 
-def differing(configs: Sequence[TrainConfig]) -> list[str]:
-    """The options in which ``configs`` differ, but for those that say where a run is."""
-    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in _NO_DIFFERENCE]
+def differing_options(configs: Sequence[TrainConfig]) -> list[str]:
+    """The options in which ``configs`` differ, except those that say where a run is."""
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in _PLACE]
     return [name for name in names if len({getattr(config, name) for config in configs}) > 1]
 
 
-def _figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """From the history alone, for a run without Ray leaves no other document."""
-    training = [row for row in rows if row["kind"] == "step"]
-    tests = [row for row in rows if row["kind"] == "evaluation"]
-    paces = [row["images_per_s"] for row in training if row.get("images_per_s") is not None]
-    steps = _last(rows, "step") or 0
-    return {
-        "steps": steps,
-        "epochs": round(steps / steps_per_epoch(rows), 2),
-        "test_accuracy": _last(tests, "accuracy"),
-        "test_loss": _last(tests, "loss"),
-        "loss": _last(training, "loss"),
-        "images_per_s": statistics.median(paces) if paces else None,
-        "seconds": _last(rows, "elapsed_s"),
-    }
+def _compared(record: RunRecord, options: Sequence[str]) -> ComparedRun:
+    """From the history alone: a run that still trains has no summary."""
+    rows = record.metrics
+    training = [row for row in rows if row.kind == "step"]
+    speeds = [row.images_per_s for row in training if row.images_per_s is not None]
+    test, train = _last(rows, "evaluation"), _last(rows, "step")
+    steps = rows[-1].step if rows else 0
+    return ComparedRun(
+        name=record.name,
+        options={name: getattr(record.config, name) for name in options},
+        status=record.status.status,
+        steps=steps,
+        epochs=round(steps / steps_per_epoch(rows), 2),
+        test_accuracy=test and test.accuracy,
+        test_loss=test and test.loss,
+        loss=train and train.loss,
+        images_per_s=statistics.median(speeds) if speeds else None,
+        seconds=rows[-1].elapsed_s if rows else None,
+        skipped=len(record.skipped),
+    )
 
 
-def _last(rows: Sequence[Row], quantity: str) -> Any:
-    return rows[-1].get(quantity) if rows else None
+def _last(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:
+    return next((row for row in reversed(rows) if row.kind == kind), None)

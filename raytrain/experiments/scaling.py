@@ -1,7 +1,8 @@
-"""How training scales with its workers, from the histories of runs of several sizes: images/s, and the time to an accuracy."""
+"""How training scales with the number of workers: images/s, and the time to an accuracy, from the histories of runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -11,12 +12,47 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.runs.history import Row
+from raytrain.runs.metrics import Kind, MetricRow
 
-FIGURES = ("images_per_s", "images_per_s_gain", "seconds", "seconds_to_target", "time_gain", "test_accuracy")
-"""What :func:`scaling` tells of each size."""
-_TARGET_FRACTION = 0.95  # of the best accuracy that a size ends with
-_WARM_UP_FRACTION = 0.1  # of the steps, whose pace does not count
+_TARGET_FRACTION = 0.95  # of the best final accuracy
+_WARM_UP_FRACTION = 0.1  # of the steps, whose speed does not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeScaling:
+    """The results of one number of workers. What is not known is None.
+
+    ``images_per_s`` is the median after the first tenth of the steps, ``seconds`` are those of training, and
+    ``test_accuracy`` is the last one. The gains are fractions per doubling of the workers since the next smaller size:
+    0.7 is 70 % more.
+    """
+
+    workers: int
+    images_per_s: float | None = None
+    images_per_s_gain: float | None = None
+    seconds: float | None = None
+    seconds_to_target: float | None = None
+    time_gain: float | None = None
+    test_accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The results of all numbers of workers, in ascending order.
+
+    The gains are fractions per doubling of the workers, over all sizes; ``accuracy_spread`` is the difference between
+    the best and the worst final accuracy.
+    """
+
+    target_accuracy: float | None
+    images_per_s_gain: float | None
+    time_gain: float | None
+    accuracy_spread: float | None
+    sizes: tuple[SizeScaling, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The results as a dictionary of plain values."""
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -28,61 +64,66 @@ class Curve:
 
     @property
     def last(self) -> float | None:
-        """The accuracy that the run ended with; None where none was measured."""
+        """The final accuracy; None if none was measured."""
         return self.accuracies[-1] if self.accuracies else None
 
 
-def scaling(histories: Mapping[int, Sequence[Row]], target_accuracy: float | None = None) -> dict[str, Any]:
-    """What the sizes of a study make of it, from the history of each: ``histories`` by the number of workers.
+def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float | None = None) -> Scaling:
+    """Compare the sizes of a study.
 
     Args:
-        histories: rows of finished runs that differ in nothing but their workers, and what goes by them.
-        target_accuracy: on the test images; by default 95 % of the best that a size ends with.
-
-    Returns:
-        target_accuracy; images_per_s_gain and time_gain: by what part a doubling of the workers changes images_per_s and
-        seconds_to_target, over all sizes; accuracy_spread; and sizes, a dictionary for each in ascending order: workers,
-        images_per_s (median after the first tenth of the steps), seconds (of training), seconds_to_target, test_accuracy (the
-        last), and the two gains for each doubling since the size before. What is not known is None.
+        histories: the rows of finished runs by their number of workers. The runs differ in nothing else, apart from
+            options that depend on it.
+        target_accuracy: on the test images; by default 95 % of the best final accuracy.
     """
     workers = sorted(histories)
     tests = [curve(histories[size], "evaluation") for size in workers]
-    ends = [test.last for test in tests]
-    known = [end for end in ends if end is not None]
-    target = _TARGET_FRACTION * max(known) if target_accuracy is None and known else target_accuracy
-    paces = [images_per_s(histories[size]) for size in workers]
+    final = [test.last for test in tests if test.last is not None]
+    target = _TARGET_FRACTION * max(final) if target_accuracy is None and final else target_accuracy
+    speeds = [images_per_s(histories[size]) for size in workers]
     times = [None if target is None else seconds_to(target, test) for test in tests]
-    seconds = [_training(histories[size])[1][-1] for size in workers]
-    columns = (workers, paces, _since_before(workers, paces), seconds, times, _since_before(workers, times), ends)
-    return {
-        "target_accuracy": target,
-        "images_per_s_gain": per_doubling(workers, paces),
-        "time_gain": per_doubling(workers, times),
-        "accuracy_spread": max(known) - min(known) if known else None,
-        "sizes": [dict(zip(("workers", *FIGURES), size, strict=True)) for size in zip(*columns, strict=True)],
-    }
+    speed_gains, time_gains = _gains_since_previous(workers, speeds), _gains_since_previous(workers, times)
+    sizes = [
+        SizeScaling(
+            workers=size,
+            images_per_s=speeds[number],
+            images_per_s_gain=speed_gains[number],
+            seconds=_seconds_of_steps(histories[size])[1][-1],
+            seconds_to_target=times[number],
+            time_gain=time_gains[number],
+            test_accuracy=tests[number].last,
+        )
+        for number, size in enumerate(workers)
+    ]
+    return Scaling(
+        target_accuracy=target,
+        images_per_s_gain=per_doubling(workers, speeds),
+        time_gain=per_doubling(workers, times),
+        accuracy_spread=max(final) - min(final) if final else None,
+        sizes=tuple(sizes),
+    )
 
 
-def curve(rows: Sequence[Row], kind: str) -> Curve:
-    """The accuracies in the rows of one kind, ``step`` or ``evaluation``, over the seconds of training.
+def curve(rows: Sequence[MetricRow], kind: Kind) -> Curve:
+    """The accuracies in the rows of one kind over the seconds of training.
 
-    These are the seconds of the steps with their waiting for data, for the first batch after a start too. What evaluations took, and
-    what lay between an interruption and the start after it, is no part of them.
+    The seconds are those of the steps, including the time that they wait for data and for the first batch after a
+    start. They do not include evaluations, nor the time between an interruption and the next start.
     """
-    measured = [row for row in rows if row["kind"] == kind and row.get("accuracy") is not None]
-    seconds = np.interp([row["step"] for row in measured], *_training(rows))
-    return Curve(seconds.tolist(), [row["accuracy"] for row in measured])
+    measured = [(row.step, row.accuracy) for row in rows if row.kind == kind and row.accuracy is not None]
+    seconds = np.interp([step for step, _ in measured], *_seconds_of_steps(rows))
+    return Curve(seconds.tolist(), [accuracy for _, accuracy in measured])
 
 
-def images_per_s(rows: Sequence[Row]) -> float | None:
-    """The median pace after the first tenth of the steps; None where no row tells one."""
-    first = _WARM_UP_FRACTION * max((row["step"] for row in rows), default=0)
-    paces = [row["images_per_s"] for row in rows if row["step"] > first and row.get("images_per_s") is not None]
-    return statistics.median(paces) if paces else None
+def images_per_s(rows: Sequence[MetricRow]) -> float | None:
+    """The median images/s after the first tenth of the steps; None if no row has a value."""
+    first = _WARM_UP_FRACTION * max((row.step for row in rows), default=0)
+    speeds = [row.images_per_s for row in rows if row.step > first and row.images_per_s is not None]
+    return statistics.median(speeds) if speeds else None
 
 
 def seconds_to(target: float, measured: Curve) -> float | None:
-    """When ``target`` was first reached, on the line between the measurements around that; None where it never was."""
+    """When ``target`` was reached first, interpolated between two measurements; None if it never was."""
     reached = next((number for number, accuracy in enumerate(measured.accuracies) if accuracy >= target), None)
     if reached is None:
         return None
@@ -91,9 +132,10 @@ def seconds_to(target: float, measured: Curve) -> float | None:
 
 
 def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> float | None:
-    """By what part ``values`` change where the workers double: 0.7 for 70 % more, -0.3 for 30 % less; None for fewer than two values.
+    """The relative change of ``values`` per doubling of the workers: 0.7 is 70 % more, -0.3 is 30 % less.
 
-    The slope of the line of least squares through their logarithms: the numbers of workers need be no powers of two.
+    It is the slope of the least-squares line through their logarithms, so that the numbers of workers may be any. None
+    if fewer than two values are known.
     """
     known = [(math.log2(size), math.log2(value)) for size, value in zip(workers, values, strict=True) if value]
     if len(known) < 2:
@@ -101,18 +143,18 @@ def per_doubling(workers: Sequence[int], values: Sequence[float | None]) -> floa
     return 2 ** statistics.linear_regression(*zip(*known, strict=True)).slope - 1
 
 
-def _since_before(workers: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
-    """The change for each doubling since the size before; none for the first."""
-    steps = itertools.pairwise(range(len(workers)))
-    return [None, *(per_doubling([workers[a], workers[b]], [values[a], values[b]]) for a, b in steps)][: len(workers)]
+def _gains_since_previous(workers: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
+    """The change per doubling since the next smaller size; None for the smallest."""
+    pairs = itertools.pairwise(range(len(workers)))
+    return [None, *(per_doubling([workers[a], workers[b]], [values[a], values[b]]) for a, b in pairs)]
 
 
-def _training(rows: Sequence[Row]) -> tuple[list[int], list[float]]:
-    """Steps, and the seconds of training up to each: the images that its row adds, at that row's pace."""
+def _seconds_of_steps(rows: Sequence[MetricRow]) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds of training up to each: the images since the row before, divided by the row's images/s."""
     steps, seconds, samples = [0], [0.0], 0
     for row in rows:
-        if row.get("images_per_s"):
-            steps.append(row["step"])
-            seconds.append(seconds[-1] + (row["samples_seen"] - samples) / row["images_per_s"])
-            samples = row["samples_seen"]
+        if row.images_per_s and row.samples_seen is not None:
+            steps.append(row.step)
+            seconds.append(seconds[-1] + (row.samples_seen - samples) / row.images_per_s)
+            samples = row.samples_seen
     return steps, seconds

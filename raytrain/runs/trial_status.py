@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WAITING = "waiting"
+EARLY_STOPPING = "early stopping"
+"""Start of the stop reason of a trial that was worse than the others. Such a trial is over, and is not resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)

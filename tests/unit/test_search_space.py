@@ -1,4 +1,4 @@
-"""What --vary says: the space, the points that are tried, and the sentence for what is no space."""
+"""The search space of a sweep: what --vary means, which points are tried, and what is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_logarithmic_range_favours_no_decade() -> None:
         ("horizontal-flip=maybe", "'maybe' is not true or false"),
         ("optimizer=adam", "'adam' is none of sgd, adamw"),
         ("learning-rate=1..0.1", "from a number to a larger one"),
-        ("learning-rate=log:0..1", "begins above 0"),
+        ("learning-rate=log:0..1", "starts above 0"),
     ],
 )
 def test_what_is_no_space_is_said_in_one_sentence(word: str, sentence: str) -> None:

@@ -33,7 +33,9 @@ class PrivateApi:
 
 
 NODE_ID_LABEL = PrivateApi("ray._raylet", "RAY_NODE_ID_KEY", "place an actor on the driver's node")
-GCS_CLIENT = PrivateApi("ray._raylet", "GcsClient", "ask a cluster for an answer at once, where ray.init tries for minutes")
+GCS_CLIENT = PrivateApi(
+    "ray._raylet", "GcsClient", "ask a cluster for an answer at once, where ray.init tries for minutes"
+)
 ENABLE_TOKEN = PrivateApi(
     "ray._private.authentication.authentication_token_setup",
     "maybe_enable_token_auth_if_token_available",
@@ -67,6 +69,14 @@ TUNE_ENVIRONMENT = PrivateApi(
     "ENV_VARS_TO_PROPAGATE",
     "keep AWS keys out of the description of each trial's process, which the cluster shows to everybody",
 )
+TRIAL_ERROR = PrivateApi(
+    "ray.tune.experiment", "Trial.get_pickled_error", "say why the process of a trial died for good"
+)
+ASHA_RESULT = PrivateApi(
+    "ray.tune.schedulers",
+    "ASHAScheduler.on_trial_result",
+    "compare trials with those of an earlier start, which Ray Tune does not know: of a trial, it reads trial_id alone",
+)
 
 PRIVATE_APIS = (
     NODE_ID_LABEL,
@@ -78,6 +88,8 @@ PRIVATE_APIS = (
     EXECUTION_CALLBACK,
     REF_BUNDLES,
     TUNE_ENVIRONMENT,
+    TRIAL_ERROR,
+    ASHA_RESULT,
 )
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""

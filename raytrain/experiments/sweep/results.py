@@ -1,4 +1,4 @@
-"""What came of a sweep, read from what its trials left in storage."""
+"""The results of a sweep, read from the documents that its trials wrote."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.experiments.sweep.trials import Trial
-from raytrain.runs import records
-from raytrain.runs.history import METRICS, read_lines
+from raytrain.runs.documents import read_json
+from raytrain.runs.history import read_metrics
 from raytrain.runs.layout import CONFIG, SUMMARY
-from raytrain.runs.trial_status import WAITING
+from raytrain.runs.outcome import EndStatus
+from raytrain.runs.trial_status import WAITING, TrialStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +30,17 @@ class TrialResult:
     evaluations: tuple[tuple[int, float], ...]
     """Epoch and accuracy on the test images."""
 
+    def trial_status(self) -> TrialStatus:
+        """The result as a view shows it among trials that still train."""
+        return TrialStatus(status=self.status, step=self.steps, accuracy=self.accuracy, reason=self.reason)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended, its trials from the best to the worst; the same names as in its summary.json."""
+    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names."""
 
     name: str
-    status: str
+    status: EndStatus
     best: str | None
     trials: tuple[TrialResult, ...]
     run_dir: str
@@ -48,24 +53,25 @@ class SweepResult:
 
 
 def collect(trials: Sequence[Trial]) -> tuple[TrialResult, ...]:
-    """How each of ``trials`` stands in storage, from the best to the worst; those without an accuracy come last."""
+    """The results of ``trials``, from best to worst; those without an accuracy come last."""
     results = [collect_one(trial) for trial in trials]
     return tuple(sorted(results, key=lambda result: (result.accuracy is None, -(result.accuracy or 0.0), result.name)))
 
 
 def collect_one(trial: Trial) -> TrialResult:
-    """How a trial stands in storage."""
-    store = records.run_store(trial.config.storage, trial.name)
-    summary = records.read_json(store, SUMMARY)
-    rows = [row for row in read_lines(store, METRICS) if row["kind"] == "evaluation" and row.get("accuracy") is not None]
+    """The result of a trial, as its folder has it."""
+    store = trial.store
+    summary = read_json(store, SUMMARY)
+    evaluations = [(row.epoch, row.accuracy) for row in read_metrics(store) if row.kind == "evaluation"]
+    known = tuple((epoch, accuracy) for epoch, accuracy in evaluations if accuracy is not None)
     return TrialResult(
         name=trial.name,
         values=dict(trial.values),
         status=summary.get("status", "interrupted") if store.exists(CONFIG) else WAITING,
-        accuracy=max((row["accuracy"] for row in rows), default=None),
+        accuracy=max((accuracy for _, accuracy in known), default=None),
         steps=summary.get("steps", 0),
         seconds=summary.get("seconds", 0.0),
         reason=summary.get("error") or summary.get("stop_reason"),
         run_dir=store.url,
-        evaluations=tuple((row["epoch"], row["accuracy"]) for row in rows),
+        evaluations=known,
     )

@@ -1,4 +1,4 @@
-"""The space of a sweep: what ``--vary`` says, and the points that are tried. Knows neither Ray nor torch."""
+"""The search space of a sweep: parses ``--vary``, and lists or draws the points that are tried."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Value = float | int | bool | str
 Point = dict[str, Value]
 """A value for each varied field of :class:`TrainConfig`."""
 
-_SAME_FOR_ALL = {
-    *("data", "test_data", "test_fraction", "channels", "random_resized_crop", "on_bad_image", "max_bad_fraction"),  # what is read
+_SAME_FOR_ALL = {  # the options that decide what is read, where it is stored, and how trials are scheduled
+    *("data", "test_data", "test_fraction", "channels", "random_resized_crop", "on_bad_image", "max_bad_fraction"),
     *("storage", "name", "resume", "address", "recipe", "loop", "trace", "keep_checkpoints", "log_every"),
     *("evaluate_every", "checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s"),
     *("workers", "device", "gpus", "threads_per_worker", "cache", "prefetch", "max_failures"),
@@ -35,13 +35,13 @@ class Choices:
     values: tuple[Value, ...]
 
     def draw(self, generator: random.Random) -> Value:
-        """One of them, each as likely."""
+        """A random one, each equally likely."""
         return generator.choice(self.values)
 
 
 @dataclass(frozen=True)
 class Range:
-    """Any number from ``low`` to ``high``; whole numbers only, or evenly in the logarithm."""
+    """Any number from ``low`` to ``high``. ``log``: uniform in the logarithm. ``whole``: whole numbers only."""
 
     low: float
     high: float
@@ -49,11 +49,12 @@ class Range:
     whole: bool
 
     def draw(self, generator: random.Random) -> Value:
-        """A number of the range; four digits are enough to read and to type again."""
+        """A random number of the range, rounded to four digits, so that it is easy to read and to type."""
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
         drawn = math.exp(generator.uniform(math.log(low), math.log(high))) if self.log else generator.uniform(low, high)
-        kept = min(max(drawn, self.low), self.high)
-        return round(kept) if self.whole else min(max(float(f"{kept:.4g}"), self.low), self.high)
+        rounded = round(drawn) if self.whole else float(f"{drawn:.4g}")
+        clipped = min(max(rounded, self.low), self.high)
+        return int(clipped) if self.whole else clipped
 
 
 Space = dict[str, Choices | Range]
@@ -62,7 +63,7 @@ Space = dict[str, Choices | Range]
 def parse(words: Sequence[str]) -> Space:
     """The space that ``words`` describe, such as ``learning-rate=0.01,0.1`` and ``weight-decay=log:1e-5..1e-2``.
 
-    Raises UsageError for a field that is not there or is the same for all trials, and for a value that is none of its kind.
+    Raises UsageError if there is no such option, if it is the same for all trials, or if a value has the wrong type.
     """
     space: Space = {}
     for word in words:
@@ -75,7 +76,7 @@ def parse(words: Sequence[str]) -> Space:
 
 
 def points(space: Space, trials: int | None, seed: int) -> list[Point]:
-    """What is tried: every combination of values, or ``trials`` different points that ``seed`` draws."""
+    """The points to try: every combination of values, or ``trials`` different points drawn with ``seed``."""
     if trials is None:
         return _grid(space)
     if trials < 1:
@@ -87,14 +88,18 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
         drawn.setdefault(tuple(point.values()), point)
         if len(drawn) == trials:
             return list(drawn.values())
-    raise UsageError(f"--trials is {trials}, and --vary describes {len(drawn)} different points only; ask for at most {len(drawn)}.")
+    raise UsageError(
+        f"--trials is {trials}, and --vary describes {len(drawn)} different points only; ask for at most {len(drawn)}."
+    )
 
 
 def _grid(space: Space) -> list[Point]:
     values: list[tuple[Value, ...]] = []
     for name, domain in space.items():
         if isinstance(domain, Range):
-            raise UsageError(f"--vary {option_name(name)} is a range, from which values are drawn; say how many with --trials.")
+            raise UsageError(
+                f"--vary {option_name(name)} is a range, from which values are drawn; say how many with --trials."
+            )
         values.append(domain.values)
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
@@ -103,7 +108,8 @@ def _domain(name: str, flag: str, values: str) -> Choices | Range:
     kind = _kind(name, flag)
     if not values:
         raise UsageError(
-            f"--vary {flag} has no values; write {flag}=VALUE,VALUE or, for numbers, {flag}=LOW..HIGH or {flag}=log:LOW..HIGH."
+            f"--vary {flag} has no values; write {flag}=VALUE,VALUE or, for numbers, {flag}=LOW..HIGH or "
+            f"{flag}=log:LOW..HIGH."
         )
     if kind in (int, float) and ".." in values:
         return _range(flag, values, kind)
@@ -111,18 +117,23 @@ def _domain(name: str, flag: str, values: str) -> Choices | Range:
 
 
 def _kind(name: str, flag: str) -> Any:
-    """The type of a field's values, or the Literal of what it may be."""
+    """The type of a field's values, or the Literal that lists them."""
     kinds = {field.name: _single(get_type_hints(TrainConfig)[field.name]) for field in dataclasses.fields(TrainConfig)}
     varied = [option_name(each) for each, kind in kinds.items() if kind is not None and each not in _SAME_FOR_ALL]
     if name not in kinds:
-        raise UsageError(f"--vary: there is no option {flag!r}{did_you_mean(option_name(name), varied)}; those that may vary are {', '.join(varied)}.")
+        raise UsageError(
+            f"--vary: there is no option {flag!r}{did_you_mean(option_name(name), varied)}; those that may vary are "
+            f"{', '.join(varied)}."
+        )
     if option_name(name) not in varied:
-        raise UsageError(f"--vary: {flag} is the same for all trials of a sweep; those that may vary are {', '.join(varied)}.")
+        raise UsageError(
+            f"--vary: {flag} is the same for all trials of a sweep; those that may vary are {', '.join(varied)}."
+        )
     return kinds[name]
 
 
 def _single(annotation: Any) -> Any:
-    """The one type beside None that ``annotation`` allows; None where a value has several parts or types."""
+    """The one type besides None that ``annotation`` allows; None if a value has several parts or types."""
     if annotation in _KINDS or get_origin(annotation) is Literal:
         return annotation
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
@@ -136,7 +147,7 @@ def _range(flag: str, text: str, kind: type) -> Range:
     if found.low >= found.high:
         raise UsageError(f"--vary {flag}={text}: a range goes from a number to a larger one.")
     if log and found.low <= 0:
-        raise UsageError(f"--vary {flag}={text}: a logarithmic range begins above 0.")
+        raise UsageError(f"--vary {flag}={text}: a logarithmic range starts above 0.")
     return found
 
 

@@ -1,4 +1,7 @@
-"""A sweep from beginning to end, as the process that a user starts sees it. Imports neither Ray nor torch before it must."""
+"""``raytrain.sweep``: a sweep from start to end, as the process that a user starts sees it.
+
+Imports neither Ray nor torch before it must.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.ray.cluster import connection
+from raytrain.backends.prepare import PreparedRun, check_named, load_loop, prepare
+from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import check_named, import_beside, prepare
+from raytrain.backends.train import import_in_background
 from raytrain.config import TrainConfig
-from raytrain.experiments.sweep.results import SweepResult
-from raytrain.experiments.sweep.trials import Sweep, Trial, check_names_free, plan_sweep, trials_of
-from raytrain.runs.records import new_name
-from raytrain.training.user_function import load_function
+from raytrain.errors import TrainingFailed
+from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect, collect_one
+from raytrain.experiments.sweep.sweep_recorder import SweepRecorder, write_summaries_of_dead_trials
+from raytrain.experiments.sweep.trials import Sweep, Trial, check_names_free, is_over, plan_sweep, trials_of
+from raytrain.runs.checkpoint_files import newest_step
+from raytrain.runs.documents import new_name
+from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.trial_status import TrialStatus
 
 if TYPE_CHECKING:
-    from raytrain.runs.trial_status import TrialStatus
+    from raytrain.backends.ray.trials.sweep_coordinator import SweepState
+    from raytrain.backends.ray.trials.sweep_session import SweepSession
     from raytrain.training.run import Run
 
-SweepView = Callable[[Sequence[Trial], Mapping[str, "TrialStatus"]], None]
-"""Called about twice a second with all trials, and with how those stand that have begun, by name."""
+SweepView = Callable[[Sequence[Trial], Mapping[str, TrialStatus]], None]
+"""Shows a sweep: called about twice a second with all trials, and with the statuses of those that have started."""
+
+_LOOK_EVERY_S = 0.5
 
 
 def sweep(
@@ -34,42 +45,125 @@ def sweep(
     view: SweepView | None = None,
     signals: StopSignals | None = None,
 ) -> SweepResult:
-    """Train several runs that differ in the options of ``vary``, as many at once as there is room for, on the same images in memory.
+    """Train several runs that differ in the options of ``vary``, several at once, on the same images in memory.
 
     Args:
-        config: the options that all trials share. ``name`` is the sweep's: its trials are the runs NAME-00, NAME-01, …; ``workers``
-            is how many train at once, by default one a GPU, else as many as leave room for reading data; with ``resume``, what was
-            stopped or failed goes on.
-        vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with ``resume``.
+        config: the options that all trials share. ``name`` is the sweep's: its trials are the runs NAME-00, NAME-01, …
+            ``workers`` is how many train at once: by default one per GPU, or without GPUs as many as leave room for
+            reading data. With ``resume``, trials that were stopped or failed are resumed.
+        vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
+            ``resume``.
         trials: how many points to draw at random; by default every combination of values.
-        early_stopping: whether a trial stops that is not among the better half after an eighth, a quarter or half of the epochs.
+        early_stopping: whether a trial stops that is not among the better half after an eighth, a quarter or half of
+            the epochs.
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
-        view: sees how the trials stand.
-        signals: hears of stop requests; by default Ctrl-C and SIGTERM, where this is the main thread.
+        view: called about twice a second with how the trials stand.
+        signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
 
     Raises:
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the images cannot be used; a trial that fails by itself does not end the sweep.
     """
-    begun = time.monotonic()
+    started_at = time.monotonic()
     check_named(config)
     planned = plan_sweep(config, vary, trials)
-    trials_of(planned, config, config.name or new_name(config.recipe))  # what is wrong is said before anything starts
+    trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
     if loop is None and config.loop is None:
         _check_learning_rates(planned, config)
     with connection(config.address, config.gpus) as cluster:
-        importing = import_beside("raytrain.experiments.sweep.session")
+        importing = import_in_background("raytrain.backends.ray.trials.sweep_session")
         prepared = prepare(config)
+        runs = trials_of(planned, prepared.config, prepared.name)
         if not config.resume:
-            check_names_free(trials_of(planned, prepared.config, prepared.name))
+            check_names_free(runs)
         importing.join()
-        if config.loop and loop is None:
-            loop = load_function("--loop", config.loop)
+        loop = load_loop(config, loop)
         cluster.connect()
-        from raytrain.experiments.sweep.session import SweepSession
+        from raytrain.backends.ray.trials.sweep_session import SweepSession
 
-        with signals or StopSignals() as heard, SweepSession(prepared, planned, loop, early_stopping, begun) as session:
-            return session.watch(heard, view)
+        over = {number: collect_one(trial) for number, trial in enumerate(runs) if is_over(trial.store)}
+        prepared_runs = [_prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)]
+        evaluations = {number: result.evaluations for number, result in over.items()}
+        session = SweepSession(prepared, prepared_runs, evaluations, loop, early_stopping=early_stopping)
+        recorder = SweepRecorder(prepared, planned, session.num_steps)
+        with signals or StopSignals() as signals, recorder, session:
+            return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)
+
+
+class _Watcher:
+    """Sees a sweep to its end: shows it, passes on stop requests, and keeps its documents up to date."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        trials: Sequence[Trial],
+        over: Mapping[int, TrialResult],
+        session: SweepSession,
+        recorder: SweepRecorder,
+    ) -> None:
+        self._prepared = prepared
+        self._trials = trials
+        self._over = over
+        self._session = session
+        self._recorder = recorder
+
+    def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
+        """Return when all trials have ended; raises TrainingFailed if the sweep failed as a whole."""
+        while not self._session.wait(_LOOK_EVERY_S):
+            state = self._look(view)
+            request = signals.stop_request or self._recorder.stop_request()
+            if request is not None and state.stop_request is None:
+                self._session.request_stop(request)
+            self._recorder.heartbeat(self._statuses(state).values())
+        return self._conclude(self._look(view), started_at)
+
+    def _look(self, view: SweepView | None) -> SweepState:
+        state = self._session.state()
+        if view is not None:
+            view(self._trials, self._statuses(state))
+        return state
+
+    def _statuses(self, state: SweepState) -> dict[str, TrialStatus]:
+        """The statuses by name of the trials that have started, now or in an earlier start of the sweep."""
+        earlier = {number: result.trial_status() for number, result in self._over.items()}
+        return {self._trials[number].name: status for number, status in (earlier | state.statuses).items()}
+
+    def _conclude(self, state: SweepState, started_at: float) -> SweepResult:
+        statuses = self._statuses(state)
+        write_summaries_of_dead_trials(self._trials, statuses)
+        failure = state.failure or self._session.failure()
+        result = self._result(state.stop_request, failure, time.monotonic() - started_at)
+        self._session.finish(result.status)
+        self._recorder.conclude(result, statuses.values())
+        if failure is not None:
+            raise TrainingFailed(self._sentence(failure), result.summary())
+        return result
+
+    def _result(self, request: StopRequest | None, failure: str | None, seconds: float) -> SweepResult:
+        results = collect(self._trials)
+        failed = failure is not None or all(result.status == "failed" for result in results)
+        stopped = request is not None and not all(is_over(trial.store) for trial in self._trials)
+        return SweepResult(
+            name=self._prepared.name,
+            status="failed" if failed else "stopped" if stopped else "finished",
+            best=next((result.name for result in results if result.accuracy is not None), None),
+            trials=results,
+            run_dir=self._prepared.store.url,
+            seconds=round(seconds, 2),
+            stop_reason=request.reason if request and stopped else None,
+        )
+
+    def _sentence(self, reason: str) -> str:
+        name, storage = self._prepared.name, self._prepared.config.storage
+        return (
+            f"Sweep {name!r} failed: {reason.rstrip('.')}. Resume it with --name {name} --storage {storage} --resume."
+        )
+
+
+def _prepared(trial: Trial, sweep: PreparedRun, *, resumes: bool) -> PreparedRun:
+    """The trial as a run that may start, on the images of the sweep."""
+    first_step = newest_step(trial.store) if resumes else 0
+    return PreparedRun(trial.config, trial.name, trial.store, sweep.data, first_step)
 
 
 def _check_learning_rates(planned: Sweep, config: TrainConfig) -> None:

@@ -1,4 +1,4 @@
-"""The trials of a sweep: their names, values and options, kept in the sweep's folder. Knows neither Ray nor torch."""
+"""The trials of a sweep: their names, values and options, and the document that the sweep's folder keeps of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.search_space import Point, parse, points
-from raytrain.runs import records
+from raytrain.runs.documents import check_name, open_run, read_json, run_store, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
+from raytrain.runs.trial_status import EARLY_STOPPING
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
 
-EARLY = "early stopping"
-"""Begins the stop reason of a trial that was worse than the others: unlike others that stopped, it is over."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What a sweep tries; kept in its folder, so that it can be gone on with."""
+    """The points that a sweep tries. It is stored in the sweep's folder, so that the sweep can be resumed."""
 
     vary: tuple[str, ...]
     points: tuple[Point, ...]
@@ -36,19 +34,29 @@ class Trial:
     values: Point
     config: TrainConfig
 
+    @property
+    def store(self) -> Store:
+        """The trial's place in storage."""
+        return run_store(self.config.storage, self.name)
+
 
 def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
-    """What is tried: as ``vary`` and ``trials`` say, or with ``--resume`` what the sweep was begun with."""
+    """The points that ``vary`` and ``trials`` describe, or with ``--resume`` those that the sweep started with."""
     if config.resume:
-        return _begun(config, vary, trials)
+        return _stored_sweep(config, vary, trials)
     if not vary:
-        raise UsageError("--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1.")
+        raise UsageError(
+            "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
+        )
     return Sweep(vary=tuple(vary), points=tuple(points(parse(vary), trials, config.seed)))
 
 
 def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
-    """The trials of the sweep called ``name``; raises UsageError for options that no run may have, or that two trials share."""
-    _check_shared(config)
+    """The trials of the sweep called ``name``.
+
+    Raises UsageError if a trial's options are not allowed, or if two trials have the same options.
+    """
+    _check_shared_options(config)
     width = max(2, len(str(len(sweep.points) - 1)))
     trials = [_trial(f"{name}-{number:0{width}d}", point, config) for number, point in enumerate(sweep.points)]
     seen: dict[TrainConfig, Trial] = {}
@@ -56,62 +64,74 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
         twin = seen.setdefault(dataclasses.replace(trial.config, name=None), trial)
         if twin is not trial:
             both = " and ".join(as_typed(each.values) for each in (twin, trial))
-            raise UsageError(f"--vary: {both} come to the same options; leave one out, or vary the option that stands above it.")
+            raise UsageError(
+                f"--vary: {both} result in the same options; leave one out, or vary the option that overrides it."
+            )
     return trials
 
 
 def as_typed(values: Mapping[str, Any]) -> str:
-    """Varied values as one would type them."""
+    """Varied values as a user types them."""
     return " ".join(f"{option_name(name)}={shown(value)}" for name, value in values.items())
 
 
 def shown(value: Any) -> str:
-    """A varied value as one would type it."""
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    """One varied value as a user types it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_sweep(store: Store, sweep: Sweep) -> None:
-    """Keep what is tried."""
-    records.write_json(store, SWEEP, dataclasses.asdict(sweep))
+    """Write the points that the sweep tries into its folder."""
+    write_json(store, SWEEP, dataclasses.asdict(sweep))
 
 
 def check_names_free(trials: Iterable[Trial]) -> None:
-    """Raise UsageError where a run is called as a trial of a new sweep would be."""
+    """Raise UsageError if a run has the name that a trial of a new sweep would get."""
     for trial in trials:
-        if records.run_store(trial.config.storage, trial.name).exists(CONFIG):
-            raise UsageError(f"A run called {trial.name!r} is in {trial.config.storage} already; choose another --name for the sweep.")
+        if trial.store.exists(CONFIG):
+            raise UsageError(
+                f"A run called {trial.name!r} is in {trial.config.storage} already; choose another --name for the "
+                "sweep."
+            )
 
 
 def is_over(store: Store) -> bool:
-    """Whether the trial in ``store`` has nothing left to do: it was finished, or stopped for being worse than the others."""
-    summary = records.read_json(store, SUMMARY)
-    early = (summary.get("stop_reason") or "").startswith(EARLY)
-    return summary.get("status") == "finished" or (summary.get("status") == "stopped" and early)
+    """Whether the trial in ``store`` has nothing left to do: it was finished, or stopped early."""
+    summary = read_json(store, SUMMARY)
+    stopped_early = (summary.get("stop_reason") or "").startswith(EARLY_STOPPING)
+    return summary.get("status") == "finished" or (summary.get("status") == "stopped" and stopped_early)
 
 
-def _begun(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
+def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
     assert config.name is not None
-    document = records.read_json(records.open_run(config.storage, config.name), SWEEP)
+    document = read_json(open_run(config.storage, config.name), SWEEP)
     if not document:
-        raise UsageError(f"Run {config.name!r} is no sweep; go on with it with `raytrain train … --resume`.")
-    begun = Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
-    if (vary and tuple(vary) != begun.vary) or trials not in (None, len(begun.points)):
-        words = " ".join(begun.vary)
+        raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
+    stored = Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
+    if (vary and tuple(vary) != stored.vary) or trials not in (None, len(stored.points)):
+        words = " ".join(stored.vary)
         raise UsageError(
-            f"Sweep {config.name!r} was begun with --vary {words} and {len(begun.points)} trials; go on with those by leaving --vary and "
-            "--trials out, or begin another under another --name."
+            f"Sweep {config.name!r} was started with --vary {words} and {len(stored.points)} trials; leave --vary and "
+            "--trials out to resume it, or start another sweep with another --name."
         )
-    return begun
+    return stored
 
 
-def _check_shared(config: TrainConfig) -> None:
+def _check_shared_options(config: TrainConfig) -> None:
     if config.elastic_workers or config.worker_load:
-        raise UsageError("--workers is how many trials of a sweep train at once, each on one worker; give a number, and no --worker-load.")
+        raise UsageError(
+            "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
+            "--worker-load."
+        )
     if config.cache == "none":
-        raise UsageError("--cache is none, and the trials of a sweep share the decoded images in memory; use --cache auto.")
+        raise UsageError(
+            "--cache is none, and the trials of a sweep share the decoded images in memory; use --cache auto."
+        )
 
 
 def _trial(name: str, point: Point, config: TrainConfig) -> Trial:
     values: dict[str, Any] = {**point}
-    options = dataclasses.replace(config, **values, name=name, workers=1, resume=False).resolved(1)
-    return Trial(records.check_name(name), point, options)
+    options = dataclasses.replace(config, **values, name=name, workers=1, resume=False).scaled_to(1)
+    return Trial(check_name(name), point, options)
