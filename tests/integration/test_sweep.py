@@ -48,7 +48,7 @@ def test_a_trial_that_fails_ends_alone_and_the_others_are_runs_like_any(images: 
     losses = [[row["loss"] for row in documents(tmp_path, name).metrics if row["kind"] == "step"] for name in ("tried-02", "alone")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     evaluated = raytrain.evaluate("tried-02", str(images), storage=str(tmp_path))
-    assert evaluated["images"] == 90
+    assert evaluated.images == 90
 
 
 def never_right(run: raytrain.Run) -> None:

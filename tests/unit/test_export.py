@@ -141,7 +141,7 @@ def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else find(name, *more)
     )
-    with pytest.raises(UsageError, match=r"and onnxscript is not installed: install raytrain\[onnx\]"):
+    with pytest.raises(UsageError, match=r"and onnxscript is not installed; install raytrain\[onnx\]"):
         raytrain.export("run", str(tmp_path / "model.onnx"), storage=str(tmp_path))
     raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
 
