@@ -14,7 +14,9 @@ import raytrain
 from raytrain import TrainResult
 from raytrain.demo.s3_server import S3Server
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # as raytrain/local_head.py has it; here, for Ray looks for it once, when it is imported
+os.environ.setdefault(
+    "RAY_AUTH_MODE", "token"
+)  # as raytrain/local_head.py has it; here, for Ray looks for it once, when it is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as raytrain/cluster.py has it
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts a timing
@@ -98,7 +100,11 @@ def extract_cifar10(folder: Path, num_train: int, num_test: int) -> Path:
     archive = Path(os.environ.get("RAYTRAIN_TEST_DATA", "")) / "cifar10.tgz"
     if not archive.is_file():
         pytest.skip("RAYTRAIN_TEST_DATA names no folder with cifar10.tgz")
-    wanted = {f"{part}/{i:04d}.jpg" for part, num_images in (("train", num_train), ("test", num_test)) for i in range(num_images)}
+    wanted = {
+        f"{part}/{i:04d}.jpg"
+        for part, num_images in (("train", num_train), ("test", num_test))
+        for i in range(num_images)
+    }
     with tarfile.open(archive) as tar:
         for member in tar:
             part, _, rest = member.name.removeprefix("./").partition("/")

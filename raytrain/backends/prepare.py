@@ -46,9 +46,7 @@ class PreparedRun:
     def resolve(self, num_workers: int, device: str) -> ResolvedConfig:
         """The options with everything decided."""
         data = self.data
-        return self.config.resolve(
-            name=self.name, num_workers=num_workers, device=device, mean=data.mean, std=data.std
-        )
+        return self.config.resolve(name=self.name, num_workers=num_workers, device=device, mean=data.mean, std=data.std)
 
     def skip_limit(self) -> SkipLimit:
         """How many images may be skipped."""

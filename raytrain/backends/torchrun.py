@@ -105,9 +105,7 @@ class _FirstProcess(_Process):
         super().__init__(prepared, spec, signals, view, started_at)
         plan = spec.plan
         history = History(prepared.store)
-        self._monitor = RunMonitor(
-            prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=self._limit
-        )
+        self._monitor = RunMonitor(prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=self._limit)
         self._recorder = RunRecorder(prepared.store, plan.num_steps, prepared.first_step, started_at)
         self._reporter = LocalReporter(self._monitor, self._recorder, self._look)
         self._view = view

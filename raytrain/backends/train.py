@@ -28,6 +28,7 @@ from raytrain.runs.stop_request import StopRequest, request_stop
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
+
 def train(
     config: TrainConfig,
     *,
@@ -64,9 +65,7 @@ def train(
     return _train_on_ray(config, loop, view, signals, started_at)
 
 
-def stop(
-    name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop"
-) -> None:
+def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:
     """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster."""
     request = StopRequest(reason)
     if address is None:

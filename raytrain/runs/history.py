@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 _RETRY_S = 2.0
 _REWRITE_MIN_S = 2.0
-_REWRITE_S_PER_BYTE = 1e-5  # an object cannot grow: rewriting it takes at most 100 kB/s of the uplink, however long it is
+_REWRITE_S_PER_BYTE = (
+    1e-5  # an object cannot grow: rewriting it takes at most 100 kB/s of the uplink, however long it is
+)
 
 
 class History:

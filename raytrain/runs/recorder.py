@@ -77,7 +77,9 @@ class RunRecorder:
             num_workers=snapshot.num_workers or num_workers,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,
-            stop_reason=snapshot.stop_request.reason if snapshot.stop_request and outcome.status != "finished" else None,
+            stop_reason=snapshot.stop_request.reason
+            if snapshot.stop_request and outcome.status != "finished"
+            else None,
             error=outcome.error,
         )
 

@@ -28,9 +28,7 @@ class SkipLimit:
     @classmethod
     def of(cls, config: TrainConfig, num_images: int) -> SkipLimit:
         """What ``config`` allows."""
-        return cls(
-            num_images=num_images, on_bad_image=config.on_bad_image, max_bad_fraction=config.max_bad_fraction
-        )
+        return cls(num_images=num_images, on_bad_image=config.on_bad_image, max_bad_fraction=config.max_bad_fraction)
 
     def exceeded(self, skipped: Sequence[SkippedImage]) -> str | None:
         """Why a run that skipped these images must end, without a full stop; None if it may continue."""

@@ -23,14 +23,19 @@ def main(
     benchmarks: Positional[tuple[Name, ...]] = ("ingest", "packed", "step", "startup", "memory", "plan"),
     *,
     data: Annotated[Path, arg(help="Folder that holds CIFAR-10 as train/<class>/*.jpg.")],
-    scale: Annotated[float, arg(help="Part of the images, epochs, steps and rounds to use; below 1 to try it out.")] = 1.0,
+    scale: Annotated[
+        float, arg(help="Part of the images, epochs, steps and rounds to use; below 1 to try it out.")
+    ] = 1.0,
     output: Annotated[Path, arg(help="Where the figures are written, as JSON.")] = Path("runs/benchmarks.json"),
 ) -> None:
     """Measure raytrain beside what it is measured against."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, too
     console = Console(log_path=False)
     reports: dict[str, Report] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, served(data, scale, Path(scratch)) as (url, images, environment):
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as scratch,
+        served(data, scale, Path(scratch)) as (url, images, environment),
+    ):
         bench = Bench(url, images, environment, Path(scratch), scale, console)
         for name in benchmarks:
             reports[name] = import_module(f"tests.benchmarks.{name}").measure(bench)

@@ -17,4 +17,6 @@ def loop() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(dir=os.environ["RAY_TMPDIR"]) as storage:
-        TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=storage)).fit()
+        TorchTrainer(
+            loop, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=storage)
+        ).fit()

@@ -36,30 +36,53 @@ def measure(bench: Bench) -> Report:
         "cached": Side(read_through_raytrain, {"url": url, "cache": "memory", "epochs": 4}),
     }
     results = bench.alternate(sides, bench.scaled(2), shown)
-    limits = [Figure(f"{name} (2 processes)", "images/s", results.pop(name)) for name in ("GETs alone", "decoding alone")]
-    rates = {name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)] for name, rounds in results.items()}
-    waits = {name: [median(values) for values in zip(*map(_waits, rounds), strict=True)] for name, rounds in results.items()}
-    pauses = {name: [median(values) for values in zip(*map(_pauses, rounds), strict=True)] for name, rounds in results.items()}
+    limits = [
+        Figure(f"{name} (2 processes)", "images/s", results.pop(name)) for name in ("GETs alone", "decoding alone")
+    ]
+    rates = {
+        name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)]
+        for name, rounds in results.items()
+    }
+    waits = {
+        name: [median(values) for values in zip(*map(_waits, rounds), strict=True)] for name, rounds in results.items()
+    }
+    pauses = {
+        name: [median(values) for values in zip(*map(_pauses, rounds), strict=True)] for name, rounds in results.items()
+    }
     figures = [Figure(f"{name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
     figures += [Figure(f"{name}, wait for the first batch of an epoch", "s", each) for name, each in pauses.items()]
     figures += [Figure(f"{name}, longest wait within an epoch", "s", each) for name, each in waits.items()]
-    return Report("ingest: 2 workers that sum what they read", [*limits, *figures], _checks(rates, pauses, waits, limits[0].median))
+    return Report(
+        "ingest: 2 workers that sum what they read",
+        [*limits, *figures],
+        _checks(rates, pauses, waits, limits[0].median),
+    )
 
 
-def _checks(rates: dict[str, list[float]], pauses: dict[str, list[float]], waits: dict[str, list[float]], gets: float) -> list[Check]:
+def _checks(
+    rates: dict[str, list[float]], pauses: dict[str, list[float]], waits: dict[str, list[float]], gets: float
+) -> list[Check]:
     documented = rates["Ray's documented way"]
     first, later = rates["streaming"][0] / documented[0], min(rates["streaming"][1:]) / max(documented[1:])
     return [
         Check("streaming, first epoch : Ray's way, first epoch", first, at_least=4),
         Check("streaming, slowest later epoch : Ray's way, fastest later epoch", later, at_least=4),
         Check("streaming : GETs alone", median(rates["streaming"]) / gets, at_least=0.7),
-        Check("cached, slowest epoch from the second : Ray's way, fastest", min(rates["cached"][1:]) / max(documented), at_least=40),
+        Check(
+            "cached, slowest epoch from the second : Ray's way, fastest",
+            min(rates["cached"][1:]) / max(documented),
+            at_least=40,
+        ),
         Check(
             "streaming, pause before a later epoch : longest wait within one",
             max(pauses["streaming"][1:]) / max(waits["streaming"]),
             at_most=1,
         ),
-        Check("cached, pause before a later epoch : longest wait within one", max(pauses["cached"][1:]) / max(waits["cached"]), at_most=1),
+        Check(
+            "cached, pause before a later epoch : longest wait within one",
+            max(pauses["cached"][1:]) / max(waits["cached"]),
+            at_most=1,
+        ),
     ]
 
 
@@ -157,7 +180,9 @@ def read_as_documented(url: str, epochs: int, folder: str) -> list[Marks]:
     def label(row: dict[str, Any]) -> dict[str, Any]:
         return {"image": row["image"], "label": classes.index(row["path"].split("/")[-2])}
 
-    images = ray.data.read_images(bucket, filesystem=filesystem, include_paths=True, mode="RGB", shuffle="files").map(label)
+    images = ray.data.read_images(bucket, filesystem=filesystem, include_paths=True, mode="RGB", shuffle="files").map(
+        label
+    )
     TorchTrainer(
         read_shard,
         train_loop_config={"epochs": epochs, "folder": folder},

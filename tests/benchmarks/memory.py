@@ -28,7 +28,10 @@ def measure(bench: Bench) -> Report:
     figures, checks = [], []
     for who in ("driver", "worker"):
         by_size = {name: [max(each[who]) / 1e6 for each in rounds] for name, rounds in results.items()}
-        figures += [Figure(f"{who}, {name}: {results[name][0]['num_images']:,} images", "MB", each) for name, each in by_size.items()]
+        figures += [
+            Figure(f"{who}, {name}: {results[name][0]['num_images']:,} images", "MB", each)
+            for name, each in by_size.items()
+        ]
         ratio = median(by_size["16×"]) / median(by_size["1×"])
         checks.append(Check(f"{who}, 16× : 1×", ratio, at_most=1.1))
     return Report("memory: the most that a process has for itself while it streams an epoch", figures, checks)
@@ -43,7 +46,14 @@ def stream(url: str, growth: float, folder: str) -> dict[str, Any]:
     from raytrain.recipes import cifar10
     from tests.benchmarks.subset import train_on
 
-    options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "memory", "cache": "none", "epochs": 1}
+    options: dict[str, Any] = {
+        "data": url,
+        "test_fraction": 0.001,
+        "storage": folder,
+        "name": "memory",
+        "cache": "none",
+        "epochs": 1,
+    }
     config = cifar10(**options, workers=2, device="cpu")
     with Peak() as driver:
         train_on(config, partial(_grown, growth=growth), partial(read, folder=folder))
@@ -64,7 +74,9 @@ def read(run: Any, folder: str) -> None:
     run.reporter.started(run.world_size, 0)
     with Peak() as peak:
         num_images = sum(len(share.labels) for share in run.source.train(0))
-    Path(folder, f"worker-{run.rank}.json").write_text(json.dumps({"num_bytes": peak.num_bytes, "num_images": num_images}))
+    Path(folder, f"worker-{run.rank}.json").write_text(
+        json.dumps({"num_bytes": peak.num_bytes, "num_images": num_images})
+    )
 
 
 class Peak:

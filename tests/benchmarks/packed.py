@@ -38,12 +38,17 @@ def measure(bench: Bench) -> Report:
             "raytrain": Side(read_through_raytrain, {"url": "s3://raytrain", "cache": "none", "epochs": _EPOCHS}),
         }
         results = bench.alternate(sides, bench.scaled(3), shown)
-    rates = {name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)] for name, rounds in results.items()}
+    rates = {
+        name: [median(values) for values in zip(*map(rates_of, rounds), strict=True)]
+        for name, rounds in results.items()
+    }
     figures = [Figure(f"{name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
     ours, theirs = rates["raytrain"], rates["LitData"]
     checks = [
         Check("raytrain : LitData, first epoch", ours[0] / theirs[0], at_least=1),
-        Check("raytrain, slowest later epoch : LitData, fastest later epoch", min(ours[1:]) / max(theirs[1:]), at_least=1),
+        Check(
+            "raytrain, slowest later epoch : LitData, fastest later epoch", min(ours[1:]) / max(theirs[1:]), at_least=1
+        ),
     ]
     return Report("packed: 2 workers that sum what they read from packed shards", figures, checks)
 
@@ -83,6 +88,8 @@ def read_part(epochs: int, folder: str) -> None:
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it asks for https, which the local server has not
 
     dataset = StreamingDataset("s3://litdata", cache_dir=str(Path(folder, "cache")), shuffle=True, drop_last=True)
-    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=_PROCESSES, persistent_workers=True, multiprocessing_context="fork")
+    loader = StreamingDataLoader(
+        dataset, batch_size=BATCH, num_workers=_PROCESSES, persistent_workers=True, multiprocessing_context="fork"
+    )
     dist.barrier()
     read(((epoch, batch["image"]) for epoch in range(epochs) for batch in loader), dist.get_rank(), folder)

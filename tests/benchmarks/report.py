@@ -45,7 +45,9 @@ class Check:
     @property
     def holds(self) -> bool:
         """Whether the requirement is met."""
-        return (self.at_least is None or self.value >= self.at_least) and (self.at_most is None or self.value <= self.at_most)
+        return (self.at_least is None or self.value >= self.at_least) and (
+            self.at_most is None or self.value <= self.at_most
+        )
 
     @property
     def required(self) -> str:
@@ -68,7 +70,12 @@ class Report:
             measured.add_row(figure.name, _text(figure.median), figure.unit, "  ".join(map(_text, figure.values)))
         compared = Table("", "measured", "required", "")
         for check in self.checks:
-            compared.add_row(check.name, f"{_text(check.value)} {check.unit}", check.required, "yes" if check.holds else "[bold red]no")
+            compared.add_row(
+                check.name,
+                f"{_text(check.value)} {check.unit}",
+                check.required,
+                "yes" if check.holds else "[bold red]no",
+            )
         return Group(measured, compared)
 
     def document(self) -> dict[str, Any]:

@@ -51,7 +51,9 @@ class Bench:
         """``number``, less where everything is to be small."""
         return max(least, math.ceil(number * self.scale))
 
-    def alternate(self, sides: dict[str, Side], rounds: int, figure: Callable[[Any], str] = str) -> dict[str, list[Any]]:
+    def alternate(
+        self, sides: dict[str, Side], rounds: int, figure: Callable[[Any], str] = str
+    ) -> dict[str, list[Any]]:
         """What each side returned in each round; within a round all sides run, one after the other.
 
         Each result is printed as it comes, as ``figure`` writes it.
@@ -69,7 +71,14 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         arguments = side.arguments | ({"folder": str(folder)} if "folder" in side.function.__annotations__ else {})
         function = f"{side.function.__module__}:{side.function.__qualname__}"
-        command = [sys.executable, "-m", "tests.benchmarks.alone", function, json.dumps(arguments), str(folder / "result")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.alone",
+            function,
+            json.dumps(arguments),
+            str(folder / "result"),
+        ]
         with open(folder / "output", "w+b") as output:
             if code := self._run(command, output):
                 output.seek(0)
@@ -79,7 +88,12 @@ class Bench:
     def _run(self, command: list[str], output: IO[bytes]) -> int:
         """The exit code of a command; whatever ends the wait for it ends all of its processes."""
         process = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             return process.wait(_TIMEOUT_S)
@@ -91,7 +105,9 @@ class Bench:
 def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, Path, dict[str, str]]]:
     """URL and folder of the training images (of a part of them where ``scale`` is below 1), and the environment that reaches them."""
     if not (data / "train").is_dir():
-        raise UsageError(f"--data is {data}, which has no folder train in it; give the folder that holds train/<class>/*.jpg.")
+        raise UsageError(
+            f"--data is {data}, which has no folder train in it; give the folder that holds train/<class>/*.jpg."
+        )
     directory = data if scale >= 1 else _part(data, scale, scratch / "images")
     with S3Server(directory) as server:
         yield "s3://train", directory / "train", _environment(scratch) | server.environment()
@@ -109,7 +125,9 @@ def _part(data: Path, scale: float, target: Path) -> Path:
 
 def _environment(scratch: Path) -> dict[str, str]:
     """This process's variables without any of AWS, with a place of its own for Ray, so that no other cluster is found."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_") and name != "RAY_ADDRESS"}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("AWS_") and name != "RAY_ADDRESS"
+    }
     return inherited | {
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,

@@ -18,7 +18,16 @@ _EVERY_S = 0.02
 
 
 def measure(bench: Bench) -> Report:
-    command = ["raytrain", "train", "cifar10", "--data", bench.url, "--model", "tests.benchmarks.started:network", *_OPTIONS]
+    command = [
+        "raytrain",
+        "train",
+        "cifar10",
+        "--data",
+        bench.url,
+        "--model",
+        "tests.benchmarks.started:network",
+        *_OPTIONS,
+    ]
     sides = {
         "bare TorchTrainer, loop entered": Side(seconds, {"module": ["tests.benchmarks.bare"]}),
         "raytrain train cifar10, first step done": Side(seconds, {"module": command}),

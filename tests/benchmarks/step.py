@@ -58,7 +58,9 @@ def measure(bench: Bench) -> Report:
         "float32, plain": Side(plainly, float32),
         "float32, raytrain": Side(through_raytrain, float32),
         "float32, plain under Ray": Side(plainly_under_ray, float32),
-        "float32, raytrain under Ray": Side(through_ray, {"url": bench.url, "num_images": steps * BATCH, "precision": "float32"}),
+        "float32, raytrain under Ray": Side(
+            through_ray, {"url": bench.url, "num_images": steps * BATCH, "precision": "float32"}
+        ),
         "bfloat16, plain": Side(plainly, bfloat16),
         "bfloat16, raytrain": Side(through_raytrain, bfloat16),
     }
@@ -80,7 +82,16 @@ def _rate(times: list[float]) -> float:
 
 def _options(precision: Any, **others: Any) -> TrainConfig:
     quiet: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every_epochs": 0, "checkpoint_every_s": 0.0}
-    return cifar10(precision=precision, epochs=1, workers=NUM_WORKERS, batch_size_per_worker=SHARE, mean=MEAN, std=STD, **quiet, **others)
+    return cifar10(
+        precision=precision,
+        epochs=1,
+        workers=NUM_WORKERS,
+        batch_size_per_worker=SHARE,
+        mean=MEAN,
+        std=STD,
+        **quiet,
+        **others,
+    )
 
 
 def _resolved(precision: Any) -> ResolvedConfig:
@@ -128,7 +139,9 @@ def plainly_under_ray(images: str, precision: str, folder: str) -> list[float]:
             Path(folder, "times").write_text(json.dumps(times))
 
     ray.init("local", include_dashboard=False, log_to_driver=False)
-    TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=NUM_WORKERS), run_config=RunConfig(storage_path=folder)).fit()
+    TorchTrainer(
+        loop, scaling_config=ScalingConfig(num_workers=NUM_WORKERS), run_config=RunConfig(storage_path=folder)
+    ).fit()
     return json.loads(Path(folder, "times").read_text())
 
 
@@ -166,11 +179,17 @@ class MemorySource:
     partition: Partition
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return batches_from_cache(self.partition, CachedBlocks(self._block, BLOCK_ROWS, self.partition.plan, Cursor()), first_step)
+        return batches_from_cache(
+            self.partition, CachedBlocks(self._block, BLOCK_ROWS, self.partition.plan, Cursor()), first_step
+        )
 
     def test(self) -> Iterator[LocalBatch]:
         one_batch = BatchPlan(len(self.images), BATCH, 1, 0, max_steps=1)
-        return batches_from_cache(Partition(one_batch, self.partition.rank, self.partition.loads), CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()), 0)
+        return batches_from_cache(
+            Partition(one_batch, self.partition.rank, self.partition.loads),
+            CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()),
+            0,
+        )
 
     def _block(self, number: int) -> Block:
         rows = slice(number * BLOCK_ROWS, (number + 1) * BLOCK_ROWS)
@@ -219,7 +238,13 @@ def train_in_memory(file: str, precision: str, folder: str) -> list[float]:
 
 
 def through_ray(url: str, num_images: int, precision: str, folder: str) -> list[float]:
-    options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "step", "cache": "memory"}
+    options: dict[str, Any] = {
+        "data": url,
+        "test_fraction": 0.001,
+        "storage": folder,
+        "name": "step",
+        "cache": "memory",
+    }
     config = _options(precision, device="cpu", threads_per_worker=1, **options)
     train_on(config, partial(_some, num_images), partial(train_when_cached, folder=folder))
     return json.loads(Path(folder, "times").read_text())

@@ -27,6 +27,8 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
 
         with (
             StopSignals() as signals,
-            RunSession(dataclasses.replace(prepared, data=data), loop, time.monotonic(), own_cluster=cluster.started_here) as session,
+            RunSession(
+                dataclasses.replace(prepared, data=data), loop, time.monotonic(), own_cluster=cluster.started_here
+            ) as session,
         ):
             session.watch(signals, None)

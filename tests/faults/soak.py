@@ -82,7 +82,9 @@ def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdic
         run.problems.append(f"it ended {result.status}")
     steps = [row.step for row in read_run(STORAGE, run.name).metrics if row.kind == "step"]
     if steps != list(range(1, result.steps + 1)):
-        run.problems.append(f"its history lacks {sorted(set(range(1, result.steps + 1)) - set(steps))} or has steps twice")
+        run.problems.append(
+            f"its history lacks {sorted(set(range(1, result.steps + 1)) - set(steps))} or has steps twice"
+        )
     audit = raytrain.audit(run.name, storage=STORAGE)
     lost = sum(len(epoch.missing) for epoch in audit.epochs)
     doubled = sum(len(epoch.doubled) for epoch in audit.epochs)
@@ -130,7 +132,12 @@ def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
     make_images(folder / "s3" / "soak" / "images", NUM_IMAGES)
     with S3Server(folder / "s3") as server, started_head(folder) as head, faulty_s3(server.endpoint_url, 0.0) as proxy:
         os.environ.update(server.environment())  # this process looks at storage past the proxy
-        environment = {**head.environment, **server.environment(), "AWS_ENDPOINT_URL": proxy.url, "TMPDIR": str(folder / "tmp")}
+        environment = {
+            **head.environment,
+            **server.environment(),
+            "AWS_ENDPOINT_URL": proxy.url,
+            "TMPDIR": str(folder / "tmp"),
+        }
         yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], head, proxy, folder, environment)
 
 
@@ -154,7 +161,10 @@ def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
         verdict, _ = judge(run, undisturbed)
         run.problems += [f"left behind: {name}" for name in left_behind(run.head, usual)]
         verdicts.append(verdict)
-        print(f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'as if nothing had been'}", flush=True)
+        print(
+            f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'as if nothing had been'}",
+            flush=True,
+        )
     kept = [*grown(before, lasting(first.head)), *forgotten(first.folder / "tmp")]
     print_table(verdicts)
     print("\n".join(kept))

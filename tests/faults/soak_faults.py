@@ -77,7 +77,20 @@ class Soaked:
             "max-failures": 50,
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "raytrain", "train", "custom", *words, "--image-size", "12", "12", "--trace", "--json", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "raytrain",
+            "train",
+            "custom",
+            *words,
+            "--image-size",
+            "12",
+            "12",
+            "--trace",
+            "--json",
+            *more,
+        ]
         (self.folder / "step").write_text("")
         self.log = (self.folder / f"{self.name}.log").open("a+")
         self.driver = subprocess.Popen(command, env=self.environment, stdout=self.log, stderr=self.log)

@@ -99,11 +99,18 @@ def test_keys_that_are_taken_back_end_a_run_with_a_sentence_and_it_goes_on_with_
     with pytest.raises(TrainingFailed) as raised:
         raytrain.train(wanted, loop=partial(loop_with, before_step=partial(revoke, issued=issuer.folder)))  # pyright: ignore
     sentence = str(raised.value)
-    said = re.search(r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.* go on with --name run .* --resume\.$", sentence)
+    said = re.search(
+        r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.* go on with --name run .* --resume\.$",
+        sentence,
+    )
     assert said, sentence
     assert raised.value.exit_code == 1 and "\n" not in sentence
     assert any(keys["AccessKeyId"].endswith(said[1]) for keys in issuer.issued())
-    assert not any(keys[name] in sentence for keys in issuer.issued() for name in ("SecretAccessKey", "SessionToken", "AccessKeyId"))
+    assert not any(
+        keys[name] in sentence
+        for keys in issuer.issued()
+        for name in ("SecretAccessKey", "SessionToken", "AccessKeyId")
+    )
     assert 20 <= read_run(wanted.storage, "run").status.step < STEPS
     issuer.revoke(False)
     resumed = raytrain.train(dataclasses.replace(wanted, resume=True))

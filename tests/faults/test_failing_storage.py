@@ -170,7 +170,12 @@ def train_on_without_storage(run: raytrain.Run, batch: raytrain.Batch, folder: P
 
 
 def test_a_run_trains_on_while_its_storage_is_away_and_its_checkpoints_arrive_later(
-    undisturbed: raytrain.TrainResult, images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: raytrain.TrainResult,
+    images: Path,
+    s3: S3Server,
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     away = Away(tmp_path)
     with faulty_s3(s3.endpoint_url, interfere=away.interfere) as proxy:
@@ -207,7 +212,12 @@ def heavy_loop(run: raytrain.Run, folder: Path) -> None:
 
 
 def test_a_worker_that_is_killed_while_it_uploads_a_checkpoint_leaves_the_one_before(
-    undisturbed: raytrain.TrainResult, images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: raytrain.TrainResult,
+    images: Path,
+    s3: S3Server,
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed = threading.Event()
 

@@ -102,7 +102,9 @@ def summary_of(scenario: str, images: Path, storage: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     summary = summary_of("tests.helpers.draining_cluster", images, tmp_path)
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
     told = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
@@ -116,7 +118,9 @@ def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(undisturbed: r
     assert read_steps(tmp_path) == list(range(1, 21))
 
 
-def test_a_stop_asked_for_before_the_first_step_keeps_a_checkpoint(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_a_stop_asked_for_before_the_first_step_keeps_a_checkpoint(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     options = config(images, tmp_path)
     handle = raytrain.start(options)
     handle.stop("too early")
@@ -156,14 +160,23 @@ def test_a_stop_asked_for_during_an_evaluation_lands_on_the_next_step(images: Pa
 
 
 def command(images: Path, storage: Path, *more: str) -> list[str]:
-    options = {"data": images, "storage": storage, "name": "run", "model": "tests.integration.test_exact:network", "batch-size": 20, "workers": 2}
+    options = {
+        "data": images,
+        "storage": storage,
+        "name": "run",
+        "model": "tests.integration.test_exact:network",
+        "batch-size": 20,
+        "workers": 2,
+    }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     numbers = ["--image-size", "12", "12", "--learning-rate", "0.05", "--precision", "float64", "--log-every", "1"]
     augmentation = ["--horizontal-flip", "--translate", "1"]
     return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
 
 
-def test_a_run_whose_driver_was_killed_goes_on_under_its_name(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_a_run_whose_driver_was_killed_goes_on_under_its_name(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     endless = command(images, tmp_path, "--epochs", "1000", "--trace", "--address", "local")
     driver = subprocess.Popen(endless, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -222,7 +235,9 @@ def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: P
         assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
-def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     loop = partial(loop_with, before_step=partial(stop_during_a_checkpoint, folder=tmp_path))  # pyright: ignore
     stopped = raytrain.train(config(images, tmp_path, trace=True, checkpoint_every_steps=3), loop=loop)
     assert (stopped.status, stopped.steps) == ("stopped", 5)
@@ -237,7 +252,14 @@ def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     words = [sys.executable, "-m", "raytrain", "stop", "run", "--address", ray.get_runtime_context().gcs_address]
-    asking = partial(subprocess.run, words, cwd=elsewhere, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True)
+    asking = partial(
+        subprocess.run,
+        words,
+        cwd=elsewhere,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
     handle = raytrain.start(config(images, tmp_path, epochs=1000))
     wait_for(lambda: handle.done or (handle.snapshot is not None and handle.snapshot.step > 2))
     asked = asking()

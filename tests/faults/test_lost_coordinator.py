@@ -56,7 +56,15 @@ def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytra
     """A run whose monitor is killed in step 13; a stop is asked for at once, ``before`` the driver knows, or ``after`` it trains again."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     (storage / "loop.py").write_text(KILL_THE_MONITOR.format(folder=str(storage), stop=stop))
-    options = ["--epochs", "4", "--trace", "--checkpoint-every-steps", "5", "--loop", str(storage / "loop.py") + ":loop"]
+    options = [
+        "--epochs",
+        "4",
+        "--trace",
+        "--checkpoint-every-steps",
+        "5",
+        "--loop",
+        str(storage / "loop.py") + ":loop",
+    ]
     words = command(images, storage, *options, "--address", "local", "--json")
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
         seen = watch_status(driver, storage, ask=stop == "meanwhile")
@@ -65,7 +73,9 @@ def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytra
     assert (storage / "killed").exists()
     assert seen <= {"starting", "running", "stopped", "finished"}, "it is active until it is over"
     summary = json.loads(output.splitlines()[-1])
-    return raytrain.TrainResult(**{field.name: summary[field.name] for field in dataclasses.fields(raytrain.TrainResult)})
+    return raytrain.TrainResult(
+        **{field.name: summary[field.name] for field in dataclasses.fields(raytrain.TrainResult)}
+    )
 
 
 def watch_status(driver: subprocess.Popen[str], storage: Path, ask: bool) -> set[str]:
@@ -86,7 +96,9 @@ def has_cluster(driver: subprocess.Popen[str]) -> bool:
     return any(child.name() == "gcs_server" for child in psutil.Process(driver.pid).children())
 
 
-def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_a_run_whose_monitor_was_killed_goes_on(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     result = train_without_monitor(images, tmp_path)
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
@@ -94,7 +106,9 @@ def test_a_run_whose_monitor_was_killed_goes_on(undisturbed: raytrain.TrainResul
     assert read_steps(tmp_path) == list(range(1, 21))
 
 
-@pytest.mark.parametrize(("stop", "last_steps"), [("before", range(11, 19)), ("meanwhile", range(11, 19)), ("after", range(13, 15))])
+@pytest.mark.parametrize(
+    ("stop", "last_steps"), [("before", range(11, 19)), ("meanwhile", range(11, 19)), ("after", range(13, 15))]
+)
 def test_a_run_whose_monitor_was_killed_can_be_stopped(
     stop: str, last_steps: range, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:

@@ -38,9 +38,18 @@ def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
 
 
 def announce(cluster: Cluster, node: Any) -> None:
-    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "taken back", "--deadline-remaining-seconds", "600"]
+    why = [
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        "taken back",
+        "--deadline-remaining-seconds",
+        "600",
+    ]
     subprocess.run(
-        [*RAY, "drain-node", "--address", str(cluster.address), "--node-id", str(node.node_id), *why], check=True, capture_output=True
+        [*RAY, "drain-node", "--address", str(cluster.address), "--node-id", str(node.node_id), *why],
+        check=True,
+        capture_output=True,
     )
 
 
@@ -58,7 +67,11 @@ def main(images: str, storage: str) -> None:
         if (folder / "announce").exists() and not announced:
             announced.append(nodes[0])
             announce(cluster, nodes[0])
-        if (folder / "remove").exists() and nodes and (folder / "run" / "checkpoints" / "step-000000008.pt.json").exists():
+        if (
+            (folder / "remove").exists()
+            and nodes
+            and (folder / "run" / "checkpoints" / "step-000000008.pt.json").exists()
+        ):
             cluster.remove_node(nodes.pop(), allow_graceful=False)
 
     options = config(images, storage, workers="1..2", trace=True, checkpoint_every_epochs=0)

@@ -29,7 +29,11 @@ class Head:
 @contextmanager
 def started_head(folder: Path) -> Iterator[Head]:
     """A head of 2 CPUs on free ports, whose output goes into ``folder``."""
-    dashboard, gcs, agent = free_port(), free_port(), free_port()  # another cluster on this machine may have the usual ones
+    dashboard, gcs, agent = (
+        free_port(),
+        free_port(),
+        free_port(),
+    )  # another cluster on this machine may have the usual ones
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONPATH": os.getcwd()}
     ports = [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
     with (folder / "head.log").open("w") as log:

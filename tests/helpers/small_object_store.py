@@ -25,7 +25,15 @@ SIDE = 640
 
 
 def options(images: Path | str, storage: Path | str, **more: Any) -> raytrain.TrainConfig:
-    return config(images, storage, model="tests.helpers.small_object_store:network", image_size=(SIDE, SIDE), precision="float32", trace=True, **more)
+    return config(
+        images,
+        storage,
+        model="tests.helpers.small_object_store:network",
+        image_size=(SIDE, SIDE),
+        precision="float32",
+        trace=True,
+        **more,
+    )
 
 
 def network(num_classes: int, channels: int) -> Any:

@@ -48,5 +48,7 @@ except KeyboardInterrupt:
 
 def test_no_thread_outlives_a_run_in_a_cluster_of_its_own(images: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", INTERRUPTED, str(images), str(tmp_path)]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "['MainThread']"), done.stderr

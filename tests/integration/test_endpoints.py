@@ -16,7 +16,12 @@ def test_the_embedded_server_listens_on_loopback_only(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     with S3Server(tmp_path):
         servers = set(psutil.Process().children(recursive=True)) - before
-        addresses = {each.laddr.ip for server in servers for each in server.net_connections() if each.status == psutil.CONN_LISTEN}
+        addresses = {
+            each.laddr.ip
+            for server in servers
+            for each in server.net_connections()
+            if each.status == psutil.CONN_LISTEN
+        }
     assert addresses == {"127.0.0.1"}
 
 
@@ -25,7 +30,9 @@ def test_nobody_without_a_key_reads_or_changes_what_is_there(method: str, tmp_pa
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "a").write_bytes(b"1")
     with S3Server(tmp_path) as server:
-        asked = urllib.request.Request(f"{server.endpoint_url}/bucket/a", method=method, data=b"2" if method == "PUT" else None)
+        asked = urllib.request.Request(
+            f"{server.endpoint_url}/bucket/a", method=method, data=b"2" if method == "PUT" else None
+        )
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(asked, timeout=20)
         assert 400 <= refused.value.code <= 403

@@ -28,12 +28,26 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(digits: Path, storage: Path, name: str) -> list[str]:
-    options = ["--data", str(digits / "train"), "--storage", str(storage), "--name", name, "--workers", "2", "--epochs", "1", "--json"]
+    options = [
+        "--data",
+        str(digits / "train"),
+        "--storage",
+        str(storage),
+        "--name",
+        name,
+        "--workers",
+        "2",
+        "--epochs",
+        "1",
+        "--json",
+    ]
     return [sys.executable, "-m", "raytrain", "train", "digits", *options]
 
 
 def test_a_head_on_this_machine_is_found(head: Head, digits: Path, tmp_path: Path) -> None:
-    done = subprocess.run(words(digits, tmp_path, "found"), env=head.environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        words(digits, tmp_path, "found"), env=head.environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "finished"
 
@@ -41,7 +55,11 @@ def test_a_head_on_this_machine_is_found(head: Head, digits: Path, tmp_path: Pat
 def test_a_job_is_submitted(head: Head, digits: Path, tmp_path: Path) -> None:
     submit = [*RAY, "job", "submit", "--address", head.dashboard, "--"]
     done = subprocess.run(
-        [*submit, *words(digits, tmp_path, "job")], env=head.environment, capture_output=True, text=True, timeout=DEADLINE_S
+        [*submit, *words(digits, tmp_path, "job")],
+        env=head.environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())

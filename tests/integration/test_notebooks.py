@@ -70,10 +70,16 @@ def test_a_run_on_a_cluster_is_stopped_and_gone_on_with_from_a_bucket(
     assert "stopped" in pictures(notebook, "raytrain.start(config)")
     stopped, finished = results(notebook, "handle.stop("), results(notebook, "resume=True")
     assert "status='stopped'" in stopped and "num_workers=2" in stopped and "stop_reason='seen enough'" in stopped
-    assert "status='finished'" in finished and "num_workers=1" in finished and f"run_dir='{s3_url}/runs/cloud'" in finished
+    assert (
+        "status='finished'" in finished and "num_workers=1" in finished and f"run_dir='{s3_url}/runs/cloud'" in finished
+    )
     epochs = int(float(re.findall(r"epochs=([\d.]+)", stopped)[0])) + 2
     assert f"steps={6 * epochs}, epochs={epochs}.0, samples_seen={300 * epochs}" in finished
-    assert [num_drawn(notebook, words) for words in ("curve_figure(", "confusion_figure(", "raytrain.predict(")] == [1, 1, 1]
+    assert [num_drawn(notebook, words) for words in ("curve_figure(", "confusion_figure(", "raytrain.predict(")] == [
+        1,
+        1,
+        1,
+    ]
     assert len(re.findall(r"\('[a-z]+', [01]\.\d+\)", results(notebook, "model.classify("))) == 3
 
 
@@ -82,7 +88,10 @@ def test_a_run_on_a_cluster_is_stopped_and_gone_on_with_from_a_bucket(
 def test_what_was_learned_of_some_classes_helps_with_others(tmp_path: Path) -> None:
     extract_cifar10(tmp_path / "cifar10", num_train=150, num_test=20)
     notebook = run("04-transfer-learning", tmp_path, num_before=150, num_after=20, epochs_before=8, epochs_after=6)
-    accuracies = [float(re.findall(r"([\d.]+)%", results(notebook, f'name="{name}"'))[0]) for name in ("from-nothing", "transferred")]
+    accuracies = [
+        float(re.findall(r"([\d.]+)%", results(notebook, f'name="{name}"'))[0])
+        for name in ("from-nothing", "transferred")
+    ]
     assert accuracies[1] > accuracies[0]
     assert num_drawn(notebook, "comparison_figure(") == 1
     assert results(notebook, "layers that moved").startswith("layers that moved: [13, 14, 16,")

@@ -25,7 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RAYTRAIN = [sys.executable, "-m", "raytrain"]
 LISTINGS = ("actors", "tasks", "jobs", "nodes", "workers", "objects", "runtime_envs", "placement_groups")
-PAGES = [*(f"/api/v0/{each}?detail=1&limit=10000" for each in LISTINGS), "/api/jobs/", "/logical/actors", "/nodes?view=summary"]
+PAGES = [
+    *(f"/api/v0/{each}?detail=1&limit=10000" for each in LISTINGS),
+    "/api/jobs/",
+    "/logical/actors",
+    "/nodes?view=summary",
+]
 LOOP = """
 def fail(run):
     keys = dict(run.config.__dict__)
@@ -53,7 +58,9 @@ class Commands:
         self._watch.join()
 
     def run(self, environment: Mapping[str, str], *words: str, fails: bool = False) -> str:
-        done = subprocess.run([*words], env=environment, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(
+            [*words], env=environment, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert bool(done.returncode) == fails, done.stdout + done.stderr
         self.printed += [done.stdout, done.stderr]
         return done.stdout + done.stderr
@@ -79,7 +86,9 @@ class Searched:
 
 
 def _as_written(key: str) -> set[bytes]:
-    in_base64 = {base64.b64encode(bytes(before) + key.encode())[4:-4] for before in range(3)}  # wherever it begins in what was encoded
+    in_base64 = {
+        base64.b64encode(bytes(before) + key.encode())[4:-4] for before in range(3)
+    }  # wherever it begins in what was encoded
     return {key.encode(), key.encode("utf-16-le"), *in_base64}
 
 
@@ -123,7 +132,9 @@ def _use_everything(head: Head, commands: Commands, server: S3Server, folder: Pa
     commands.run(profile, *train, *in_s3, "--name", "one", "--resume", "--cache", "none")
     commands.run(keys, *RAYTRAIN, "evaluate", "one", *in_s3, "--data", "s3://secret-test")
     commands.run(keys, *RAYTRAIN, "predict", "one", *in_s3, "--data", "s3://secret-test", "--output", "predictions.csv")
-    broken = commands.run(keys, *train, "--name", "broken", "--loop", "loop.py:fail", "--max-failures", "0", "--debug", fails=True)
+    broken = commands.run(
+        keys, *train, "--name", "broken", "--loop", "loop.py:fail", "--max-failures", "0", "--debug", fails=True
+    )
     assert "the loop is broken" in broken and "Traceback" in broken
     commands.run({**keys, "AWS_SECRET_ACCESS_KEY": wrong}, *train, "--name", "wrong", fails=True)
     with_profile = ["env", *(f"{name}={value}" for name, value in _profile(folder, known).items())]
@@ -155,7 +166,9 @@ def _profile(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def session_folder(searched: Searched) -> Iterator[tuple[str, bytes]]:
-    lines = (" ".join(process.cmdline()) for process in psutil.Process(searched.head.process.pid).children(recursive=True))
+    lines = (
+        " ".join(process.cmdline()) for process in psutil.Process(searched.head.process.pid).children(recursive=True)
+    )
     found = next(filter(None, (re.search(r"--session.dir=(\S+)", line) for line in lines)))
     return _files(Path(found[1]))
 
@@ -184,7 +197,10 @@ def command_lines(searched: Searched) -> Iterator[tuple[str, bytes]]:
 def memory_of_rays_servers(searched: Searched) -> Iterator[tuple[str, bytes]]:
     """Of the GCS, the raylet and the dashboard: what they hold goes to whoever asks, and into their logs when they fall."""
     for process in psutil.Process(searched.head.process.pid).children(recursive=True):
-        if any(name in " ".join(process.cmdline()) for name in ("gcs_server", "raylet/raylet ", "dashboard/dashboard.py", "agent.py")):
+        if any(
+            name in " ".join(process.cmdline())
+            for name in ("gcs_server", "raylet/raylet ", "dashboard/dashboard.py", "agent.py")
+        ):
             yield from ((f"{process.name()} {place}", content) for place, content in _memory(process.pid))
 
 

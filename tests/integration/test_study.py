@@ -42,7 +42,9 @@ def leave(config: TrainConfig, status: str) -> None:
     """What a run leaves in storage that was begun as ``config`` and is ``status``; each doubling gains 70 %."""
     workers = int(config.workers)
     store = records.run_store(config.storage, config.name or "")
-    records.write_config(store, dataclasses.replace(config.resolved(workers), device="cpu", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2)))
+    records.write_config(
+        store, dataclasses.replace(config.resolved(workers), device="cpu", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    )
     records.write_status(store, records.RunStatus(status=status))
     store.put(METRICS, encode_lines(history(1000 * 1.7 ** (workers.bit_length() - 1), [0.5, 0.8, 0.9])))
 
@@ -71,9 +73,18 @@ def test_each_size_is_a_run_whose_batch_and_rate_go_with_its_workers(tmp_path: P
     trainer = Trainer()
     summary = study(options(tmp_path), [4, 1, 2, 2], train=trainer).summary()
     assert trainer.asked == [[("sizes-1", False), ("sizes-2", False), ("sizes-4", False)]]
-    known = [{name: size[name] for name in ("run", "workers", "batch_size", "learning_rate", "status")} for size in summary["sizes"]]
+    known = [
+        {name: size[name] for name in ("run", "workers", "batch_size", "learning_rate", "status")}
+        for size in summary["sizes"]
+    ]
     assert known == [
-        {"run": f"sizes-{n}", "workers": n, "batch_size": 256 * n, "learning_rate": pytest.approx(0.1 * n), "status": "finished"}
+        {
+            "run": f"sizes-{n}",
+            "workers": n,
+            "batch_size": 256 * n,
+            "learning_rate": pytest.approx(0.1 * n),
+            "status": "finished",
+        }
         for n in (1, 2, 4)
     ]
     assert (summary["status"], summary["images_per_s_gain"]) == ("finished", pytest.approx(0.7))
@@ -114,7 +125,9 @@ def test_a_run_that_ended_before_its_time_is_resumed(status: str, tmp_path: Path
         ("running", {}, "'sizes-2' is training at this moment"),
     ],
 )
-def test_a_run_that_does_not_belong_to_the_study_is_refused(status: str, more: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_a_run_that_does_not_belong_to_the_study_is_refused(
+    status: str, more: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     leave(dataclasses.replace(options(tmp_path), name="sizes-2", workers=2), status)
     with pytest.raises(UsageError, match=sentence):
         study(options(tmp_path, **more), [1, 2], train=nothing)
@@ -129,7 +142,9 @@ def test_a_run_that_does_not_belong_to_the_study_is_refused(status: str, more: d
         ({"name": "a b"}, [1], "--name is 'a b-1'"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_starts(more: dict[str, Any], workers: list[int], sentence: str, tmp_path: Path) -> None:
+def test_wrong_options_are_refused_before_anything_starts(
+    more: dict[str, Any], workers: list[int], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=sentence):
         study(options(tmp_path, **more), workers, train=nothing)
 
@@ -148,12 +163,16 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     monkeypatch.setattr(Connection, "__init__", lambda *_: None)
     monkeypatch.setattr(Connection, "connect", lambda _: None)
     monkeypatch.setattr(Connection, "close", lambda _: None)
-    monkeypatch.setattr(study_module, "hardware", lambda: Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9))
+    monkeypatch.setattr(
+        study_module, "hardware", lambda: Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
+    )
     monkeypatch.setattr(study_module.train, "train", train)
     return trained
 
 
-def test_a_size_that_the_cluster_has_no_room_for_is_refused_before_any_starts(two_cpus: list[str | None], tmp_path: Path) -> None:
+def test_a_size_that_the_cluster_has_no_room_for_is_refused_before_any_starts(
+    two_cpus: list[str | None], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="--workers is 4, and the cluster has 2 CPUs; ask for at most 2"):
         study(options(tmp_path), [1, 2, 4])
     assert two_cpus == []
@@ -198,7 +217,11 @@ def test_the_page_of_a_stopped_study_says_how_to_go_on(tmp_path: Path) -> None:
 def test_the_picture_has_both_figures(tmp_path: Path) -> None:
     over_time, over_workers = study_figure(study(options(tmp_path), [1, 2, 4], train=Trainer())).axes
     tested = [line for line in over_time.get_lines() if "worker" in str(line.get_label())]
-    assert [str(line.get_label()) for line in tested] == ["1 worker  00:00:02", "2 workers  00:00:01", "4 workers  00:00:00"]
+    assert [str(line.get_label()) for line in tested] == [
+        "1 worker  00:00:02",
+        "2 workers  00:00:01",
+        "4 workers  00:00:00",
+    ]
     assert list(tested[0].get_xdata()) == pytest.approx([1, 2, 3])  # pyright: ignore
     assert [list(line.get_ydata()) for line in tested] == [[0.5, 0.8, 0.9]] * 3  # pyright: ignore
     in_proportion, measured = over_workers.get_lines()
@@ -213,10 +236,21 @@ def test_the_picture_has_both_figures(tmp_path: Path) -> None:
 
 def test_a_study_that_is_finished_is_read_without_ray(tmp_path: Path) -> None:
     study(options(tmp_path), [1, 2], train=Trainer())
-    words = ["study", "cifar10", "--workers", "1", "2", "--name", "sizes", "--data", "s3://b/train", "--storage", str(tmp_path), "--json"]
-    script = (
-        f"import sys; from raytrain.cli.main import main; code = main({words!r}); assert not {{'ray', 'torch'}} & set(sys.modules); exit(code)"
-    )
+    words = [
+        "study",
+        "cifar10",
+        "--workers",
+        "1",
+        "2",
+        "--name",
+        "sizes",
+        "--data",
+        "s3://b/train",
+        "--storage",
+        str(tmp_path),
+        "--json",
+    ]
+    script = f"import sys; from raytrain.cli.main import main; code = main({words!r}); assert not {{'ray', 'torch'}} & set(sys.modules); exit(code)"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["status"], summary["picture"]) == ("finished", "sizes.png")
@@ -225,9 +259,23 @@ def test_a_study_that_is_finished_is_read_without_ray(tmp_path: Path) -> None:
         assert image.format == "PNG" and min(image.size) > 400
 
 
-def test_the_command_has_the_options_of_its_recipe_and_a_name_that_stays(two_cpus: list[str | None], tmp_path: Path) -> None:
+def test_the_command_has_the_options_of_its_recipe_and_a_name_that_stays(
+    two_cpus: list[str | None], tmp_path: Path
+) -> None:
     png = str(tmp_path / "figures.png")
-    words = ["study", "cifar10", "--data", "d", "--epochs", "3", "--workers", "1", "2", "--storage", str(tmp_path / "runs")]
+    words = [
+        "study",
+        "cifar10",
+        "--data",
+        "d",
+        "--epochs",
+        "3",
+        "--workers",
+        "1",
+        "2",
+        "--storage",
+        str(tmp_path / "runs"),
+    ]
     assert main([*words, "--target-accuracy", "0.5", "--output", png]) == 0
     assert two_cpus == ["cifar10-study-1", "cifar10-study-2"]
     assert records.read_run(str(tmp_path / "runs"), "cifar10-study-2").config.epochs == 3
@@ -256,7 +304,9 @@ def test_in_python_it_goes_on_with_what_the_command_began(two_cpus: list[str | N
         ("--workers 1 2 --name sizes --resume", "There is no option --resume"),
     ],
 )
-def test_bad_usage_is_told(words: str, sentence: str, capsys: pytest.CaptureFixture[str], two_cpus: list[str | None]) -> None:
+def test_bad_usage_is_told(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str], two_cpus: list[str | None]
+) -> None:
     assert main(["study", "cifar10", "--data", "d", *words.split()]) == 2
     assert sentence in capsys.readouterr().err
     assert two_cpus == []
@@ -279,7 +329,9 @@ def test_a_study_that_was_stopped_goes_on_in_the_middle_of_its_run(
             records.request_stop(str(tmp_path), "run-2", "enough")
 
     monkeypatch.setattr(TerminalView, "update", stop_in_step_8)
-    config = tiny_config(images, tmp_path, workers="auto", loop="tests.integration.test_study:wait_for_stop_on_two_workers")
+    config = tiny_config(
+        images, tmp_path, workers="auto", loop="tests.integration.test_study:wait_for_stop_on_two_workers"
+    )
     stopped = study(config, [1, 2])
     assert stopped.statuses == {1: "finished", 2: "stopped"}
     assert 8 <= records.read_run(str(tmp_path), "run-2").status.step <= 9

@@ -39,13 +39,22 @@ def test_a_trial_that_fails_ends_alone_and_the_others_are_runs_like_any(images: 
     options: dict[str, Any] = {"test_data": str(images)}  # none held out, which the seed would decide
     result = raytrain.sweep(at_once(images, tmp_path, **options), vary=["seed=0,1,2"], loop=loop, early_stopping=False)
     assert result.status == "finished"
-    assert {trial.name: trial.status for trial in result.trials} == {"tried-00": "finished", "tried-01": "failed", "tried-02": "finished"}
-    assert [trial.accuracy for trial in result.trials[:2]] == sorted((trial.accuracy or 0 for trial in result.trials[:2]), reverse=True)
+    assert {trial.name: trial.status for trial in result.trials} == {
+        "tried-00": "finished",
+        "tried-01": "failed",
+        "tried-02": "finished",
+    }
+    assert [trial.accuracy for trial in result.trials[:2]] == sorted(
+        (trial.accuracy or 0 for trial in result.trials[:2]), reverse=True
+    )
     assert documents(tmp_path, "tried-01").summary["error"] == "RuntimeError: something broke"
     alone = raytrain.train(config(images, tmp_path, name="alone", seed=2, workers=1, **options), loop=loop)
     trial = documents(tmp_path, "tried-02")
     assert trial.status.status == "finished" and trial.summary["samples_seen"] == alone.samples_seen
-    losses = [[row["loss"] for row in documents(tmp_path, name).metrics if row["kind"] == "step"] for name in ("tried-02", "alone")]
+    losses = [
+        [row["loss"] for row in documents(tmp_path, name).metrics if row["kind"] == "step"]
+        for name in ("tried-02", "alone")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     evaluated = raytrain.evaluate("tried-02", str(images), storage=str(tmp_path))
     assert evaluated.images == 90
@@ -88,13 +97,17 @@ class StopOnceTraining(StopSignals):
             self.reason = "Ctrl-C"
 
 
-def test_a_stop_stops_all_with_checkpoints_and_resume_goes_on(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_stops_all_with_checkpoints_and_resume_goes_on(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     signals = StopOnceTraining()
     endless = at_once(images, tmp_path, epochs=500)
     loop = partial(loop_with, before_step=partial(look_for_keys, folder=tmp_path))
-    stopped = raytrain.sweep(endless, vary=["seed=0,1,2"], early_stopping=False, loop=loop, view=signals.view, signals=signals)
+    stopped = raytrain.sweep(
+        endless, vary=["seed=0,1,2"], early_stopping=False, loop=loop, view=signals.view, signals=signals
+    )
     assert (stopped.status, stopped.stop_reason) == ("stopped", "Ctrl-C")
     begun = [trial for trial in stopped.trials if trial.status == "stopped"]
     assert begun and all(trial.reason == "Ctrl-C" and documents(tmp_path, trial.name).checkpoints for trial in begun)

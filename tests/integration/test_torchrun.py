@@ -13,9 +13,31 @@ from raytrain.demo.digits import render_digits
 from raytrain.runs.records import list_runs, read_run
 
 
-def torchrun(data: Path, storage: Path, *options: str, meanwhile: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raytrain", "train"]
-    what = ["digits", "--data", str(data / "train"), "--test-data", str(data / "test"), "--name", "run", "--storage", str(storage)]
+def torchrun(
+    data: Path, storage: Path, *options: str, meanwhile: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "raytrain",
+        "train",
+    ]
+    what = [
+        "digits",
+        "--data",
+        str(data / "train"),
+        "--test-data",
+        str(data / "test"),
+        "--name",
+        "run",
+        "--storage",
+        str(storage),
+    ]
     words = [*launch, *what, "--epochs", "2", "--log-every", "1", *options]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         if meanwhile:

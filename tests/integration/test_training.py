@@ -45,7 +45,9 @@ def test_a_run_leaves_everything_in_its_folder(undisturbed: raytrain.TrainResult
     assert undisturbed.test_accuracy is not None and undisturbed.test_accuracy >= 0.8
 
 
-def test_streaming_and_one_worker_make_the_same_weights(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_streaming_and_one_worker_make_the_same_weights(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     batches_from_stream = raytrain.train(config(images, tmp_path, workers=1, cache="none"))
     assert_same_weights(batches_from_stream, undisturbed)
 
@@ -78,7 +80,9 @@ def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
 @pytest.mark.slow
 def test_a_started_run_is_watched_and_stopped_by_its_handle(images: Path, tmp_path: Path) -> None:
     trained = threading.Event()
-    handle = raytrain.start(config(images, tmp_path, epochs=1000), view=lambda snapshot: trained.set() if snapshot.step > 4 else None)
+    handle = raytrain.start(
+        config(images, tmp_path, epochs=1000), view=lambda snapshot: trained.set() if snapshot.step > 4 else None
+    )
     assert trained.wait(200)
     assert handle.snapshot is not None and handle.snapshot.status == "running" and not handle.done
     handle.stop("seen enough")
@@ -92,7 +96,9 @@ def test_a_loop_in_a_file_trains_and_is_audited(images: Path, tmp_path: Path) ->
     write_project(str(tmp_path / "project"))
     loop = tmp_path / "project" / "loop.py"
     loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
-    result = raytrain.train(config(images, tmp_path, loop=f"{loop}:train", precision="float32", epochs=2, accumulate=2, trace=True))
+    result = raytrain.train(
+        config(images, tmp_path, loop=f"{loop}:train", precision="float32", epochs=2, accumulate=2, trace=True)
+    )
     assert (result.status, result.steps) == ("finished", 10)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
 
@@ -108,7 +114,9 @@ def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, imag
     events: list[str] = []
     loop = partial(loop_with, before_step=partial(die_once_in_step_13, marker=tmp_path / "died"))
     result = raytrain.train(
-        config(images, tmp_path, trace=True), loop=loop, view=lambda snapshot: events.extend(event.text for event in snapshot.events)
+        config(images, tmp_path, trace=True),
+        loop=loop,
+        view=lambda snapshot: events.extend(event.text for event in snapshot.events),
     )
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
@@ -130,7 +138,9 @@ def test_an_error_in_the_loop_is_said_in_one_sentence_and_the_run_can_go_on(imag
     assert raytrain.train(dataclasses.replace(options, resume=True, epochs=1)).status == "finished"
 
 
-def test_images_that_cannot_be_read_are_skipped_and_listed(s3: S3Server, s3_url: str, images: Path, tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_are_skipped_and_listed(
+    s3: S3Server, s3_url: str, images: Path, tmp_path: Path
+) -> None:
     store = open_store(s3_url)
     for path in images.rglob("*.png"):
         store.put(f"{path.parent.name}/{path.name}", path.read_bytes())
@@ -146,7 +156,9 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(s3: S3Server, s3_url:
     assert (answers.images, answers.errors) == (92, 2)
     lines = (tmp_path / "answers.csv").read_text().splitlines()
     assert lines[0] == '"key","label","score","label_2","score_2","error"' and len(lines) == 93
-    assert [line for line in lines if "words.jpg" in line] == ['"red/words.jpg",,,,,"the file is not an image that can be read"']
+    assert [line for line in lines if "words.jpg" in line] == [
+        '"red/words.jpg",,,,,"the file is not an image that can be read"'
+    ]
     measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path))
     assert (measured.images, measured.skipped) == (90, 2)
     classifier = raytrain.load("run", storage=str(tmp_path))
@@ -160,16 +172,23 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(s3: S3Server, s3_url:
     ("options", "reason"),
     [
         ({}, r"1 of 61 images \(1.6 %\) cannot be used, such as red/words.png"),
-        ({"on_bad_image": "fail", "max_bad_fraction": 0.5}, r"red/words.png \(the file is not an image that can be read\) cannot be used"),
+        (
+            {"on_bad_image": "fail", "max_bad_fraction": 0.5},
+            r"red/words.png \(the file is not an image that can be read\) cannot be used",
+        ),
     ],
 )
-def test_too_many_bad_images_end_the_run_with_a_checkpoint(images: Path, tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+def test_too_many_bad_images_end_the_run_with_a_checkpoint(
+    images: Path, tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
     data = tmp_path / "data"
     for name in ("green", "red"):
         shutil.copytree(images / name, data / name)
     (data / "red" / "words.png").write_bytes(b"this is no image")
     wanted = config(data, tmp_path, **options)
-    with pytest.raises(raytrain.TrainingFailed, match=rf"Run 'run' failed: {reason}.*--name run --storage .* --resume") as raised:
+    with pytest.raises(
+        raytrain.TrainingFailed, match=rf"Run 'run' failed: {reason}.*--name run --storage .* --resume"
+    ) as raised:
         raytrain.train(wanted)
     assert raised.value.summary["status"] == "failed" and raised.value.summary["checkpoint"]
     resumed = raytrain.train(dataclasses.replace(wanted, resume=True, on_bad_image="skip", max_bad_fraction=0.02))
@@ -196,7 +215,9 @@ def test_a_run_may_live_in_s3(s3: S3Server, s3_url: str, images: Path) -> None:
         ({"model": "resnet1"}, "--model resnet1"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_starts(images: Path, tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+def test_wrong_settings_are_refused_before_anything_starts(
+    images: Path, tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UsageError, match=sentence):
         raytrain.train(config(**{"images": images, "storage": tmp_path, **options}))
     assert not (tmp_path / "run").exists()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from raytrain.cli.main import main
 from torch import Tensor, nn
 
 from raytrain.backends.prepare import prepare
+from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint

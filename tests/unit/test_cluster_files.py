@@ -43,7 +43,10 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_only_the_workers_have_gpus_and_idle_ones_end(config: dict[str, Any], account: Any) -> None:
     types = config["available_node_types"]
-    assert {name: num_gpus(kind["node_config"]["InstanceType"]) for name, kind in types.items()} == {"head": 0, "gpu": 1}
+    assert {name: num_gpus(kind["node_config"]["InstanceType"]) for name, kind in types.items()} == {
+        "head": 0,
+        "gpu": 1,
+    }
     assert types["gpu"]["min_workers"] < types["gpu"]["max_workers"] <= config["max_workers"]
     assert 0 < config["idle_timeout_minutes"] <= 15
 
@@ -63,7 +66,9 @@ def test_only_the_head_may_start_machines(account: Any) -> None:
     actions = {profile: allowed(account, profile) for profile in ("raytrain-head", "raytrain-worker")}
     assert {"s3:GetObject", "s3:PutObject", "s3:ListBucket"} <= actions["raytrain-worker"] < actions["raytrain-head"]
     assert {action.split(":")[0] for action in actions["raytrain-worker"]} == {"s3"}
-    assert {"ec2:RunInstances", "ec2:TerminateInstances", "iam:PassRole", "ssm:GetParameters"} <= actions["raytrain-head"]
+    assert {"ec2:RunInstances", "ec2:TerminateInstances", "iam:PassRole", "ssm:GetParameters"} <= actions[
+        "raytrain-head"
+    ]
 
 
 def allowed(iam: Any, profile: str) -> set[str]:
@@ -74,7 +79,12 @@ def allowed(iam: Any, profile: str) -> set[str]:
         policy = iam.get_policy(PolicyArn=attached["PolicyArn"])["Policy"]
         version = iam.get_policy_version(PolicyArn=policy["Arn"], VersionId=policy["DefaultVersionId"])
         documents.append(version["PolicyVersion"]["Document"])
-    return {action for document in documents for statement in document["Statement"] for action in listed(statement["Action"])}
+    return {
+        action
+        for document in documents
+        for statement in document["Statement"]
+        for action in listed(statement["Action"])
+    }
 
 
 def listed(action: str | list[str]) -> list[str]:
@@ -101,4 +111,6 @@ def test_the_commands_are_shell(config: dict[str, Any]) -> None:
     for kind in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
         for command in config[kind]:
             assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0, command
-    assert all("dashboard-host" not in word for command in config["head_start_ray_commands"] for word in shlex.split(command))
+    assert all(
+        "dashboard-host" not in word for command in config["head_start_ray_commands"] for word in shlex.split(command)
+    )

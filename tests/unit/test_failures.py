@@ -37,9 +37,15 @@ def wrapped(text: str, cause: Exception) -> Exception:
     [
         (StorageError(SENTENCE), SENTENCE),
         (wrapped(f"Traceback\nraytrain.errors.StorageError: {SENTENCE}", StorageError(SENTENCE)), SENTENCE),
-        (wrapped(OF_A_TASK.format(f"raytrain.errors.StorageError: {SENTENCE}"), UserCodeException("UDF failed")), SENTENCE.rstrip(".")),
+        (
+            wrapped(OF_A_TASK.format(f"raytrain.errors.StorageError: {SENTENCE}"), UserCodeException("UDF failed")),
+            SENTENCE.rstrip("."),
+        ),
         (wrapped(OF_A_TASK.format(WITH_ITS_CAUSE), UserCodeException("UDF failed")), SENTENCE.rstrip(".")),
-        (wrapped(OF_A_TASK.format("ValueError: 3 channels"), UserCodeException("UDF failed")), "ValueError: 3 channels"),
+        (
+            wrapped(OF_A_TASK.format("ValueError: 3 channels"), UserCodeException("UDF failed")),
+            "ValueError: 3 channels",
+        ),
         (wrapped("Traceback\n  line\nValueError: 3 channels", ValueError("3 channels")), "ValueError: 3 channels"),
         (RuntimeError(), "RuntimeError"),
     ],

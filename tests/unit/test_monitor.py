@@ -192,7 +192,9 @@ def test_repeated_requests_are_counted_and_told_of_once(monitor: RunMonitor) -> 
     monitor.retried(4)
     snapshot = monitor.snapshot()
     assert snapshot.num_retries == 7
-    assert [event.text for event in snapshot.events] == ["some requests for images fail at the first try; they are retried"]
+    assert [event.text for event in snapshot.events] == [
+        "some requests for images fail at the first try; they are retried"
+    ]
     monitor.finish("finished")
 
 
@@ -227,7 +229,9 @@ def until_events(monitor: RunMonitor, num_events: int) -> list[str]:
 
 def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: Store) -> None:
     monitor.started(num_workers=4, step=0)
-    threads = [threading.Thread(target=lambda: [monitor.record(step_row(step)) for step in range(1, 251)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [monitor.record(step_row(step)) for step in range(1, 251)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -20,7 +20,9 @@ def test_this_ray_has_every_private_api_that_raytrain_uses(api: PrivateApi) -> N
 
 def test_one_that_is_gone_is_reported_in_a_sentence_with_its_purpose() -> None:
     gone = PrivateApi("ray.train.v2._internal.no_such_module", "Callback", "end workers")
-    with pytest.raises(ImportError, match=r"Ray [\d.]+ has no ray.train.v2._internal.no_such_module.Callback, which .* to end workers"):
+    with pytest.raises(
+        ImportError, match=r"Ray [\d.]+ has no ray.train.v2._internal.no_such_module.Callback, which .* to end workers"
+    ):
         gone.load()
 
 
@@ -30,5 +32,7 @@ def test_private_modules_of_ray_are_named_in_one_file() -> None:
         capture_output=True,
         text=True,
     )
-    assert [Path(path).relative_to(PACKAGE).as_posix() for path in found.stdout.split()] == ["backends/ray/private_api.py"]
+    assert [Path(path).relative_to(PACKAGE).as_posix() for path in found.stdout.split()] == [
+        "backends/ray/private_api.py"
+    ]
     assert re.search(r"ray\._private", (PACKAGE / "backends/ray/private_api.py").read_text())

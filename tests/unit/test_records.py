@@ -131,7 +131,9 @@ def test_an_unknown_run_is_refused_with_the_names_that_come_close(storage: str) 
     assert not Path(storage, "frist").exists()
 
 
-@pytest.mark.parametrize(("status", "hint"), [("finished", "is finished at step 1,000."), ("stopped", "resume it with --resume")])
+@pytest.mark.parametrize(
+    ("status", "hint"), [("finished", "is finished at step 1,000."), ("stopped", "resume it with --resume")]
+)
 def test_a_run_that_is_over_cannot_be_stopped(storage: str, status: str, hint: str) -> None:
     store = make_run(storage, "first", status, step=1000)
     with pytest.raises(UsageError, match=hint):

@@ -12,7 +12,9 @@ from raytrain.experiments.scaling import curve, images_per_s, per_doubling, scal
 from raytrain.runs.history import Row
 
 
-def history(images_per_s: float, accuracies: Sequence[float], images: int = 1000, steps: int = 10, log_every: int = 1) -> list[Row]:
+def history(
+    images_per_s: float, accuracies: Sequence[float], images: int = 1000, steps: int = 10, log_every: int = 1
+) -> list[Row]:
     """A run of as many epochs as ``accuracies``, at one pace, which is evaluated after each; evaluations and starting take minutes."""
     rows: list[Row] = []
     for epoch, accuracy in enumerate(accuracies, start=1):
@@ -20,7 +22,15 @@ def history(images_per_s: float, accuracies: Sequence[float], images: int = 1000
             if step % log_every == 0 or step == steps * len(accuracies):
                 seen = {"samples_seen": step * images // steps, "images_per_s": images_per_s, "accuracy": accuracy / 2}
                 rows.append({"kind": "step", "step": step, "epoch": epoch, "elapsed_s": 600.0 * epoch, **seen})
-        rows.append({"kind": "evaluation", "step": steps * epoch, "epoch": epoch, "accuracy": accuracy, "elapsed_s": 600.0 * epoch + 300})
+        rows.append(
+            {
+                "kind": "evaluation",
+                "step": steps * epoch,
+                "epoch": epoch,
+                "accuracy": accuracy,
+                "elapsed_s": 600.0 * epoch + 300,
+            }
+        )
     return rows
 
 
@@ -30,7 +40,9 @@ def test_what_a_doubling_gives_is_told_for_each_size_and_for_all() -> None:
     assert [size["workers"] for size in compared["sizes"]] == [1, 2, 4, 8]
     assert [size["images_per_s"] for size in compared["sizes"]] == pytest.approx([100, 170, 289, 491.3])
     assert [size["images_per_s_gain"] for size in compared["sizes"]] == [None, *[pytest.approx(0.7)] * 3]
-    assert [size["seconds_to_target"] for size in compared["sizes"]] == pytest.approx([2000 / 100, 2000 / 170, 2000 / 289, 2000 / 491.3])
+    assert [size["seconds_to_target"] for size in compared["sizes"]] == pytest.approx(
+        [2000 / 100, 2000 / 170, 2000 / 289, 2000 / 491.3]
+    )
     assert [size["time_gain"] for size in compared["sizes"]] == [None, *[pytest.approx(1 / 1.7 - 1)] * 3]
     assert (compared["images_per_s_gain"], compared["time_gain"]) == (pytest.approx(0.7), pytest.approx(1 / 1.7 - 1))
 
@@ -57,7 +69,9 @@ def test_the_time_is_that_of_training_whatever_lay_between() -> None:
     rows = history(100, [0.4, 0.8], log_every=4)  # the first epoch ends between two rows
     assert curve(rows, "evaluation").seconds == pytest.approx([10, 20])
     assert curve(rows, "step").seconds == pytest.approx([4, 8, 12, 16, 20])
-    again = [{**row, "elapsed_s": row["elapsed_s"] + 36_000} if row["step"] > 6 else row for row in rows]  # interrupted over night
+    again = [
+        {**row, "elapsed_s": row["elapsed_s"] + 36_000} if row["step"] > 6 else row for row in rows
+    ]  # interrupted over night
     assert curve(again, "evaluation") == curve(rows, "evaluation")
 
 
@@ -71,7 +85,9 @@ def test_the_time_to_an_accuracy_lies_between_the_evaluations_around_it() -> Non
 
 def test_the_pace_is_the_median_after_the_first_tenth_of_the_steps() -> None:
     draws = random.Random(0)
-    rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "images_per_s": draws.uniform(95, 105)} for step in range(11, 101)]
+    rows: list[dict[str, Any]] = [
+        {"kind": "step", "step": step, "images_per_s": draws.uniform(95, 105)} for step in range(11, 101)
+    ]
     warm_up = [{"kind": "step", "step": step, "images_per_s": 1e6} for step in range(1, 11)]
     middle = images_per_s(rows)
     assert middle is not None and 97 < middle < 103
@@ -85,4 +101,9 @@ def test_what_is_not_known_is_none() -> None:
     assert (nothing["sizes"], nothing["target_accuracy"], nothing["images_per_s_gain"]) == ([], None, None)
     untested = scaling({1: [row for row in history(100, [0.5]) if row["kind"] == "step"]})
     (size,) = untested["sizes"]
-    assert (size["images_per_s"], size["test_accuracy"], size["seconds_to_target"], untested["target_accuracy"]) == (100, None, None, None)
+    assert (size["images_per_s"], size["test_accuracy"], size["seconds_to_target"], untested["target_accuracy"]) == (
+        100,
+        None,
+        None,
+        None,
+    )

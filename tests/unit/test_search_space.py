@@ -25,7 +25,9 @@ def test_lists_make_every_combination() -> None:
     assert tried[-1] == {"learning_rate": 0.1, "optimizer": "adamw", "horizontal_flip": False}
 
 
-@given(low=POSITIVE, factor=st.floats(1.001, 1e6), log=st.booleans(), seed=st.integers(0, 2**31), count=st.integers(1, 8))
+@given(
+    low=POSITIVE, factor=st.floats(1.001, 1e6), log=st.booleans(), seed=st.integers(0, 2**31), count=st.integers(1, 8)
+)
 def test_a_range_of_numbers_is_kept_to(low: float, factor: float, log: bool, seed: int, count: int) -> None:
     high = low * factor
     space = parse([f"weight-decay={'log:' if log else ''}{low!r}..{high!r}"])

@@ -313,9 +313,7 @@ def test_unreadable_certificates_are_reported(
         assert sentence(raised)
 
 
-def test_given_credentials_override_the_environment(
-    s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_credentials_override_the_environment(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there = s3.environment()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "else")

@@ -27,7 +27,9 @@ class CacheFiller:
     they outlast any worker, and Ray reads lost ones again.
     """
 
-    def __init__(self, coordinator: CoordinatorHandle, cpus: DataCpus, sets: dict[str, tuple[ImageSet, CacheOrder]]) -> None:
+    def __init__(
+        self, coordinator: CoordinatorHandle, cpus: DataCpus, sets: dict[str, tuple[ImageSet, CacheOrder]]
+    ) -> None:
         self._coordinator = coordinator
         self._cpus = cpus
         self._sets = sets

@@ -76,7 +76,9 @@ class DataCpus:
         return max(1, round(self.all / self.task))
 
 
-def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, first: int = 0) -> Iterator[tuple[int, Any]]:
+def block_refs(
+    images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, first: int = 0
+) -> Iterator[tuple[int, Any]]:
     """References of the blocks of all ``orders``, in turn, as they are read: the number of the order, and the reference.
 
     The first ``first`` turns are left out.
@@ -91,7 +93,9 @@ def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, f
         piped.close(_CLOSE_S)  # otherwise its thread asks a cluster that may have ended by then
 
 
-def _by_tasks(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Sequence[BlockRef]) -> Iterator[tuple[int, Any]]:
+def _by_tasks(
+    images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Sequence[BlockRef]
+) -> Iterator[tuple[int, Any]]:
     read = ray.remote(_read_block).options(num_cpus=cpus.task)
     asked: deque[tuple[int, Any]] = deque()
     running: list[Any] = []
@@ -111,7 +115,9 @@ def _read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
     return read_table(images, order.samples(number))
 
 
-def _by_pipelines(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Iterator[BlockRef]) -> Iterator[tuple[int, Any]]:
+def _by_pipelines(
+    images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Iterator[BlockRef]
+) -> Iterator[tuple[int, Any]]:
     while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
         bundles = _pipeline(images, orders, chunk, cpus).iter_internal_ref_bundles()  # REF_BUNDLES in private_api.py
         refs = (ref for bundle in bundles for ref in bundle.block_refs)
@@ -157,7 +163,9 @@ def to_table(pixels: np.ndarray[Any, np.dtype[np.uint8]], labels: Int64s, sample
     return pa.table({"image": column, "label": labels, "sample": samples})
 
 
-def _pipeline(images: ImageSet, orders: Sequence[BlockOrder], turns: Sequence[BlockRef], cpus: DataCpus) -> ray.data.Dataset:
+def _pipeline(
+    images: ImageSet, orders: Sequence[BlockOrder], turns: Sequence[BlockRef], cpus: DataCpus
+) -> ray.data.Dataset:
     def read_block(row: Any) -> Any:
         return _read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
 
@@ -165,7 +173,9 @@ def _pipeline(images: ImageSet, orders: Sequence[BlockOrder], turns: Sequence[Bl
     room = (2 * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
     configure(DataContext.get_current(), cpus.all, room)
     items = [{"which": which, "number": number} for which, number in turns]
-    rows = ray.data.from_items(items, override_num_blocks=len(items))  # its rows exist already; those of a range are read by tasks
+    rows = ray.data.from_items(
+        items, override_num_blocks=len(items)
+    )  # its rows exist already; those of a range are read by tasks
     return rows.map_batches(read_block, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
 
 

@@ -35,7 +35,12 @@ class StreamReader:
     """Reads the streams that workers request, and the ``expected`` one from now on. Lives in the driver."""
 
     def __init__(
-        self, coordinator: CoordinatorHandle, cpus: DataCpus, sets: dict[str, tuple[ImageSet, BatchPlan]], loads: Sequence[float], expected: Stream | None
+        self,
+        coordinator: CoordinatorHandle,
+        cpus: DataCpus,
+        sets: dict[str, tuple[ImageSet, BatchPlan]],
+        loads: Sequence[float],
+        expected: Stream | None,
     ) -> None:
         self._coordinator = coordinator
         self._cpus = cpus
@@ -74,7 +79,10 @@ class StreamReader:
     def _read(self, stream: Stream) -> None:
         images, plan = self._sets[stream.dataset]
         loads = self._loads or (1.0,) * stream.num_workers
-        orders = [WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block) for rank in range(len(loads))]
+        orders = [
+            WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
+            for rank in range(len(loads))
+        ]
         depth = images.within(_AHEAD_BLOCKS, _AHEAD_BYTES)
         try:
             for rank, ref in block_refs(images, orders, self._cpus):
