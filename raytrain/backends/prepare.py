@@ -54,7 +54,7 @@ class PreparedRun:
 
 
 def prepare(config: TrainConfig, *, restarting: bool = False) -> PreparedRun:
-    """Check everything that can be checked without a cluster: the run's place in storage, and that its data can be read.
+    """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read.
 
     ``restarting``: this process started the run before, so that an active status in storage is its own.
     """
@@ -145,8 +145,8 @@ def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
         now, then = getattr(config, option), getattr(before, option)
         if now != then:  # the optimizer's state is laid out by them
             raise UsageError(
-                f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run from its "
-                "--weights."
+                f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run "
+                "from its --weights."
             )
     return dataclasses.replace(
         config,

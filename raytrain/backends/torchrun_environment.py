@@ -1,4 +1,4 @@
-"""Whether torchrun started this process, and as which one. Known without torch, so that the command line starts at once."""
+"""Whether torchrun started this process, and as which one. Needs no torch: the command line must start at once."""
 
 from __future__ import annotations
 

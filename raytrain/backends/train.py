@@ -69,7 +69,8 @@ def stop(name: str, *, storage: str = "./runs", address: str | None = None, reas
     """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster."""
     request = StopRequest(reason)
     if address is None:
-        return request_stop(storage, name, request)
+        request_stop(storage, name, request)
+        return
     with connection(address) as cluster:
         cluster.connect()
         from raytrain.backends.ray.coordinator import request_stop_in_cluster
@@ -78,7 +79,7 @@ def stop(name: str, *, storage: str = "./runs", address: str | None = None, reas
 
 
 def import_in_background(module: str) -> threading.Thread:
-    """Import ``module`` with Ray and torch, the slowest part of a start, while the cluster starts and data is listed."""
+    """Import ``module`` with Ray and torch, the slowest part of a start, while the cluster starts."""
     # Not a daemon: Python would stop it in the middle of an import, and then wait for that import's lock for ever.
     thread = threading.Thread(target=importlib.import_module, args=(module,), name="imports")
     thread.start()

@@ -70,7 +70,7 @@ class RunMonitor:
         self._last_timed: tuple[float, int] | None = None
 
     def started(self, num_workers: int, step: int) -> None:
-        """A worker group starts (or starts again) after ``step`` completed steps: metrics of later steps are dropped."""
+        """A worker group starts, or restarts, after ``step`` completed steps: metrics of later steps are dropped."""
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers

@@ -1,8 +1,8 @@
 """A request to stop a run with a checkpoint.
 
-Whoever asks (Ctrl-C, a signal, ``raytrain stop``, a handle, the monitor itself) makes a :class:`StopRequest`. It reaches
-the run's monitor, through the run's storage or directly; the workers learn of it there, agree on a step, and stop after
-it. Its reason stands in the summary as ``stop_reason``.
+Whoever asks (Ctrl-C, a signal, ``raytrain stop``, a handle, the monitor itself) makes a :class:`StopRequest`. It
+reaches the run's monitor, through the run's storage or directly; the workers learn of it there, agree on a step, and
+stop after it. Its reason stands in the summary as ``stop_reason``.
 """
 
 from __future__ import annotations

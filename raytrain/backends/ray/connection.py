@@ -19,8 +19,8 @@ class Connection:
     """A cluster that is used while the connection is open. One that was started here ends with the connection.
 
     ``address`` is as Ray understands it: that of a cluster, ``auto`` for the one on this machine, ``local`` for a new
-    one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine, else a new
-    one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
+    one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine, else a
+    new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
     """
 
     def __init__(self, address: str | None, gpus: str | None = None) -> None:
@@ -33,8 +33,8 @@ class Connection:
         starts_here = self._address == "local" or not (self._address or is_connected() or _local_cluster_runs())
         if gpus and not starts_here:
             raise UsageError(
-                f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it was "
-                "started; leave --gpus out, or use --address local for a new cluster on this machine."
+                f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it "
+                "was started; leave --gpus out, or use --address local for a new cluster on this machine."
             )
         self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
         self._connected = False
@@ -95,7 +95,7 @@ def is_connected() -> bool:
 def _check_answers(address: str) -> None:
     """Raise UsageError if no cluster answers at ``HOST:PORT``; Ray would try for minutes, and complain all the while.
 
-    If the cluster asks for a token, this machine's is shown from now on, as Ray does for a cluster that it finds itself.
+    If the cluster asks for a token, this machine's is shown from now on, as Ray does for a cluster that it finds.
     """
     host, separator, port = address.rpartition(":")
     if not separator or "/" in address:
@@ -123,8 +123,8 @@ def _check_answers(address: str) -> None:
 
 def _no_cluster(address: str, reason: str) -> UsageError:
     return UsageError(
-        f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or leave both out to use this "
-        "machine."
+        f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or leave both out to use "
+        "this machine."
     )
 
 

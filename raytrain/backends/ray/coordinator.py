@@ -34,7 +34,7 @@ from raytrain.storage.credential_broker import CredentialBroker
 from raytrain.storage.open import open_store
 
 WAIT, FEED = "wait", "feed"
-"""Concurrency groups of the calls that wait: those of workers, and those of the driver's threads that fill the queues."""
+"""Concurrency groups of the calls that wait: those of workers, and those of the driver's threads that fill queues."""
 _WAITERS = 256  # workers
 _FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
 

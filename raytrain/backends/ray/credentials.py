@@ -1,4 +1,4 @@
-"""The driver's AWS credentials for the processes of a Ray cluster: from memory to memory, never in a file or description."""
+"""The driver's AWS credentials for the processes of a Ray cluster: sent from memory to memory, never stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CredentialServer:
 
 @dataclass(frozen=True)
 class ServedCredentials:
-    """A credential source that asks an actor with a method ``credentials``. Pickled with a store; it holds no secret."""
+    """A credential source that asks an actor with a method ``credentials``. It is pickled, and holds no secret."""
 
     server: Any
 

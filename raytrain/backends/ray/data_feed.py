@@ -96,8 +96,8 @@ class DataFeed:
         train_bytes, test_bytes = (len(images) * data.shape.num_bytes for images in (data.train, data.test))
         if self._config.cache == "memory" and train_bytes + test_bytes > object_store_bytes:
             raise UsageError(
-                f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a node's "
-                f"object store has {object_store_bytes / 1e9:.1f} GB; use --cache auto."
+                f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a "
+                f"node's object store has {object_store_bytes / 1e9:.1f} GB; use --cache auto."
             )
         if self._config.cache == "auto":
             room = _CACHE_FRACTION * object_store_bytes

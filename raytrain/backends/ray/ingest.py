@@ -1,7 +1,7 @@
 """Reading images with Ray Data: plan rows in, blocks of decoded images out, in order.
 
 A row of the pipeline is the number of a block. The map stage asks the plan which samples the block holds, fetches them
-concurrently and decodes them. So the pipeline has no listing, no shuffle and no barrier, and one execution spans epochs.
+concurrently and decodes them. So the pipeline has no listing, shuffle or barrier, and one execution spans epochs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DataCpus:
 def block_refs(
     images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, first: int = 0
 ) -> Iterator[tuple[int, Any]]:
-    """References of the blocks of all ``orders``, in turn, as they are read: the number of the order, and the reference.
+    """References of the blocks of all ``orders``, in turn, as they are read: number of the order, and reference.
 
     The first ``first`` turns are left out.
     """
@@ -136,7 +136,7 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
 
 
 def read_table(images: ImageSet, samples: Int64s) -> pa.Table:
-    """Fetch and decode ``samples``: columns image (H*W*C bytes), label (below 0 if the image cannot be read), sample."""
+    """Fetch and decode ``samples``: columns image (H*W*C bytes), label (below 0 for an unreadable image), sample."""
     assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster, as the driver sees it: starts its coordinator, its data feed and its workers, and watches them."""
+"""A run on a Ray cluster, as the driver sees it: it starts coordinator, data feed and workers, and watches them."""
 
 from __future__ import annotations
 

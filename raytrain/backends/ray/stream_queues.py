@@ -1,4 +1,4 @@
-"""Blocks on their way from the driver, which reads them, to the workers, which consume them: bounded queues. Knows no Ray."""
+"""Bounded queues for blocks on their way from the driver, which reads them, to the workers. Knows no Ray."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class TrainerThread:
     def abort(self) -> None:
         """End workers that Ray Train would restart, if the cluster outlives the run; others end with their cluster.
 
-        The thread that waits for them must end, too: it would ask a cluster that is gone, and may take the process along.
+        The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
         """
         if self.ended.done():
             return

@@ -69,7 +69,7 @@ def work(spec: WorkerSpec) -> None:
 
 
 class RayBatches:
-    """A :class:`raytrain.training.protocols.BatchSource`: from blocks in the object store, or from the driver's streams."""
+    """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the driver's streams."""
 
     def __init__(self, spec: WorkerSpec, rank: int, loads: tuple[float, ...]) -> None:
         self._spec = spec
