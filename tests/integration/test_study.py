@@ -13,22 +13,26 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from raytrain.backends.ray.cluster import Connection, Hardware
 from rich.console import Console
 
 import raytrain
+from raytrain.backends.ray.connection import Connection
+from raytrain.backends.ray.placement import Hardware
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.display.study_figure import study_figure
 from raytrain.display.study_tables import study_page
-from raytrain.display.terminal import TerminalView
 from raytrain.errors import UsageError
 from raytrain.experiments import study as study_module
 from raytrain.experiments.study import study
 from raytrain.recipes import cifar10
-from raytrain.runs import records
-from raytrain.runs.history import METRICS, encode_lines
-from raytrain.runs.monitor import Snapshot
+from raytrain.runs.documents import run_store, write_config
+from raytrain.runs.json_lines import encode_lines
+from raytrain.runs.layout import METRICS
+from raytrain.runs.records import list_runs, read_run
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.status import RunStatus, write_status
+from raytrain.runs.stop_request import StopRequest, request_stop
 from tests.helpers.small_runs import config as tiny_config
 from tests.helpers.small_runs import loop_with
 from tests.unit.test_scaling import history
@@ -39,18 +43,19 @@ def options(storage: Path, **more: Any) -> TrainConfig:
 
 
 def leave(config: TrainConfig, status: str) -> None:
-    """What a run leaves in storage that was begun as ``config`` and is ``status``; each doubling gains 70 %."""
-    workers = int(config.workers)
-    store = records.run_store(config.storage, config.name or "")
-    records.write_config(
-        store, dataclasses.replace(config.resolved(workers), device="cpu", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    """Write the documents of a run with these options that is ``status``; each doubling gains 70 %."""
+    workers, name = int(config.workers), config.name or ""
+    store = run_store(config.storage, name)
+    write_config(
+        store, config.resolve(name=name, num_workers=workers, device="cpu", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
     )
-    records.write_status(store, records.RunStatus(status=status))
-    store.put(METRICS, encode_lines(history(1000 * 1.7 ** (workers.bit_length() - 1), [0.5, 0.8, 0.9])))
+    write_status(store, RunStatus(status=status))
+    rows = history(1000 * 1.7 ** (workers.bit_length() - 1), [0.5, 0.8, 0.9])
+    store.put(METRICS, encode_lines(row.to_json() for row in rows))
 
 
 class Trainer:
-    """Stands for the cluster: takes down what it is asked to train, and finishes it, but stops in the run of ``stop_in`` workers."""
+    """Stands for the cluster: finishes the runs that it should train, or stops in the run of ``stop_in`` workers."""
 
     def __init__(self, stop_in: int | None = None) -> None:
         self.asked: list[list[tuple[str | None, bool]]] = []
@@ -88,7 +93,7 @@ def test_each_size_is_a_run_whose_batch_and_rate_go_with_its_workers(tmp_path: P
         for n in (1, 2, 4)
     ]
     assert (summary["status"], summary["images_per_s_gain"]) == ("finished", pytest.approx(0.7))
-    assert [run.name for run in records.list_runs(str(tmp_path))] == ["sizes-1", "sizes-2", "sizes-4"]
+    assert [run.name for run in list_runs(str(tmp_path))] == ["sizes-1", "sizes-2", "sizes-4"]
 
 
 def test_a_global_batch_and_rate_are_those_of_every_size(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_a_global_batch_and_rate_are_those_of_every_size(tmp_path: Path) -> None
 
 def test_the_same_study_goes_on_where_it_was_stopped_and_trains_nothing_twice(tmp_path: Path) -> None:
     first = study(options(tmp_path), [1, 2, 4], train=Trainer(stop_in=2))
-    assert first.statuses == {1: "finished", 2: "stopped", 4: "not begun"}
+    assert first.statuses == {1: "finished", 2: "stopped", 4: "not started"}
     summary = first.summary()
     assert (summary["status"], [size["images_per_s"] for size in summary["sizes"]]) == ("stopped", [1000, None, None])
     second = Trainer()
@@ -118,9 +123,9 @@ def test_a_run_that_ended_before_its_time_is_resumed(status: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("status", "more", "sentence"),
     [
-        ("finished", {"epochs": 9}, r"'sizes-2' was begun with --epochs 50, and this study says 9; .*another --name"),
-        ("stopped", {"learning_rate_per_worker": 0.2}, r"--learning-rate 0.2, and this study says 0.4"),
-        ("finished", {"test_data": "d"}, "--test-data None, and this study says d"),
+        ("finished", {"epochs": 9}, r"'sizes-2' was started with --epochs 50, and this study has 9; .*another --name"),
+        ("stopped", {"learning_rate_per_worker": 0.2}, r"--learning-rate 0.2, and this study has 0.4"),
+        ("finished", {"test_data": "d"}, "--test-data None, and this study has d"),
         ("finished", {"mean": (0.1, 0.1, 0.1)}, "--mean"),
         ("running", {}, "'sizes-2' is training at this moment"),
     ],
@@ -154,18 +159,17 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """A cluster of two CPUs that is not there; gives the names of the runs that were trained in it."""
     trained: list[str | None] = []
 
-    def train(config: TrainConfig, view: Callable[..., None]) -> records.RunStatus:
+    def train(config: TrainConfig, view: Callable[..., None]) -> RunStatus:
         assert (config.address, config.gpus) == (None, None)
         trained.append(config.name)
         leave(config, "finished")
-        return records.RunStatus(status="finished")
+        return RunStatus(status="finished")
 
     monkeypatch.setattr(Connection, "__init__", lambda *_: None)
     monkeypatch.setattr(Connection, "connect", lambda _: None)
     monkeypatch.setattr(Connection, "close", lambda _: None)
-    monkeypatch.setattr(
-        study_module, "hardware", lambda: Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
-    )
+    found = Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
+    monkeypatch.setattr(study_module, "hardware", lambda: found)
     monkeypatch.setattr(study_module.train, "train", train)
     return trained
 
@@ -207,7 +211,7 @@ def test_the_page_has_the_figures_of_each_size_and_what_a_doubling_gives(tmp_pat
 
 def test_the_page_of_a_stopped_study_says_how_to_go_on(tmp_path: Path) -> None:
     page = " ".join(seen(study(options(tmp_path), [1, 2, 4], train=Trainer(stop_in=2))).split())
-    assert "sizes-2 is stopped, sizes-4 is not begun; run the same command again to continue the study." in page
+    assert "sizes-2 is stopped, sizes-4 is not started; run the same command again to continue the study." in page
     assert "2 512 0.2 – – – – –" in page
     assert "Per doubling" not in page
     nothing_yet = " ".join(seen(study(options(tmp_path, name="later"), [1], train=Trainer(stop_in=1))).split())
@@ -250,7 +254,10 @@ def test_a_study_that_is_finished_is_read_without_ray(tmp_path: Path) -> None:
         str(tmp_path),
         "--json",
     ]
-    script = f"import sys; from raytrain.cli.main import main; code = main({words!r}); assert not {{'ray', 'torch'}} & set(sys.modules); exit(code)"
+    script = (
+        f"import sys; from raytrain.cli.main import main; code = main({words!r}); "
+        "assert not {'ray', 'torch'} & set(sys.modules); exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["status"], summary["picture"]) == ("finished", "sizes.png")
@@ -278,7 +285,7 @@ def test_the_command_has_the_options_of_its_recipe_and_a_name_that_stays(
     ]
     assert main([*words, "--target-accuracy", "0.5", "--output", png]) == 0
     assert two_cpus == ["cifar10-study-1", "cifar10-study-2"]
-    assert records.read_run(str(tmp_path / "runs"), "cifar10-study-2").config.epochs == 3
+    assert read_run(str(tmp_path / "runs"), "cifar10-study-2").config.epochs == 3
     assert main([*words, "--output", png]) == 0
     assert len(two_cpus) == 2
     assert Path(png).read_bytes().startswith(b"\x89PNG")
@@ -315,31 +322,29 @@ def test_bad_usage_is_told(
 def wait_for_stop_on_two_workers(run: raytrain.Run) -> None:
     def wait(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if run.world_size == 2 and run.rank == 0 and batch.step == 7:
-            assert run.reporter._stop.wait(60)  # type: ignore[attr-defined]
+            assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
     loop_with(run, before_step=wait)
 
 
 @pytest.mark.slow
-def test_a_study_that_was_stopped_goes_on_in_the_middle_of_its_run(
-    ray_cluster: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_study_that_was_stopped_resumes_in_the_middle_of_its_run(
+    ray_cluster: None, images: Path, tmp_path: Path
 ) -> None:
-    def stop_in_step_8(view: TerminalView, snapshot: Snapshot) -> None:
-        if snapshot.name == "run-2" and snapshot.step >= 6 and snapshot.stop_reason is None:
-            records.request_stop(str(tmp_path), "run-2", "enough")
+    def stop_in_step_8(snapshot: Snapshot) -> None:
+        if snapshot.name == "run-2" and snapshot.step >= 6 and snapshot.stop_request is None and not snapshot.over:
+            request_stop(str(tmp_path), "run-2", StopRequest("enough"))
 
-    monkeypatch.setattr(TerminalView, "update", stop_in_step_8)
-    config = tiny_config(
-        images, tmp_path, workers="auto", loop="tests.integration.test_study:wait_for_stop_on_two_workers"
-    )
-    stopped = study(config, [1, 2])
+    loop = "tests.integration.test_study:wait_for_stop_on_two_workers"
+    config = tiny_config(images, tmp_path, workers="auto", loop=loop)
+    stopped = study(config, [1, 2], view=stop_in_step_8)
     assert stopped.statuses == {1: "finished", 2: "stopped"}
-    assert 8 <= records.read_run(str(tmp_path), "run-2").status.step <= 9
+    assert 8 <= read_run(str(tmp_path), "run-2").status.step <= 9
     finished = study(config, [1, 2])
     assert finished.statuses == {1: "finished", 2: "finished"}
     assert finished.histories[1] == stopped.histories[1]
-    assert [row["step"] for row in finished.histories[2] if row["kind"] == "step"] == list(range(1, 21))
-    assert records.read_run(str(tmp_path), "run-2").summary["samples_seen"] == 324
+    assert [row.step for row in finished.histories[2] if row.kind == "step"] == list(range(1, 21))
+    assert read_run(str(tmp_path), "run-2").summary["samples_seen"] == 324
     for size in finished.summary()["sizes"]:
         assert size["images_per_s"] > 0 and size["seconds"] > 0 and size["test_accuracy"] >= 0.8
     with pytest.raises(UsageError, match="--workers is 3, and the cluster has 2 CPUs"):

@@ -1,4 +1,4 @@
-"""Sweeps through Ray Tune: a trial that fails, one that is worse than the others, a stop, and going on."""
+"""Sweeps through Ray Tune: a trial that fails, one that is worse than the others, a stop, and a resume."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import raytrain
 from raytrain import TrainConfig
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.experiments.sweep.trials import EARLY, Trial
-from raytrain.runs import records
-from raytrain.runs.trial_status import TrialStatus
+from raytrain.experiments.sweep.trials import Trial
+from raytrain.runs.records import RunRecord, read_run
+from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.trial_status import EARLY_STOPPING, TrialStatus
 from tests.helpers.small_runs import config, loop_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
@@ -25,8 +26,8 @@ def at_once(images: Path, storage: Path, **options: Any) -> TrainConfig:
     return config(images, storage, name="tried", **options)
 
 
-def documents(storage: Path, name: str) -> records.RunRecord:
-    return records.read_run(str(storage), name)
+def documents(storage: Path, name: str) -> RunRecord:
+    return read_run(str(storage), name)
 
 
 def fail(run: raytrain.Run, batch: raytrain.Batch) -> None:
@@ -52,8 +53,7 @@ def test_a_trial_that_fails_ends_alone_and_the_others_are_runs_like_any(images: 
     trial = documents(tmp_path, "tried-02")
     assert trial.status.status == "finished" and trial.summary["samples_seen"] == alone.samples_seen
     losses = [
-        [row["loss"] for row in documents(tmp_path, name).metrics if row["kind"] == "step"]
-        for name in ("tried-02", "alone")
+        [row.loss for row in documents(tmp_path, name).metrics if row.kind == "step"] for name in ("tried-02", "alone")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     evaluated = raytrain.evaluate("tried-02", str(images), storage=str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_bad_trial_is_stopped_early_with_a_checkpoint(images: Path, tmp_path: 
     best, worse = result.trials
     assert (best.name, best.status, best.reason) == ("tried-00", "finished", None)
     assert (worse.status, worse.accuracy) == ("stopped", 0.1)
-    assert worse.reason == f"{EARLY}: test accuracy 0.1000 after 1 epoch, below the better half of the trials"
+    assert worse.reason == f"{EARLY_STOPPING}: test accuracy 0.1000 after 1 epoch, below the better half of the trials"
     assert worse.steps == 6  # one after the evaluation
     record = documents(tmp_path, "tried-01")
     assert record.checkpoints[-1].path.endswith("step-000000006.pt")
@@ -92,12 +92,12 @@ def look_for_keys(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> Non
 class StopOnceTraining(StopSignals):
     """Asks for a stop, as Ctrl-C does, once a trial was evaluated."""
 
-    def view(self, trials: Sequence[Trial], standings: Mapping[str, TrialStatus]) -> None:
-        if any(standing.num_evaluations for standing in standings.values()):
-            self.reason = "Ctrl-C"
+    def view(self, trials: Sequence[Trial], statuses: Mapping[str, TrialStatus]) -> None:
+        if any(status.num_evaluations for status in statuses.values()):
+            self.request_stop(StopRequest("Ctrl-C"))
 
 
-def test_a_stop_stops_all_with_checkpoints_and_resume_goes_on(
+def test_a_stop_stops_all_with_checkpoints_and_resume_finishes_them(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -119,5 +119,5 @@ def test_a_stop_stops_all_with_checkpoints_and_resume_goes_on(
     assert again.status == "finished"
     assert {trial.status for trial in again.trials} == {"finished"}
     for trial in again.trials:
-        told = [row["step"] for row in documents(tmp_path, trial.name).metrics if row["kind"] == "step"]
+        told = [row.step for row in documents(tmp_path, trial.name).metrics if row.kind == "step"]
         assert told == list(range(1, steps + 1))

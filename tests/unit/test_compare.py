@@ -1,4 +1,4 @@
-"""Runs side by side: which options differ, and the figures of each, also where a run left nothing but its history."""
+"""Comparisons: which options differ, and the results of each run, even if it has nothing but its history."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import raytrain
 from raytrain.errors import UsageError
 from raytrain.recipes import cifar10
-from raytrain.runs import records
-from raytrain.runs.history import METRICS, encode_lines, steps_per_epoch
+from raytrain.runs.documents import run_store, write_config
+from raytrain.runs.json_lines import encode_lines
+from raytrain.runs.layout import METRICS, SKIPPED
+from raytrain.runs.metrics import MetricRow, steps_per_epoch
 
 ROWS = [
     {"kind": "step", "step": 10, "epoch": 1, "loss": 2.0, "accuracy": 0.2, "images_per_s": 900.0, "elapsed_s": 3.0},
@@ -21,8 +23,8 @@ ROWS = [
 
 
 def make_run(storage: str, name: str, rows: list[dict[str, Any]], **options: Any) -> None:
-    store = records.run_store(storage, name)
-    records.write_config(store, cifar10(name=name, data="d", **options).resolved(2))
+    store = run_store(storage, name)
+    write_config(store, cifar10(name=name, data="d", **options).scaled_to(2))
     store.put(METRICS, encode_lines(rows))
 
 
@@ -31,21 +33,23 @@ def storage(tmp_path: Any) -> str:
     storage = str(tmp_path)
     make_run(storage, "first", ROWS)
     make_run(storage, "second", ROWS[:1], learning_rate=0.05, translate=0)
-    records.run_store(storage, "second").put("skipped.jsonl", b'{"key": "cat/a.jpg", "reason": "truncated"}\n')
+    run_store(storage, "second").put(SKIPPED, b'{"key": "cat/a.jpg", "reason": "truncated"}\n')
     make_run(storage, "third", [])
     return storage
 
 
 def test_the_options_that_differ_and_no_others(storage: str) -> None:
     first, second = raytrain.compare(["first", "second"], storage=storage)
-    assert first["options"] == {"learning_rate": 0.2, "translate": 4}
-    assert second["options"] == {"learning_rate": 0.05, "translate": 0}
-    assert [run["options"] for run in raytrain.compare(["first", "third"], storage=storage)] == [{}, {}]
+    assert first.options == {"learning_rate": 0.2, "translate": 4}
+    assert second.options == {"learning_rate": 0.05, "translate": 0}
+    assert [run.options for run in raytrain.compare(["first", "third"], storage=storage)] == [{}, {}]
 
 
 def test_the_figures_come_from_the_history(storage: str) -> None:
     first, second, third = raytrain.compare(["first", "second", "third"], storage=storage)
-    assert {name: first[name] for name in ("name", "steps", "epochs", "seconds", "images_per_s", "skipped")} == {
+    assert {
+        name: first.summary()[name] for name in ("name", "steps", "epochs", "seconds", "images_per_s", "skipped")
+    } == {
         "name": "first",
         "steps": 24,
         "epochs": 1.5,
@@ -53,9 +57,9 @@ def test_the_figures_come_from_the_history(storage: str) -> None:
         "images_per_s": 1000.0,
         "skipped": 0,
     }
-    assert (first["test_accuracy"], first["test_loss"], first["loss"]) == (0.5, 1.5, None)
-    assert (second["test_accuracy"], second["loss"], second["skipped"]) == (None, 2.0, 1)
-    assert (third["steps"], third["epochs"], third["seconds"], third["status"]) == (0, 0, None, "interrupted")
+    assert (first.test_accuracy, first.test_loss, first.loss) == (0.5, 1.5, None)
+    assert (second.test_accuracy, second.loss, second.skipped) == (None, 2.0, 1)
+    assert (third.steps, third.epochs, third.seconds, third.status) == (0, 0, None, "interrupted")
 
 
 def test_less_than_two_runs_are_no_comparison(storage: str) -> None:
@@ -67,6 +71,8 @@ def test_less_than_two_runs_are_no_comparison(storage: str) -> None:
 
 @pytest.mark.parametrize(("steps", "log_every", "last"), [(7, 1, 20), (7, 10, 42), (195, 10, 9750), (1, 1, 3)])
 def test_the_steps_of_an_epoch_are_found_in_the_history(steps: int, log_every: int, last: int) -> None:
-    rows = [{"step": step, "epoch": -(-step // steps)} for step in range(log_every, last + 1, log_every)]
-    rows += [{"step": steps * epoch, "epoch": epoch} for epoch in range(1, last // steps + 1)]  # the evaluations
+    rows = [
+        MetricRow(kind="step", step=step, epoch=-(-step // steps)) for step in range(log_every, last + 1, log_every)
+    ]
+    rows += [MetricRow(kind="evaluation", step=steps * epoch, epoch=epoch) for epoch in range(1, last // steps + 1)]
     assert steps_per_epoch(rows) == steps

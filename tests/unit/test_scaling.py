@@ -1,56 +1,62 @@
-"""What the sizes of a study make of it: figures from histories whose percentages are known."""
+"""The results of a scaling study, from histories whose percentages are known."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from raytrain.experiments.scaling import curve, images_per_s, per_doubling, scaling, seconds_to
-from raytrain.runs.history import Row
+from raytrain.runs.metrics import MetricRow
 
 
 def history(
     images_per_s: float, accuracies: Sequence[float], images: int = 1000, steps: int = 10, log_every: int = 1
-) -> list[Row]:
-    """A run of as many epochs as ``accuracies``, at one pace, which is evaluated after each; evaluations and starting take minutes."""
-    rows: list[Row] = []
+) -> list[MetricRow]:
+    """A run at constant speed with one epoch per accuracy, evaluated after each. Evaluations take minutes."""
+    rows: list[MetricRow] = []
     for epoch, accuracy in enumerate(accuracies, start=1):
         for step in range(steps * (epoch - 1) + 1, steps * epoch + 1):
             if step % log_every == 0 or step == steps * len(accuracies):
-                seen = {"samples_seen": step * images // steps, "images_per_s": images_per_s, "accuracy": accuracy / 2}
-                rows.append({"kind": "step", "step": step, "epoch": epoch, "elapsed_s": 600.0 * epoch, **seen})
-        rows.append(
-            {
-                "kind": "evaluation",
-                "step": steps * epoch,
-                "epoch": epoch,
-                "accuracy": accuracy,
-                "elapsed_s": 600.0 * epoch + 300,
-            }
-        )
+                row = MetricRow(
+                    kind="step",
+                    step=step,
+                    epoch=epoch,
+                    elapsed_s=600.0 * epoch,
+                    samples_seen=step * images // steps,
+                    images_per_s=images_per_s,
+                    metrics={"accuracy": accuracy / 2},
+                )
+                rows.append(row)
+        rows.append(evaluation(steps * epoch, epoch, accuracy))
     return rows
 
 
-def test_what_a_doubling_gives_is_told_for_each_size_and_for_all() -> None:
+def evaluation(step: int, epoch: int, accuracy: float) -> MetricRow:
+    return MetricRow(
+        kind="evaluation", step=step, epoch=epoch, elapsed_s=600.0 * epoch + 300, metrics={"accuracy": accuracy}
+    )
+
+
+def test_the_gain_per_doubling_is_reported_for_each_size_and_for_all() -> None:
     histories = {size: history(100 * 1.7**number, [0.5, 0.8, 0.9]) for number, size in enumerate((1, 2, 4, 8))}
     compared = scaling(histories, target_accuracy=0.8)
-    assert [size["workers"] for size in compared["sizes"]] == [1, 2, 4, 8]
-    assert [size["images_per_s"] for size in compared["sizes"]] == pytest.approx([100, 170, 289, 491.3])
-    assert [size["images_per_s_gain"] for size in compared["sizes"]] == [None, *[pytest.approx(0.7)] * 3]
-    assert [size["seconds_to_target"] for size in compared["sizes"]] == pytest.approx(
+    assert [size.workers for size in compared.sizes] == [1, 2, 4, 8]
+    assert [size.images_per_s for size in compared.sizes] == pytest.approx([100, 170, 289, 491.3])
+    assert [size.images_per_s_gain for size in compared.sizes] == [None, *[pytest.approx(0.7)] * 3]
+    assert [size.seconds_to_target for size in compared.sizes] == pytest.approx(
         [2000 / 100, 2000 / 170, 2000 / 289, 2000 / 491.3]
     )
-    assert [size["time_gain"] for size in compared["sizes"]] == [None, *[pytest.approx(1 / 1.7 - 1)] * 3]
-    assert (compared["images_per_s_gain"], compared["time_gain"]) == (pytest.approx(0.7), pytest.approx(1 / 1.7 - 1))
+    assert [size.time_gain for size in compared.sizes] == [None, *[pytest.approx(1 / 1.7 - 1)] * 3]
+    assert (compared.images_per_s_gain, compared.time_gain) == (pytest.approx(0.7), pytest.approx(1 / 1.7 - 1))
 
 
-def test_sizes_need_no_powers_of_two_nor_come_in_order() -> None:
+def test_sizes_may_be_any_numbers_in_any_order() -> None:
     compared = scaling({9: history(900, [0.5]), 3: history(500, [0.5])})
-    assert [size["workers"] for size in compared["sizes"]] == [3, 9]
-    assert compared["sizes"][1]["images_per_s_gain"] == pytest.approx((900 / 500) ** (1 / 1.5849625) - 1)
+    assert [size.workers for size in compared.sizes] == [3, 9]
+    assert compared.sizes[1].images_per_s_gain == pytest.approx((900 / 500) ** (1 / 1.5849625) - 1)
     assert per_doubling([1, 4], [100, 400]) == pytest.approx(1.0)
     assert per_doubling([1, 2, 4], [100, None, 100]) == pytest.approx(0.0)
     assert per_doubling([1, 2], [100, None]) is None
@@ -58,24 +64,24 @@ def test_sizes_need_no_powers_of_two_nor_come_in_order() -> None:
 
 def test_the_target_is_95_percent_of_the_best_final_accuracy_if_none_is_given() -> None:
     compared = scaling({1: history(100, [0.4, 0.8]), 2: history(170, [0.3, 0.6]), 4: history(290, [0.7, 0.72])})
-    assert compared["target_accuracy"] == pytest.approx(0.76)
-    assert [size["test_accuracy"] for size in compared["sizes"]] == [0.8, 0.6, 0.72]
-    assert [size["seconds_to_target"] for size in compared["sizes"]] == [pytest.approx(10 + 0.9 * 10), None, None]
-    assert compared["time_gain"] is None
-    assert compared["accuracy_spread"] == pytest.approx(0.2)
+    assert compared.target_accuracy == pytest.approx(0.76)
+    assert [size.test_accuracy for size in compared.sizes] == [0.8, 0.6, 0.72]
+    assert [size.seconds_to_target for size in compared.sizes] == [pytest.approx(10 + 0.9 * 10), None, None]
+    assert compared.time_gain is None
+    assert compared.accuracy_spread == pytest.approx(0.2)
 
 
-def test_the_time_is_that_of_training_whatever_lay_between() -> None:
+def test_the_seconds_are_those_of_training_alone() -> None:
     rows = history(100, [0.4, 0.8], log_every=4)  # the first epoch ends between two rows
     assert curve(rows, "evaluation").seconds == pytest.approx([10, 20])
     assert curve(rows, "step").seconds == pytest.approx([4, 8, 12, 16, 20])
-    again = [
-        {**row, "elapsed_s": row["elapsed_s"] + 36_000} if row["step"] > 6 else row for row in rows
-    ]  # interrupted over night
+    again = [  # interrupted over night
+        dataclasses.replace(row, elapsed_s=row.elapsed_s + 36_000) if row.step > 6 else row for row in rows
+    ]
     assert curve(again, "evaluation") == curve(rows, "evaluation")
 
 
-def test_the_time_to_an_accuracy_lies_between_the_evaluations_around_it() -> None:
+def test_the_time_to_an_accuracy_is_interpolated_between_evaluations() -> None:
     measured = curve(history(100, [0.2, 0.6, 0.5, 0.9]), "evaluation")
     assert seconds_to(0.5, measured) == pytest.approx(17.5)
     assert seconds_to(0.1, measured) == 10
@@ -83,12 +89,10 @@ def test_the_time_to_an_accuracy_lies_between_the_evaluations_around_it() -> Non
     assert seconds_to(0.91, measured) is None
 
 
-def test_the_pace_is_the_median_after_the_first_tenth_of_the_steps() -> None:
+def test_the_speed_is_the_median_after_the_first_tenth_of_the_steps() -> None:
     draws = random.Random(0)
-    rows: list[dict[str, Any]] = [
-        {"kind": "step", "step": step, "images_per_s": draws.uniform(95, 105)} for step in range(11, 101)
-    ]
-    warm_up = [{"kind": "step", "step": step, "images_per_s": 1e6} for step in range(1, 11)]
+    rows = [MetricRow(kind="step", step=step, epoch=1, images_per_s=draws.uniform(95, 105)) for step in range(11, 101)]
+    warm_up = [MetricRow(kind="step", step=step, epoch=1, images_per_s=1e6) for step in range(1, 11)]
     middle = images_per_s(rows)
     assert middle is not None and 97 < middle < 103
     assert images_per_s(warm_up + rows) == middle
@@ -96,12 +100,12 @@ def test_the_pace_is_the_median_after_the_first_tenth_of_the_steps() -> None:
     assert images_per_s([]) is None
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_values_are_none() -> None:
     nothing = scaling({})
-    assert (nothing["sizes"], nothing["target_accuracy"], nothing["images_per_s_gain"]) == ([], None, None)
-    untested = scaling({1: [row for row in history(100, [0.5]) if row["kind"] == "step"]})
-    (size,) = untested["sizes"]
-    assert (size["images_per_s"], size["test_accuracy"], size["seconds_to_target"], untested["target_accuracy"]) == (
+    assert (nothing.sizes, nothing.target_accuracy, nothing.images_per_s_gain) == ((), None, None)
+    untested = scaling({1: [row for row in history(100, [0.5]) if row.kind == "step"]})
+    (size,) = untested.sizes
+    assert (size.images_per_s, size.test_accuracy, size.seconds_to_target, untested.target_accuracy) == (
         100,
         None,
         None,

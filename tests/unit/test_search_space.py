@@ -113,8 +113,8 @@ def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
     ("vary", "options", "sentence"),
     [
         (["epochs=1,0"], {}, "--epochs is 0; it must be at least 1"),
-        (["learning-rate-per-worker=0.1,0.2"], {}, "come to the same options"),
-        (["learning-rate=0.1,0.10"], {}, "come to the same options"),
+        (["learning-rate-per-worker=0.1,0.2"], {}, "result in the same options"),
+        (["learning-rate=0.1,0.10"], {}, "result in the same options"),
         (["epochs=1,2"], {"workers": "1..2"}, "--workers is how many trials"),
         (["epochs=1,2"], {"cache": "none"}, "--cache is none"),
     ],
