@@ -117,7 +117,7 @@ class Checkpoints:
     def load_newest(self, report: Callable[[str], None], device: torch.device) -> Checkpoint | None:
         """The newest checkpoint that worker 0 can read, loaded on every worker, each of which calls this.
 
-        ``device`` is where the workers' collectives take place. See :meth:`newest_readable` and :meth:`load`.
+        The workers' collectives take place on ``device``. See :meth:`newest_readable` and :meth:`load`.
         """
         distributed = dist.is_initialized()
         path = [None if distributed and dist.get_rank() > 0 else self.newest_readable(report)]

@@ -14,7 +14,7 @@ from raytrain.training.wrap_model import wrap_model
 class PreparedModels:
     """Networks on this worker's device, restored from a checkpoint and joined with those of the other workers.
 
-    ``state`` is where each network is kept for checkpoints, and restored from. ``wrapped`` are the networks that the
+    Each network is added to ``state``, for checkpoints, and restored from it. ``wrapped`` are the networks that the
     loop trains.
     """
 

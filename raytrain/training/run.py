@@ -71,7 +71,7 @@ class Run:
         self._trace = SampleTrace(self.checkpoints.store, self.rank, step) if self.config.trace else None
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
         self._state.add("scaler", self._scaler)
-        self._record = self.reporter.record if self.rank == 0 else _record_nothing
+        self._record = self.reporter.record if self.rank == 0 else lambda row: None
         self._reduce = StepReduce(self.device, self.world_size)
         self._metrics = StepMetrics(self._reduce, self._record, self.world_size, self.progress.samples_seen)
         self._validator = LoopValidator()
@@ -240,9 +240,8 @@ class Run:
         started = time.perf_counter()
         self._local = next(local_batches)
         wait_s = time.perf_counter() - started
-        num_used, stop = len(self._local.labels), self.reporter.stop_requested()
-        checkpoint = self.rank == 0 and self._checkpoint_requested()
-        self._reduce.start(StepContribution(num_used, wait_s, stop_requested=stop, checkpoint_requested=checkpoint))
+        stop, checkpoint = self.reporter.stop_requested(), self._checkpoint_requested()
+        self._reduce.start(StepContribution(len(self._local.labels), wait_s, stop, checkpoint))
         self._part = to_batch(self._local, self.augment, self.device, training=True)
         self._models.begin_part(self._part.num_used, is_last=True)
         self._validator.begin()
@@ -281,7 +280,7 @@ class Run:
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
     def _checkpoint_requested(self) -> bool:
-        return self.reporter.checkpoint_requested() or self._schedule.due_by_time()
+        return self.rank == 0 and (self.reporter.checkpoint_requested() or self._schedule.due_by_time())
 
     def _save(self) -> None:
         self._schedule.saved(self.progress.step)
@@ -296,6 +295,3 @@ class Run:
         if self.rank == 0 and not self._start_reported:
             self.reporter.started(self.world_size, self.progress.step)
         self._start_reported = True
-
-
-def _record_nothing(row: MetricRow) -> None: ...

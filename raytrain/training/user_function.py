@@ -1,4 +1,4 @@
-"""Functions of the user's that an option names, such as a network or a training loop."""
+"""Load the user's functions that an option names, such as a network or a training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain.errors import UsageError, did_you_mean
 def load_function(option: str, name: str) -> Callable[..., Any]:
     """The function ``package.module:function`` or ``file.py:function`` that was given as ``option``.
 
-    Raises UsageError where there is no such module, file or function; what the module itself raises is not caught.
+    Raises UsageError if there is no such module, file or function. Errors in the module itself are not caught.
     """
     place, _, function_name = name.rpartition(":")
     if not place:
@@ -35,17 +35,17 @@ def _from_package(option: str, name: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, what it imports is not
+            raise  # the module exists, but something that it imports does not
         raise UsageError(
             f"{option} {name}: there is no module {error.name}; is its folder the current one or on PYTHONPATH?"
         ) from None
 
 
 def _from_file(option: str, path: Path) -> ModuleType:
-    """The module in a file, which may import the files beside it."""
+    """Import a file, which may import the files beside it."""
     if not path.is_file():
         raise UsageError(f"{option}: there is no file {path}; its path is relative to the current folder.")
-    name = f"raytrain_own_{path.stem}"  # must not hide a module that is called as the file is
+    name = f"raytrain_own_{path.stem}"  # must not hide a module of the file's name
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

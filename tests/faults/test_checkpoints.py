@@ -47,17 +47,17 @@ def path_of(step: int) -> str:
 
 def restored(store: Store, **identity: Any) -> tuple[int, list[str]]:
     """The step from which a run would resume, after a look at its weights, and the events that it reports."""
-    told: list[str] = []
+    events: list[str] = []
     checkpoints = open_checkpoints(store, **identity)
-    checkpoint = checkpoints.load_newest(told.append, torch.device("cpu"))
+    checkpoint = checkpoints.load_newest(events.append, torch.device("cpu"))
     assert checkpoint is not None
     step = checkpoint.progress.step
     assert (checkpoint.state["model"]["weight"] == step).all()
-    return step, told
+    return step, events
 
 
 class Malice:
-    """Makes a file where it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -86,22 +86,22 @@ def archive() -> bytes:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 0.5, 0.99])
-def test_a_truncated_newest_checkpoint_is_passed_over(store: Store, kept: float) -> None:
+def test_a_truncated_newest_checkpoint_is_skipped(store: Store, kept: float) -> None:
     save(store, 10, 20)
     whole = store.get(path_of(20))
     store.put(path_of(20), whole[: int(kept * len(whole)) if kept < 1 else int(kept)])
-    step, (told,) = restored(store)
+    step, (event,) = restored(store)
     assert (
         step == 10
-        and told.startswith(f"{path_of(20)} is not a whole checkpoint (")
-        and told.endswith("; resuming from the one before")
+        and event.startswith(f"{path_of(20)} is not a whole checkpoint (")
+        and event.endswith("; resuming from the one before")
     )
 
 
 @pytest.mark.parametrize(
     "damage", [lambda: b"words\n", foreign, archive, lambda: pickle.dumps({"state": 1}), lambda: bytes(1000)]
 )
-def test_a_foreign_file_is_passed_over_and_refused_by_name(store: Store, damage: Callable[[], bytes]) -> None:
+def test_a_foreign_file_is_skipped_and_refused_by_name(store: Store, damage: Callable[[], bytes]) -> None:
     save(store, 10)
     store.put(path_of(20), damage())
     assert restored(store)[0] == 10
@@ -184,7 +184,7 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseEx
     monkeypatch.setattr("raytrain.storage.local._write_to_disk", write)
 
 
-def test_a_full_disk_is_said_and_leaves_the_last_whole_checkpoint(
+def test_a_full_disk_is_an_error_and_keeps_the_last_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(str(tmp_path))
@@ -203,18 +203,18 @@ def test_a_full_disk_is_said_and_leaves_the_last_whole_checkpoint(
     assert restored(store) == (20, [])
 
 
-def save_until_told(checkpoints: Checkpoints) -> None:
+def save_until_error(checkpoints: Checkpoints) -> None:
     for step in range(1, 100):
         checkpoints.save({"model": {"weight": torch.zeros(1)}}, Progress(step=step))
 
 
-def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_one(
+def test_a_checkpoint_that_could_not_be_written_is_an_error_at_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = open_checkpoints(open_store(str(tmp_path)))
     failing_put(monkeypatch, 0, OSError(30, "Read-only file system"))
     with pytest.raises(StorageError, match="is on a read-only disk; choose another place"):
-        save_until_told(checkpoints)
+        save_until_error(checkpoints)
     with suppress(StorageError):  # it may have been the last to be written
         checkpoints.close()
 
@@ -228,10 +228,10 @@ def test_a_checkpoint_waits_for_the_rows_that_led_to_it(tmp_path: Path) -> None:
     assert seen == [False] and store.exists(path_of(1))
 
     def lost() -> None:
-        raise ConnectionError("nobody took them")
+        raise ConnectionError("the rows were lost")
 
     checkpoints.save({}, Progress(step=2), before=lost)
-    with pytest.raises(RaytrainError, match="nobody took them"):
+    with pytest.raises(RaytrainError, match="the rows were lost"):
         checkpoints.close()
     assert not store.exists(path_of(2))
 
@@ -243,7 +243,7 @@ def test_a_writer_that_was_killed_leaves_the_last_whole_checkpoint(
     save(store, 10)
     with monkeypatch.context() as killed:
         failing_put(killed, 500, SystemExit())
-        killed.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # nobody tidies up after a kill
+        killed.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # nothing cleans up after a kill
         with pytest.raises(SystemExit):
             FolderStore(str(tmp_path)).put(path_of(20), bytes(1000))
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "checkpoints"))

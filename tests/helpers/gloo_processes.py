@@ -1,4 +1,4 @@
-"""Runs a function in a few processes joined by gloo, for the tests of what only shows between ranks."""
+"""Run a function in a few processes of one gloo process group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 
 def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(*args)`` on every rank of a default process group; its results by rank.
+    """Call ``function(*args)`` on every rank of a default process group; returns its results by rank.
 
-    ``function`` is defined at the top of a module, so that it can be pickled; what it raises on any rank is raised
-    here. The processes are forked off one that has imported what they need, which takes each of them seconds otherwise.
+    ``function`` is defined at the top of a module, so that it can be pickled. An error on any rank is raised here. The
+    processes are forked from one that has imported what they need, because the imports take seconds.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["raytrain.training.loop", "torch._dynamo"])
@@ -30,8 +30,10 @@ def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) 
 
 def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     torch.set_num_threads(1)
-    where = f"file://{Path(folder) / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    rendezvous = f"file://{Path(folder) / 'rendezvous'}"
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
     try:
         result = io.BytesIO()
         torch.save(function(*args), result)

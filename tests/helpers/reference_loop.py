@@ -1,4 +1,4 @@
-"""What one process computes: a training loop in plain PyTorch that imports nothing of the package's training code."""
+"""The reference: a training loop in plain PyTorch, in one process, that imports nothing of raytrain's training code."""
 
 from __future__ import annotations
 
@@ -20,32 +20,35 @@ def train_alone(
     rates: Iterable[float],
     label_smoothing: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Train on global batches, each given as parts that are computed one after the other, each of them as one share or
-    several that are normalised apart; loss, accuracy and count of each step."""
+    """Train on global batches, each given as parts that follow each other; loss, accuracy and count of each step.
+
+    A part is one slice, or several slices that are normalised separately.
+    """
     rows = []
     for parts, rate in zip(batches, rates, strict=False):
         optimizer.param_groups[0]["lr"] = rate
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # also that of a batch with nothing in it
-        count = sum(len(labels) for shares in parts for _, labels in shares)
+            parameter.grad = torch.zeros_like(parameter)  # also that of an empty batch
+        count = sum(len(labels) for slices in parts for _, labels in slices)
         total = correct = 0.0
-        for shares in parts:
-            for images, labels in shares:
+        for slices in parts:
+            for images, labels in slices:
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
                 (loss / count).backward()
                 total, correct = total + loss.item(), correct + (logits.argmax(1) == labels).sum().item()
             for layer in model.modules():
-                if isinstance(layer, NormOfShares):
+                if isinstance(layer, SliceBatchNorm):
                     layer.join()
         optimizer.step()
         rows.append({"loss": total / max(count, 1), "accuracy": correct / max(count, 1), "count": count})
     return rows
 
 
-class NormOfShares(nn.BatchNorm2d):
-    """Normalises each share with its own statistics, and joins them by the formula of MATLAB's "Train Network in Parallel with
-    Custom Training Loop": mean = Σ m_j·mean_j / M, variance = Σ m_j·[var_j + (mean_j - mean)²] / M."""
+class SliceBatchNorm(nn.BatchNorm2d):
+    """Normalises each slice with its own statistics, and joins them as MATLAB's "Train Network in Parallel with Custom
+    Training Loop" does: mean = Σ m_j·mean_j / M, variance = Σ m_j·[var_j + (mean_j - mean)²] / M.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -54,7 +57,7 @@ class NormOfShares(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        values = input.detach().transpose(0, 1).flatten(1)  # (C, values of the share)
+        values = input.detach().transpose(0, 1).flatten(1)  # (C, values of the slice)
         self.noted.append((values.shape[1], values.mean(1), values.var(1, correction=0)))
         return F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
 
@@ -72,9 +75,9 @@ class NormOfShares(nn.BatchNorm2d):
 
 
 def small_net(norm: Callable[[int], nn.Module], channels: int = 3, num_classes: int = 4) -> nn.Module:
-    """A few layers with everything that workers could get wrong together.
+    """A few layers with everything that several workers could compute wrongly.
 
-    No bias before a norm: its gradient is 0 but for rounding, and AdamW would blow the rounding up.
+    No bias before a norm: its gradient is 0 except for rounding errors, which AdamW would magnify.
     """
     return nn.Sequential(
         nn.Conv2d(channels, 6, 3, padding=1, bias=False),

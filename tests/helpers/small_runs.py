@@ -1,4 +1,4 @@
-"""Small runs through Ray: what they train on, with which options, and what is compared of them."""
+"""Small runs through Ray: their images, their options, and the comparison of their weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
 
 
 def put_images(images: Path, store: Store) -> None:
-    """The same images in another place."""
+    """Copy the images to another place."""
     folder = open_store(str(images))
     for found in folder.list():
         store.put(found.path, folder.get(found.path))
@@ -71,7 +71,7 @@ def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) 
 
 
 def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
-    """The built-in loop, with something that happens before a step."""
+    """The built-in loop, with a call of ``before_step`` for each batch."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
     for batch in run.batches():

@@ -22,17 +22,17 @@ NUM_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    shares: tuple[int, ...]
-    """Images of each rank in the first step; in the next one they are moved on by a rank. A rank with 0 is idle."""
+    sizes: tuple[int, ...]
+    """Images of each rank in the first step; each later step moves them by a rank. A rank with 0 has a placeholder."""
     mode: Literal["sync", "aggregate"] = "sync"
     dtype: torch.dtype = torch.float64
     options: tuple[tuple[str, Any], ...] = ()
     """Arguments of nn.BatchNorm2d."""
     channels_last: bool = False
 
-    def shares_at(self, step: int) -> tuple[int, ...]:
-        moved = step % len(self.shares)
-        return self.shares[moved:] + self.shares[:moved]
+    def sizes_at(self, step: int) -> tuple[int, ...]:
+        moved = step % len(self.sizes)
+        return self.sizes[moved:] + self.sizes[:moved]
 
 
 @dataclasses.dataclass
@@ -58,24 +58,24 @@ def network(case: Case) -> nn.Module:
 
 
 def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
-    """Images far from zero mean, each unlike the others, so that no share has the statistics of the whole."""
+    """Images far from zero mean, each unlike the others, so that no slice has the statistics of the whole batch."""
     generator = torch.Generator().manual_seed(step)
-    n = sum(case.shares)
+    n = sum(case.sizes)
     scale, shift = torch.rand(2, n, 1, 1, 1, generator=generator, dtype=torch.float64)
     images = (torch.randn(n, 2, 6, 6, generator=generator, dtype=torch.float64) * scale + 3 * shift).to(case.dtype)
     labels = torch.randint(0, 12, (n,), generator=generator)
     return images.contiguous(memory_format=torch.channels_last) if case.channels_last else images, labels
 
 
-def train_share(case: Case) -> Outcome:
-    """What one rank sees when it trains on its share of each batch; without a process group it is the only one."""
+def train_slice(case: Case) -> Outcome:
+    """What one rank computes on its slice of each batch; without a process group it is the only one."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = batchnorm.convert(network(case), case.mode)
     outputs, input_gradients = [], []
     for step in range(NUM_STEPS):
         whole, whole_labels = batch(case, step)
-        shares = case.shares_at(step)
-        images, labels = whole.split(shares)[rank], whole_labels.split(shares)[rank]
+        sizes = case.sizes_at(step)
+        images, labels = whole.split(sizes)[rank], whole_labels.split(sizes)[rank]
         used = len(images)
         if used == 0:
             images, labels = torch.full_like(whole[:2], 7.0), torch.zeros(2, dtype=torch.long)
@@ -125,13 +125,13 @@ class Recorder:
 
 
 def train_whole(case: Case) -> Outcome:
-    """The reference: plain nn.BatchNorm2d and one process; for "aggregate" it sees one share after another."""
+    """The reference: plain nn.BatchNorm2d and one process; for "aggregate" it sees one slice after another."""
     model = network(case)
     outputs, input_gradients = [], []
     for step in range(NUM_STEPS):
         whole, labels = batch(case, step)
         whole.requires_grad_()
-        pieces = [len(whole)] if case.mode == "sync" else [share for share in case.shares_at(step) if share]
+        pieces = [len(whole)] if case.mode == "sync" else [size for size in case.sizes_at(step) if size]
         before = copy.deepcopy(model)
         inputs: dict[str, list[Tensor]] = {
             name: [] for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)
@@ -154,17 +154,17 @@ def train_whole(case: Case) -> Outcome:
 
 MODES: tuple[Literal["sync", "aggregate"], ...] = ("sync", "aggregate")
 OPTIONS = ({}, {"momentum": None, "eps": 1e-3}, {"affine": False}, {"track_running_stats": False})
-SHARES = {1: [(7,)], 2: [(4, 3), (1, 6), (0, 7), (5, 0)], 3: [(3, 2, 2), (4, 0, 3), (0, 0, 5), (1, 1, 1)]}
+SLICE_SIZES = {1: [(7,)], 2: [(4, 3), (1, 6), (0, 7), (5, 0)], 3: [(3, 2, 2), (4, 0, 3), (0, 0, 5), (1, 1, 1)]}
 CASES = {
-    n: [Case(shares, mode, dtype) for shares in SHARES[n] for mode in MODES for dtype in TOLERANCE]
-    + [Case(SHARES[n][0], mode, options=tuple(options.items())) for mode in MODES for options in OPTIONS]
-    + [Case(SHARES[n][-1], mode, channels_last=True) for mode in MODES]
-    for n in SHARES
+    n: [Case(sizes, mode, dtype) for sizes in SLICE_SIZES[n] for mode in MODES for dtype in TOLERANCE]
+    + [Case(SLICE_SIZES[n][0], mode, options=tuple(options.items())) for mode in MODES for options in OPTIONS]
+    + [Case(SLICE_SIZES[n][-1], mode, channels_last=True) for mode in MODES]
+    for n in SLICE_SIZES
 }
 
 
 def run_rank(cases: list[Case]) -> tuple[list[Outcome], dict[str, Any]]:
-    return [train_share(case) for case in cases], run_corners() if dist.get_world_size() == 2 else {}
+    return [train_slice(case) for case in cases], run_corners() if dist.get_world_size() == 2 else {}
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def corners(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> list[dict[
 
 
 def test_one_process_without_a_group_computes_what_the_plain_layer_does() -> None:
-    check_all([[train_share(case) for case in CASES[1]]], CASES[1])
+    check_all([[train_slice(case) for case in CASES[1]]], CASES[1])
 
 
 def test_two_ranks_compute_what_one_would(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> None:
@@ -228,13 +228,13 @@ def run_corners() -> dict[str, Any]:
         model = torch.compile(compiled, backend="aot_eager")
         batchnorm.set_num_used(compiled, 1)
         images, _ = batch(Case((6,)), 0)
-        share = images[dist.get_rank() * 3 :][:3]
-        output = model(share)
+        own = images[dist.get_rank() * 3 :][:3]
+        output = model(own)
         output.square().sum().backward()
         batchnorm.update_running_statistics(compiled)
         found[f"{mode}, compiled"] = (output.detach(), copy.deepcopy(compiled.state_dict()))
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
-        found[f"{mode}, frozen"] = (frozen(share.float()).detach(), share.float(), copy.deepcopy(frozen.state_dict()))
+        found[f"{mode}, frozen"] = (frozen(own.float()).detach(), own.float(), copy.deepcopy(frozen.state_dict()))
     found["mixed"] = run_mixed_precision()
     return found
 
@@ -248,7 +248,7 @@ def test_a_batch_without_variance_leaves_the_running_statistics_alone(
         output, gradient, state = found[f"{mode}, {name}"]
         assert output.isfinite().all() and gradient.isfinite().all()
         assert state["running_mean"].tolist() == [0, 0] and state["running_var"].tolist() == [1, 1]
-        assert state["num_batches_tracked"] == 0  # which gives the next batch its weight where momentum is None
+        assert state["num_batches_tracked"] == 0  # decides the weight of the next batch if momentum is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -288,10 +288,10 @@ def test_mixed_precision_keeps_the_statistics_in_float32(
 def run_mixed_precision() -> tuple[Tensor, Tensor | None]:
     layer = batchnorm.convert(nn.BatchNorm2d(3), "sync")
     images, weights = mixed_batch()
-    share = images.chunk(2)[dist.get_rank()].requires_grad_()
-    output = layer(share)
+    own = images.chunk(2)[dist.get_rank()].requires_grad_()
+    output = layer(own)
     (output * weights.chunk(2)[dist.get_rank()]).sum().backward()
-    return output.detach(), share.grad
+    return output.detach(), own.grad
 
 
 def mixed_batch() -> tuple[Tensor, Tensor]:

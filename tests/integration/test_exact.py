@@ -1,4 +1,4 @@
-"""N workers compute what one would: the built-in loop in gloo processes against a plain loop on whole batches."""
+"""N workers compute what one would: the built-in loop in gloo processes against a plain loop on global batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytrain.training.lr_schedule import factor
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from tests.helpers.gloo_processes import run_in_processes
-from tests.helpers.reference_loop import NormOfShares, small_net, train_alone
+from tests.helpers.reference_loop import SliceBatchNorm, small_net, train_alone
 
 NUM_CLASSES, SIDE = 4, 8
 CLASSES = tuple("abcd")
@@ -148,12 +148,12 @@ def make_plan(options: ResolvedConfig, num_samples: int) -> BatchPlan:
 
 
 Seen = tuple[int, torch.Tensor, torch.Tensor]
-"""What a worker was given in a part of a batch: the step, samples (m,) and what the network sees of them, (m, C, H, W)."""
+"""What a worker was given in a part of a batch: the step, samples (m,), and the network's input (m, C, H, W)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its options, its images (some of them unreadable), and after how many steps somebody asks for a stop."""
+    """One run: its options, its images (some of them unreadable), and the steps before a stop is requested."""
 
     options: ResolvedConfig
     num_samples: int = 70
@@ -182,7 +182,7 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
 
 
 def note_parts(run: Run) -> list[Seen]:
-    """What the loop of ``run`` is going to be given, stand-ins left out."""
+    """Everything that the loop of ``run`` will be given, without placeholders."""
     parts, seen = run.parts, []
 
     def noted(batch: Batch) -> Iterator[Batch]:
@@ -201,13 +201,13 @@ def together(cases: dict[str, Case], world_size: int) -> list[dict[str, dict[str
 
 
 def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """What one process makes of a case that ``world_size`` workers share (which only matters to norms of shares)."""
+    """What one process makes of a case of ``world_size`` workers, whose number matters only to batch norm of slices."""
     options = case.options
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(options, images(case.num_samples), folder, Recorder())
         model = run.build_model()
     if options.batch_norm == "aggregate":
-        model = with_norms_of_shares(model)
+        model = with_slice_batch_norm(model)
     model.to(torch.float64 if options.precision == "float64" else torch.float32)
     optimizers = {
         "sgd": lambda: torch.optim.SGD(
@@ -234,11 +234,11 @@ def measured(model: nn.Module, case: Case) -> tuple[float, float]:
     return correct, nn.functional.cross_entropy(logits[used], labels[used]).item()
 
 
-def with_norms_of_shares(model: nn.Module) -> nn.Module:
-    """The same network, whose norms see a share at a time."""
+def with_slice_batch_norm(model: nn.Module) -> nn.Module:
+    """The same network, with batch norm that sees one slice at a time."""
     for name, layer in model.named_children():
         if isinstance(layer, nn.BatchNorm2d):
-            norm = NormOfShares(layer.num_features)
+            norm = SliceBatchNorm(layer.num_features)
             norm.load_state_dict(layer.state_dict())
             setattr(model, name, norm)
     return model
@@ -247,21 +247,21 @@ def with_norms_of_shares(model: nn.Module) -> nn.Module:
 def _batches(
     run: Run, block: Block, loads: tuple[float, ...]
 ) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """The global batches in parts (the remainder to the first), and these in the shares of workers, none of them empty."""
+    """The global batches in parts (the remainder to the first), and each part in the workers' slices, if not empty."""
     for step in range(run.plan.num_steps):
         batch = run.plan.batch(step)
         chosen = run.plan.samples(batch.epoch, np.arange(batch.start, batch.stop))
         parts = [_apart(part, loads) for part in _apart(chosen, (1.0,) * run.config.accumulate)]
-        readable = [[share[block.labels[share] >= 0] for share in shares] for shares in parts]
+        readable = [[samples[block.labels[samples] >= 0] for samples in slices] for slices in parts]
         yield [
-            [_ready(run, block, share, batch.epoch) for share in shares if len(share)]
-            for shares in readable
-            if any(map(len, shares))
+            [_ready(run, block, samples, batch.epoch) for samples in slices if len(samples)]
+            for slices in readable
+            if any(map(len, slices))
         ]
 
 
 def _apart(samples: Any, loads: tuple[float, ...]) -> list[Any]:
-    """Cut in proportion to ``loads``, by a rule of the test's own: whole shares, then one more for the first that work."""
+    """Cut in proportion to ``loads``, by the test's own rule: round down, then one more for the first that work."""
     sizes = [int(len(samples) * load / sum(loads) + 1e-9) for load in loads]
     for rank in [rank for rank, load in enumerate(loads) if load][: len(samples) - sum(sizes)]:
         sizes[rank] += 1
@@ -332,7 +332,7 @@ def test_a_run_says_that_it_has_started_before_it_asks_for_test_images(
     stop_after: int | None, loop: Callable[[Run], None], tmp_path: Path
 ) -> None:
     options, recorder = config(batch_size=16), Recorder()
-    if stop_after is not None:  # on an epoch's last step, whose evaluation is made when the run goes on
+    if stop_after is not None:  # at an epoch's last step, whose evaluation is made when the run resumes
         on_one_worker({"half": Case(options, stop_after=stop_after, folder=str(tmp_path))}, "")
     run = make_run(options, images(70), str(tmp_path), recorder)
     asked, test = [], run.source.test

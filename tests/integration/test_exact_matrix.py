@@ -1,4 +1,4 @@
-"""N workers compute what one would, whatever the options; a run repeats itself; and what does not depend on N at all."""
+"""N workers compute what one would, whatever the options; a run is reproducible; images do not depend on N at all."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 
 from tests.integration.test_exact import Case, Seen, alone, assert_same, config, measured, together
 
-# A row is a run, and every two values of two columns stand together in some row: 17 runs of a million. Chosen greedily: of many
-# random rows the one with the most pairs that no row had yet, again and again, and of 60 such tables the shortest.
+# A row is a run, and every two values of two columns meet in some row: 17 runs of a million. They were chosen greedily:
+# of many random rows the one with the most new pairs, again and again; and of 60 such tables the shortest.
 ROWS = """
-batch  images  accumulate  norm       optimizer  loads   precision  smoothing  augment  unreadable  schedule   order
-1      3       1           aggregate  momentum   even    float64    0.1        cropped  some        cosine     plain
-1      3       2           none       momentum   uneven  float64    0          none     none        constant   channels_last
-1      36      2           sync       adamw      idle    float32    0.1        cropped  none        piecewise  plain
-1      40      3           sync       sgd        idle    float64    0          moved    some        cosine     channels_last
-7      3       2           none       sgd        uneven  float64    0          none     none        piecewise  plain
-7      36      1           none       adamw      uneven  float32    0          none     some        cosine     plain
-7      40      1           aggregate  momentum   idle    float32    0.1        none     some        constant   channels_last
-7      40      2           sync       sgd        uneven  float64    0          cropped  some        piecewise  channels_last
-7      40      3           none       sgd        even    float32    0.1        moved    none        cosine     plain
-32     3       3           aggregate  sgd        uneven  float32    0.1        none     some        piecewise  plain
-32     36      1           aggregate  sgd        idle    float64    0.1        moved    none        constant   channels_last
-32     36      3           none       adamw      even    float64    0          cropped  some        cosine     channels_last
-32     40      2           sync       momentum   even    float32    0          moved    some        piecewise  plain
-37     3       1           sync       sgd        uneven  float64    0          moved    none        piecewise  plain
-37     3       3           none       adamw      idle    float64    0.1        cropped  none        constant   channels_last
-37     36      3           sync       momentum   even    float64    0.1        none     some        constant   plain
-37     40      2           aggregate  adamw      idle    float32    0          moved    some        cosine     channels_last
+batch images accumulate norm      optimizer loads  precision smoothing augment unreadable schedule  order
+1     3      1          aggregate momentum  even   float64   0.1       cropped some       cosine    plain
+1     3      2          none      momentum  uneven float64   0         none    none       constant  channels_last
+1     36     2          sync      adamw     idle   float32   0.1       cropped none       piecewise plain
+1     40     3          sync      sgd       idle   float64   0         moved   some       cosine    channels_last
+7     3      2          none      sgd       uneven float64   0         none    none       piecewise plain
+7     36     1          none      adamw     uneven float32   0         none    some       cosine    plain
+7     40     1          aggregate momentum  idle   float32   0.1       none    some       constant  channels_last
+7     40     2          sync      sgd       uneven float64   0         cropped some       piecewise channels_last
+7     40     3          none      sgd       even   float32   0.1       moved   none       cosine    plain
+32    3      3          aggregate sgd       uneven float32   0.1       none    some       piecewise plain
+32    36     1          aggregate sgd       idle   float64   0.1       moved   none       constant  channels_last
+32    36     3          none      adamw     even   float64   0         cropped some       cosine    channels_last
+32    40     2          sync      momentum  even   float32   0         moved   some       piecewise plain
+37    3      1          sync      sgd       uneven float64   0         moved   none       piecewise plain
+37    3      3          none      adamw     idle   float64   0.1       cropped none       constant  channels_last
+37    36     3          sync      momentum  even   float64   0.1       none    some       constant  plain
+37    40     2          aggregate adamw     idle   float32   0         moved   some       cosine    channels_last
 """
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "batch": {size: {"batch_size": int(size)} for size in ("1", "7", "32", "37")},
@@ -70,7 +70,7 @@ LOADS: dict[str, dict[int, tuple[float, ...]]] = {
     "uneven": {2: (1, 3), 3: (0.5, 3, 1), 5: (1, 2, 0.5, 1, 3)},
 }
 NUM_STEPS = 7
-"""Of each run: all of them but those of single images begin another epoch, after a last batch that is shorter."""
+"""Of each run. All runs but those of single images start another epoch, after a shorter last batch."""
 
 COLUMNS, *RUNS = [row.split() for row in ROWS.strip().splitlines()]
 
@@ -95,7 +95,7 @@ def case(row: dict[str, str], world_size: int) -> Case:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Several only wait for each other over arrays this small."""
+    """Several threads only wait for each other over arrays this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -104,11 +104,11 @@ def _one_thread() -> Iterator[None]:
 
 @functools.cache
 def results(world_size: int) -> list[dict[str, dict[str, Any]]]:
-    """Of all runs, by rank: all in one set of processes, for starting them takes seconds."""
+    """Of all runs, by rank: all in one set of processes, because starting them takes seconds."""
     return together(cases(world_size), world_size)
 
 
-def test_every_two_values_stand_together_in_a_run() -> None:
+def test_every_two_values_meet_in_a_run() -> None:
     there = {pair for row in RUNS for pair in itertools.combinations(zip(COLUMNS, row, strict=True), 2)}
     for one, other in itertools.combinations(COLUMNS, 2):
         for pair in itertools.product(OPTIONS[one], OPTIONS[other]):

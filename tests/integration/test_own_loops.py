@@ -1,4 +1,4 @@
-"""Loops of users' own: each a few lines, the same on any number of workers and after a stop; and what they must not do."""
+"""Users' own loops: each a few lines, the same on any number of workers and after a stop; and their mistakes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two workers make of all loops, undisturbed."""
+    """What two workers make of all loops, without a stop."""
     return run_in_processes(2, train_with, list(SAME_AFTER_A_STOP), str(tmp_path_factory.mktemp("two")))[0]
 
 
@@ -185,7 +185,7 @@ def test_they_compute_the_same_on_any_workers(on_two: dict[str, Any], tmp_path: 
                 assert ours.value(what) == pytest.approx(theirs.value(what), abs=1e-9), (name, what)
 
 
-def test_they_go_on_after_a_stop_as_if_nothing_had_been(on_two: dict[str, Any], tmp_path: Path) -> None:
+def test_they_resume_after_a_stop_as_if_there_had_been_none(on_two: dict[str, Any], tmp_path: Path) -> None:
     loops = list(SAME_AFTER_A_STOP)
     stopped = run_in_processes(2, train_with, loops, str(tmp_path), 4)[0]
     assert all(result["outcome"].status == "stopped" for result in stopped.values())
@@ -205,7 +205,7 @@ def test_what_they_measure_is_in_the_history(on_two: dict[str, Any]) -> None:
     assert [row.metrics["critic_loss"] > 0 for row in steps] == [True] * 12
 
 
-def leaving_early(run: Run) -> None:
+def returns_early(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
     for batch in run.batches():
@@ -223,25 +223,25 @@ def to_the_end(run: Run) -> None:
         run.step(optimizer)
 
 
-def leave_and_go_on(folder: str) -> list[Tensor]:
-    for loop in (leaving_early, to_the_end):
+def return_early_and_resume(folder: str) -> list[Tensor]:
+    for loop in (returns_early, to_the_end):
         run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
         loop(run)
         outcome = run.finish()
-        assert outcome.progress.step == (5 if loop is leaving_early else 12)
-        assert outcome.status == ("stopped" if loop is leaving_early else "finished")
+        assert outcome.progress.step == (5 if loop is returns_early else 12)
+        assert outcome.status == ("stopped" if loop is returns_early else "finished")
         assert outcome.checkpoint == f"checkpoints/step-{outcome.progress.step:09d}.pt"
     return list(weights_of(run).values())
 
 
-def test_a_loop_that_all_workers_leave_together_keeps_a_checkpoint(tmp_path: Path) -> None:
-    ours = run_in_processes(2, leave_and_go_on, str(tmp_path / "left"))[0]
+def test_a_loop_that_returns_early_on_all_workers_writes_a_checkpoint(tmp_path: Path) -> None:
+    ours = run_in_processes(2, return_early_and_resume, str(tmp_path / "early"))[0]
     theirs = run_in_processes(2, train_with, [to_the_end], str(tmp_path))[0]["to_the_end"]["weights"]
-    assert_same_weights("left early", ours, theirs, 0.0)
+    assert_same_weights("returns early", ours, theirs, 0.0)
 
 
-def one_leaves(folder: str) -> str:
-    """What worker 1 is told, which returns in the middle of a run."""
+def one_returns(folder: str) -> str:
+    """The error on worker 1, which returns in the middle of a run."""
 
     def loop(run: Run) -> None:
         model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
@@ -263,10 +263,10 @@ def one_leaves(folder: str) -> str:
     return "nothing"
 
 
-@pytest.mark.slow  # the worker that goes on waits a minute for the one that left
-def test_a_loop_that_some_workers_leave_is_told_so(tmp_path: Path) -> None:
-    _, told = run_in_processes(2, one_leaves, str(tmp_path))
-    assert told.startswith("After step 5 the loop returned on 1 of 2 workers")
+@pytest.mark.slow  # the worker that continues waits a minute for the other
+def test_a_loop_that_returns_on_some_workers_is_an_error(tmp_path: Path) -> None:
+    _, error = run_in_processes(2, one_returns, str(tmp_path))
+    assert error.startswith("After step 5 the loop returned on 1 of 2 workers")
 
 
 def mean(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -310,7 +310,7 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_backward, "run.step without run.backward"),
     ],
 )
-def test_a_mistake_is_told_in_its_first_step(body: Callable[..., None], sentence: str, tmp_path: Path) -> None:
+def test_a_mistake_is_an_error_in_the_first_step(body: Callable[..., None], sentence: str, tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
@@ -329,6 +329,14 @@ def test_a_resumed_loop_prepares_what_its_checkpoint_holds(tmp_path: Path) -> No
     ):
         with pytest.raises(UsageError, match=sentence):
             loop(make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder()))
+
+
+def test_every_checkpoint_is_an_event(tmp_path: Path) -> None:
+    recorder = Recorder()
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), recorder)
+    to_the_end(run)
+    run.finish()
+    assert recorder.events == [f"checkpoint checkpoints/step-{step:09d}.pt written" for step in (6, 12)]
 
 
 def no_optimizer(run: Run) -> None:

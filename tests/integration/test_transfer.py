@@ -1,4 +1,4 @@
-"""Beginning with weights from elsewhere: which head is found, what is loaded and refused, what stays frozen, on any workers."""
+"""Transfer learning: which head is found, which weights are loaded or refused, what stays frozen, on any workers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_default_weights_are_torchvisions(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_default_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
     with pytest.raises(StorageError, match=r"squeezenet1_1 cannot be downloaded .*give --weights FILE"):
         initial_weights(options(weights="DEFAULT"), (), first_step=0)
 
@@ -329,7 +329,7 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
     return read_checkpoint(store, newest)
 
 
-def test_a_run_begins_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
+def test_a_run_starts_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
     first, second = (
         half(cifar10_folder / "train", tmp_path / name, part) for name, part in (("a", slice(4)), ("b", slice(4, 7)))
     )
@@ -349,7 +349,7 @@ def test_a_run_begins_with_the_weights_of_another(cifar10_folder: Path, tmp_path
     assert [group["initial_lr"] for group in checkpoint.state["optimizer"]["param_groups"]] == pytest.approx(
         [0.01, 0.2]
     )
-    weights.unlink()  # a run that goes on has its own
+    weights.unlink()  # a run that resumes has its own
     resumed = run_on(second, tmp_path, "second", "--resume", "--epochs", "2")
     assert resumed.progress.step == 2 * checkpoint.progress.step
 
