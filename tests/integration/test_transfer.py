@@ -354,8 +354,8 @@ def test_a_run_starts_with_the_weights_of_another(cifar10_folder: Path, tmp_path
     assert resumed.progress.step == 2 * checkpoint.progress.step
 
 
-def test_a_run_goes_on_with_the_layers_that_it_froze(cifar10_folder: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_layers_that_it_froze(cifar10_folder: Path, tmp_path: Path) -> None:
     run_on(cifar10_folder / "test", tmp_path, "run", "--freeze", "conv1", "--max-steps", "1")
     settings = read_config(run_store(str(tmp_path), "run"))
-    with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was begun with \('conv1',\)"):
+    with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was started with \('conv1',\)"):
         prepare(dataclasses.replace(settings, resume=True, freeze=("layer1",)))
