@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -29,14 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     sys.path.insert(0, os.getcwd())  # as `python -m` does: --model may name a module in the current folder
+    # From the words themselves: an error may be that the parser rejects them.
+    debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
+    if debug:
+        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+        logging.getLogger("raytrain").setLevel(logging.DEBUG)
     try:
         outcome = parse(argv, COMMANDS)()
     except KeyboardInterrupt:
         print("raytrain: aborted.", file=sys.stderr)
         return 130
     except Exception as error:
-        # From the words themselves: the error may be that the parser rejects them.
-        if "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0"):
+        if debug:
             traceback.print_exc()
         return _print_error(error, as_json="--json" in argv)
     if is_first_process():

@@ -74,7 +74,6 @@ class RunMonitor:
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers
-            self._history.rewind(step)
             self._restore(step)
             self._status = "running"
             workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
@@ -197,13 +196,14 @@ class RunMonitor:
             self._reported_error = error
 
     def _restore(self, step: int) -> None:
-        """Restore the state after ``step`` from the history; the clock never goes back."""
+        """Rewind to the state after ``step``; the clock never goes back."""
+        self._elapsed_before_s = max(self._elapsed_s(), *(row.elapsed_s for row in self._history.rows[-1:]), 0.0)
+        self._started_at = self._clock()
+        self._history.rewind(step)
         rows = self._history.rows
         self._step = step
         self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
         self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
-        self._elapsed_before_s = max(self._elapsed_s(), *(row.elapsed_s for row in rows[-1:]), 0.0)
-        self._started_at = self._clock()
         self._first_timed = self._last_timed = None
 
     def _elapsed_s(self) -> float:

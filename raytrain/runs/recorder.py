@@ -1,7 +1,11 @@
-"""Writes the documents of a run while it trains: its configuration, its status as a heartbeat, and its summary."""
+"""Writes the documents of a run while it trains: its configuration, its status as a heartbeat, and its summary.
+
+What happens to the run also goes to the logger ``raytrain.runs.recorder``, at level INFO.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 
@@ -18,6 +22,7 @@ from raytrain.runs.throttle import Throttle
 from raytrain.storage.base import Store
 
 _LOOK_EVERY_S = 1.0
+_logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -36,6 +41,7 @@ class RunRecorder:
         self._step = first_step  # the monitor knows less before its workers start, and after they ended
         self._started_at = time.monotonic() if started_at is None else started_at
         self._throttle = Throttle()
+        self._num_logged = 0
 
     def begin(self, config: ResolvedConfig, *, restarting: bool = False) -> None:
         """Make the run known. A stop request is kept only if this process is ``restarting`` the run."""
@@ -45,7 +51,8 @@ class RunRecorder:
         write_config(self._store, config)  # comes last: others know by it that the run exists
 
     def heartbeat(self, snapshot: Snapshot) -> None:
-        """Write the status every few seconds; storage that is out of reach may be back the next time."""
+        """Log new events, and write the status every few seconds; storage may be out of reach for a while."""
+        self._log_events(snapshot)
         with suppress(StorageError):
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
@@ -85,6 +92,7 @@ class RunRecorder:
 
     def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
         """Write the summary and the last status; raises StorageError if storage is out of reach."""
+        self._log_events(snapshot)
         self._step = result.steps
         write_json(self._store, SUMMARY, result.summary())
         self.write_status(result.status, snapshot)
@@ -104,6 +112,12 @@ class RunRecorder:
                 num_workers=snapshot.num_workers,
             )
         write_status(self._store.fail_fast() if fail_fast else self._store, known)
+
+    def _log_events(self, snapshot: Snapshot) -> None:
+        for event in snapshot.events:
+            if event.number >= self._num_logged:
+                _logger.info("%s: %s", snapshot.name, event.text)
+                self._num_logged = event.number + 1
 
 
 def failed(error: str, snapshot: Snapshot) -> Outcome:

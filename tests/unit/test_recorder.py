@@ -1,0 +1,96 @@
+"""The documents of a run while it trains: others see it once it can be resumed, hear that it is alive, and read how it ended."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.runs.documents import read_json, run_names, run_store
+from raytrain.runs.history import History
+from raytrain.runs.layout import SUMMARY
+from raytrain.runs.metrics import MetricRow
+from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.outcome import Outcome, Progress
+from raytrain.runs.recorder import RunRecorder, failed
+from raytrain.runs.status import read_status
+from raytrain.runs.stop_request import StopRequest, read_stop_request, request_stop
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return run_store(str(tmp_path), "first")
+
+
+@pytest.fixture
+def config() -> ResolvedConfig:
+    options = TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1)
+    return options.resolve(name="first", num_workers=2, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+@pytest.fixture
+def monitor(store: Store) -> RunMonitor:
+    return RunMonitor("first", num_steps=100, steps_per_epoch=40, history=History(store))
+
+
+def test_a_run_is_listed_once_it_has_begun(store: Store, config: ResolvedConfig, tmp_path: Path) -> None:
+    recorder = RunRecorder(store, num_steps=100, first_step=40)
+    assert run_names(open_store(str(tmp_path))) == []
+    recorder.begin(config)
+    assert run_names(open_store(str(tmp_path))) == ["first"]
+    status = read_status(store)
+    assert (status.status, status.step, status.num_steps) == ("starting", 40, 100)
+
+
+def test_an_old_stop_request_is_forgotten_unless_the_run_restarts_itself(
+    store: Store, config: ResolvedConfig, tmp_path: Path
+) -> None:
+    recorder = RunRecorder(store, num_steps=100)
+    recorder.begin(config)
+    request_stop(str(tmp_path), "first", StopRequest("enough"))
+    recorder.begin(config, restarting=True)
+    assert recorder.stop_request() == StopRequest("enough")
+    recorder.begin(config)
+    assert read_stop_request(store) is None
+
+
+def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="raytrain")
+    recorder = RunRecorder(store, num_steps=100)
+    monitor.started(num_workers=2, step=0)
+    recorder.heartbeat(monitor.snapshot())
+    monitor.event("checkpoint written")
+    recorder.heartbeat(monitor.snapshot())
+    assert [record.getMessage() for record in caplog.records] == [
+        "first: training on 2 workers",
+        "first: checkpoint written",
+    ]
+
+
+def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -> None:
+    recorder = RunRecorder(store, num_steps=100)
+    monitor.started(num_workers=2, step=0)
+    monitor.request_stop(StopRequest("Ctrl-C"))
+    progress = Progress(step=50, samples_seen=400, test_accuracy=0.75, test_loss=0.5, evaluated_step=40)
+    outcome = Outcome(status="stopped", progress=progress, checkpoint="checkpoints/step-000000050.pt")
+    result = recorder.result(outcome, monitor.snapshot(), num_workers=2)
+    monitor.finish(outcome.status, result)
+    recorder.conclude(result, monitor.snapshot())
+    assert (result.status, result.epochs, result.stop_reason) == ("stopped", 1.25, "Ctrl-C")
+    assert result.checkpoint == f"{store.url}/checkpoints/step-000000050.pt"
+    assert read_json(store, SUMMARY) == result.summary()
+    assert (read_status(store).status, read_status(store).step) == ("stopped", 50)
+
+
+def test_a_run_whose_workers_said_nothing_ends_with_what_the_monitor_knows(store: Store, monitor: RunMonitor) -> None:
+    monitor.started(num_workers=1, step=0)
+    monitor.record(MetricRow(kind="step", step=30, epoch=1, samples_seen=240))
+    monitor.record(MetricRow(kind="evaluation", step=30, epoch=1, metrics={"accuracy": 0.5, "loss": 1.5}))
+    outcome = failed("its worker died", monitor.snapshot())
+    result = RunRecorder(store, num_steps=100).result(outcome, monitor.snapshot(), num_workers=1)
+    assert (result.status, result.steps, result.samples_seen, result.test_accuracy) == ("failed", 30, 240, 0.5)
+    assert result.error == "its worker died"
