@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import decoded_shape
 from raytrain.data.decode import decode
-from raytrain.inference.trained_run import require_checkpoint
+from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.storage.base import Store
 from raytrain.training.augment import Augment

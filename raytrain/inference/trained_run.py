@@ -14,9 +14,8 @@ from raytrain.backends.ray.placement import hardware, place
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import decoded_shape
 from raytrain.data.manifest import Manifest
-from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
-from raytrain.runs.checkpoint_files import best_checkpoint
+from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.runs.layout import CLASSES
 from raytrain.storage.base import Store
@@ -68,13 +67,3 @@ def open_trained_run(run: str, storage: str) -> TrainedRun:
     checkpoint = require_checkpoint(store, run)
     classes = tuple(json.loads(store.get(CLASSES)))
     return TrainedRun(run, store, read_resolved_config(store), classes, checkpoint)
-
-
-def require_checkpoint(store: Store, run: str) -> str:
-    """Path of the run's best checkpoint, the newest one if none was evaluated. Raises UsageError if there is none."""
-    checkpoint = best_checkpoint(store)
-    if checkpoint is None:
-        raise UsageError(
-            f"Run {run!r} has no checkpoint yet; it writes one after its first epoch, and when it is stopped."
-        )
-    return checkpoint

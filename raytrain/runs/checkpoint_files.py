@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from raytrain.errors import UsageError
 from raytrain.runs.documents import read_json
 from raytrain.runs.layout import CHECKPOINTS
 
@@ -34,6 +35,16 @@ def best_checkpoint(store: Store) -> str | None:
     """Path of the checkpoint with the highest test accuracy; of the newest one if none was evaluated."""
     paths = [found.path for found in list_checkpoints(store)]
     return max(((_accuracy(store, path), path) for path in paths), default=(0.0, None))[1]
+
+
+def require_checkpoint(store: Store, run: str) -> str:
+    """Path of the run's best checkpoint, the newest one if none was evaluated. Raises UsageError if there is none."""
+    checkpoint = best_checkpoint(store)
+    if checkpoint is None:
+        raise UsageError(
+            f"Run {run!r} has no checkpoint yet; it writes one after its first epoch, and when it is stopped."
+        )
+    return checkpoint
 
 
 def newest_step(store: Store) -> int:
