@@ -70,13 +70,15 @@ def study(
     from raytrain.display.png import save_png
     from raytrain.display.study_figure import study_figure
     from raytrain.display.study_tables import study_page
-    from raytrain.experiments.study import named
+    from raytrain.display.terminal import StudyTerminalView
+    from raytrain.experiments.study import named, runs_of
     from raytrain.storage.output_file import check_output
 
     config = named(options.checked())
     picture = output or f"{config.name}.png"
     check_output(picture, (".png",))
-    result = raytrain.study(config, workers, target_accuracy=target_accuracy)
+    with StudyTerminalView([run.name or "" for run in runs_of(config, workers).values()]) as view:
+        result = raytrain.study(config, workers, target_accuracy=target_accuracy, view=view.update)
     if result.histories:
         save_png(study_figure(result), picture)
     document = {**result.summary(), "picture": picture if result.histories else None}
@@ -239,12 +241,12 @@ def compare(
     from raytrain.display.comparison_table import comparison_page
     from raytrain.display.curve_figures import comparison_figure
     from raytrain.display.png import save_png
-    from raytrain.experiments.compare import comparison, read_runs
+    from raytrain.experiments.compare import compare_records, read_runs
 
     records = read_runs(runs, storage)
     if png is not None:
         save_png(comparison_figure(records), png)
-    return Outcome(comparison_page(records), {"runs": comparison(records)})
+    return Outcome(comparison_page(records), {"runs": [run.summary() for run in compare_records(records)]})
 
 
 def doctor(

@@ -99,7 +99,7 @@ def study(
     if target_accuracy is not None and not 0 < target_accuracy <= 1:
         raise UsageError(f"--target-accuracy is {target_accuracy:g}; it must lie above 0 and be at most 1.")
     config = named(config)
-    configs = _sizes(config, workers)
+    configs = runs_of(config, workers)
     remaining = [left for each in configs.values() if (left := _left_to_train(each))]
     if remaining and train:
         train(remaining)
@@ -118,8 +118,11 @@ def study(
     )
 
 
-def _sizes(config: TrainConfig, workers: Sequence[int]) -> dict[int, TrainConfig]:
-    """The options of each size, in ascending order."""
+def runs_of(config: TrainConfig, workers: Sequence[int]) -> dict[int, TrainConfig]:
+    """The options of each run of a study by its number of workers, in ascending order.
+
+    Raises UsageError if there is none, or if no run may have these options.
+    """
     if not workers:
         raise UsageError("--workers has no number; give those to try, such as 1 2 4 8.")
     configs = {

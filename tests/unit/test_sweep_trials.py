@@ -1,4 +1,4 @@
-"""The trials of a sweep in storage, and how a sweep is resumed. Through Ray: tests/integration/test_sweep.py."""
+"""The trials of a sweep: what is planned, resumed and refused, how results are read, and when a trial stops early."""
 
 from __future__ import annotations
 
@@ -6,31 +6,44 @@ import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import raytrain
-from raytrain import TrainConfig, UsageError
+from raytrain import TrainConfig, UsageError, recipes
 from raytrain.backends.train import train
 from raytrain.cli.commands import COMMANDS
 from raytrain.experiments.sweep.results import collect
 from raytrain.experiments.sweep.sweep import sweep
-from raytrain.experiments.sweep.trials import Trial, check_names_free, is_over, plan_sweep, write_sweep
-from raytrain.runs.documents import run_store, write_config, write_json
-from raytrain.runs.layout import SUMMARY
-from raytrain.runs.trial_status import EARLY_STOPPING
+from raytrain.experiments.sweep.sweep_recorder import write_summaries_of_dead_trials
+from raytrain.experiments.sweep.trials import Trial, check_names_free, is_over, plan_sweep, trials_of, write_sweep
+from raytrain.runs.documents import read_json, run_store, write_config, write_json
+from raytrain.runs.layout import METRICS, SUMMARY
+from raytrain.runs.status import RunStatus, read_status, write_status
+from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.trial_status import EARLY_STOPPING, TrialStatus
 from raytrain.storage.open import open_store
-from tests.unit.test_sweep_tables import VARY, config, trials
+
+VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]
+
+
+def config(storage: Path, **options: object) -> TrainConfig:
+    return recipes.digits(**{"name": "rates", "data": "images", "storage": str(storage), **options})
+
+
+def trials(storage: Path) -> list[Trial]:
+    options = config(storage)
+    return trials_of(plan_sweep(options, VARY, None), options, "rates")
 
 
 def write_trial(trial: Trial, accuracies: list[float], **summary: object) -> None:
-    """Write the documents of a trial."""
-    store = run_store(trial.config.storage, trial.name)
-    write_config(store, trial.config)
+    """Write the documents that a trial writes."""
+    write_config(trial.store, trial.config)
     rows = [{"kind": "evaluation", "step": n, "epoch": n, "accuracy": a} for n, a in enumerate(accuracies, start=1)]
-    store.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    trial.store.put(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
     if summary:
-        write_json(store, SUMMARY, dict(summary))
+        write_json(trial.store, SUMMARY, dict(summary))
 
 
 def test_results_come_from_storage_the_best_first(tmp_path: Path) -> None:
@@ -45,6 +58,7 @@ def test_results_come_from_storage_the_best_first(tmp_path: Path) -> None:
         ("02", "failed", None, "boom"),
         ("03", "waiting", None, None),
     ]
+    assert collected[0].evaluations == ((1, 0.5), (2, 0.7))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +71,7 @@ def test_results_come_from_storage_the_best_first(tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_what_was_stopped_or_failed_is_resumed(summary: dict[str, object], over: bool, tmp_path: Path) -> None:
+def test_trials_that_were_stopped_or_failed_are_resumed(summary: dict[str, Any], over: bool, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     if summary:
         write_json(store, SUMMARY, summary)
@@ -65,7 +79,7 @@ def test_what_was_stopped_or_failed_is_resumed(summary: dict[str, object], over:
 
 
 def started(storage: Path) -> TrainConfig:
-    """The options that resume a sweep that was started."""
+    """The options with which a sweep that was started before is resumed."""
     options = config(storage)
     store = run_store(str(storage), "rates")
     write_config(store, options)
@@ -73,17 +87,15 @@ def started(storage: Path) -> TrainConfig:
     return config(storage, resume=True)
 
 
-def test_a_sweep_is_resumed_as_it_was_started(tmp_path: Path) -> None:
+def test_a_sweep_is_resumed_with_the_points_that_it_started_with(tmp_path: Path) -> None:
     options = started(tmp_path)
     before = plan_sweep(config(tmp_path), VARY, None)
     assert plan_sweep(options, [], None) == plan_sweep(options, VARY, None) == before
-    with pytest.raises(
-        UsageError, match=r"started with --vary learning-rate=0\.001,0\.1 optimizer=sgd,adamw and 4 trials"
-    ):
+    with pytest.raises(UsageError, match=r"started with --vary learning-rate=0\.001,0\.1 optimizer=sgd,adamw and 4 tr"):
         plan_sweep(options, ["epochs=1,2"], None)
 
 
-def test_a_sweep_and_a_run_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_a_sweep_is_not_taken_for_a_run_nor_a_run_for_a_sweep(tmp_path: Path) -> None:
     options = started(tmp_path)
     write_trial(trials(tmp_path)[0], [])
     with pytest.raises(UsageError, match="'rates-00' is not a sweep"):
@@ -94,33 +106,46 @@ def test_a_sweep_and_a_run_are_not_taken_for_each_other(tmp_path: Path) -> None:
         train(options)
 
 
-@pytest.mark.parametrize(("accuracy", "stops"), [(0.5, [4]), (0.65, [])])
-def test_trials_that_were_over_before_still_judge_the_others(
-    accuracy: float, stops: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from raytrain.experiments.sweep import tuner
+@pytest.mark.parametrize(("accuracy", "stops"), [(0.5, True), (0.65, False)])
+def test_trials_are_compared_with_those_that_were_over_before(accuracy: float, stops: bool) -> None:
+    from raytrain.backends.ray.trials.early_stopping import EarlyStopping
 
-    stopped: list[int] = []
-    coordinator = SimpleNamespace(end_early=SimpleNamespace(remote=lambda number, reason: stopped.append(number)))
-    monkeypatch.setattr(tuner.ray, "get", lambda reference: reference)
-    judge = tuner.EarlyStopping(coordinator, num_epochs=8)
-    judge.remember("before", [(1, 0.6), (2, 0.7)])
+    requests: dict[int, StopRequest] = {}
+    scheduler: Any = EarlyStopping(num_epochs=8, request_stop=requests.__setitem__)
+    scheduler.add_finished("before", [(1, 0.6), (2, 0.7)])
     trial = SimpleNamespace(trial_id="now", config={"trial": 4})
-    judge.on_trial_add(None, trial)  # type: ignore[arg-type]
-    assert judge.on_trial_result(None, trial, {"epoch": 1, "accuracy": accuracy}) == judge.CONTINUE
-    assert stopped == stops
+    scheduler.on_trial_add(None, trial)
+    assert scheduler.on_trial_result(None, trial, {"epoch": 1, "accuracy": accuracy}) == scheduler.CONTINUE
+    reason = f"{EARLY_STOPPING}: test accuracy 0.5000 after 1 epoch, below the better half of the trials"
+    assert requests == ({4: StopRequest(reason)} if stops else {})
 
 
-def test_in_python_it_has_the_options_of_the_command(tmp_path: Path) -> None:
+def test_a_trial_whose_process_died_gets_a_summary(tmp_path: Path) -> None:
+    dead, finished, waiting, _ = trials(tmp_path)
+    write_trial(dead, [])
+    write_status(dead.store, RunStatus(status="running", step=7))
+    write_trial(finished, [0.5], status="finished")
+    write_status(finished.store, RunStatus(status="finished"))
+    lost = TrialStatus(status="failed", reason="its process died")
+    write_summaries_of_dead_trials(
+        [dead, finished, waiting], {dead.name: lost, finished.name: TrialStatus(status="finished")}
+    )
+    assert read_json(dead.store, SUMMARY)["error"] == "its process died"
+    assert read_status(dead.store).status == "failed"
+    assert read_json(finished.store, SUMMARY) == {"status": "finished"}
+    assert not waiting.store.exists(SUMMARY)
+
+
+def test_in_python_it_has_the_options_of_the_command() -> None:
     of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"options", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
     assert of_command == {"vary", "trials", "early_stopping"} and of_command < set(of_function)
     assert of_function["early_stopping"].default is True
+
+
+def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(raytrain.UsageError, match="--trials is 0"):
         raytrain.sweep(config(tmp_path), vary=["learning-rate=log:0.001..0.1"], trials=0, early_stopping=False)
-
-
-def test_a_learning_rate_is_asked_for_before_anything_starts(tmp_path: Path) -> None:
     options = TrainConfig(data="images", storage=str(tmp_path), batch_size=8)
     with pytest.raises(UsageError, match="Give either --learning-rate or --learning-rate-per-worker"):
         sweep(options, vary=["epochs=1,2"])
