@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -87,6 +89,39 @@ def look_for_keys(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> Non
     """A key in a trial's environment would stand in the description of its process, which the cluster shows."""
     if "AWS_SECRET_ACCESS_KEY" in os.environ:
         (folder / "keys").touch()
+
+
+def die(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
+    """The process of seed 0 dies once, that of seed 1 each time."""
+    died = folder / f"died-{run.config.seed}"
+    if batch.step == 8 and not (run.config.seed == 0 and died.exists()):
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_trial_whose_process_dies_resumes_and_one_that_dies_again_ends_alone(images: Path, tmp_path: Path) -> None:
+    loop = partial(loop_with, before_step=partial(die, folder=tmp_path))
+    options = at_once(images, tmp_path / "runs", max_failures=1, checkpoint_every_steps=3)
+    result = raytrain.sweep(options, vary=["seed=0,1"], early_stopping=False, loop=loop)
+    resumed, failed = result.trials
+    assert (result.status, resumed.name, resumed.status) == ("finished", "tried-00", "finished")
+    steps = [row.step for row in documents(tmp_path / "runs", "tried-00").metrics if row.kind == "step"]
+    assert steps == list(range(1, 21))
+    assert (failed.name, failed.status, failed.steps) == ("tried-01", "failed", 6)
+    assert failed.reason is not None and documents(tmp_path / "runs", "tried-01").status.status == "failed"
+
+
+def test_an_aborted_sweep_leaves_no_trial_in_the_cluster(images: Path, tmp_path: Path) -> None:
+    def abort(trials: Sequence[Trial], statuses: Mapping[str, TrialStatus]) -> None:
+        if any(status.num_evaluations for status in statuses.values()):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        raytrain.sweep(at_once(images, tmp_path, epochs=5000), vary=["seed=0,1,2"], view=abort)
+    assert documents(tmp_path, "tried").status.status == "interrupted"
+    steps = documents(tmp_path, "tried-00").status.step
+    time.sleep(15)
+    assert documents(tmp_path, "tried-00").status.step == steps
 
 
 class StopOnceTraining(StopSignals):

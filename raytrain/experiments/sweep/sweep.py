@@ -84,7 +84,14 @@ def sweep(
         over = {number: collect_one(trial) for number, trial in enumerate(runs) if is_over(trial.store)}
         prepared_runs = [_prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)]
         evaluations = {number: result.evaluations for number, result in over.items()}
-        session = SweepSession(prepared, prepared_runs, evaluations, loop, early_stopping=early_stopping)
+        session = SweepSession(
+            prepared,
+            prepared_runs,
+            evaluations,
+            loop,
+            early_stopping=early_stopping,
+            own_cluster=cluster.started_here,
+        )
         recorder = SweepRecorder(prepared, planned, session.num_steps)
         with signals or StopSignals() as signals, recorder, session:
             return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)

@@ -21,7 +21,7 @@ class EarlyStopping(ASHAScheduler):
     Args:
         num_epochs: the epochs of the longest trial.
         request_stop: called with the number of a trial that should stop. It must return once the request is available
-            to the trial, which continues afterwards.
+            to the trial, which continues afterwards. Ray Tune pickles it.
     """
 
     def __init__(self, num_epochs: int, request_stop: Callable[[int, StopRequest], None]) -> None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import ray
@@ -42,6 +43,7 @@ class SweepSession:
             these is an epoch and an accuracy on the test images.
         loop: the training loop; None for the built-in one.
         early_stopping: whether trials that are worse than the others are asked to stop.
+        own_cluster: whether the cluster ends with this process.
 
     Raises UsageError if the cluster has too little for the sweep.
     """
@@ -54,6 +56,7 @@ class SweepSession:
         loop: Loop | None,
         *,
         early_stopping: bool,
+        own_cluster: bool,
     ) -> None:
         found = hardware()
         _check_memory(prepared.data, found)
@@ -62,6 +65,7 @@ class SweepSession:
         self._trials = trials
         self._over = over
         self._early_stopping = early_stopping
+        self._own_cluster = own_cluster
         self._placement = _place(prepared.config, found, len(trials))
         device = self._placement.device
         self._specs = [run_spec(trial.resolve(1, device), trial.data, trial.store, loop, 1) for trial in trials]
@@ -93,17 +97,18 @@ class SweepSession:
             self._feed.connect(coordinator)
             self._feed.start(self._placement)
             opened.callback(self._feed.close)
-            self._feed.workers_started()  # trials start one after the other: waiting for them would help none
+            self._feed.workers_started()  # trials start at different times, so the whole cache is filled at once
             folder = opened.enter_context(TemporaryFolder())  # Ray Tune's own notes; the trials' are in their storage
             self._tuner = TunerThread(
-                {number: self._trial_spec(number) for number in self._open},
+                {number: self._trial_spec(number) for number in self._unfinished},
                 self._coordinator,
                 self._placement,
                 str(folder),
                 self._scheduler(),
                 max_failures=self._prepared.config.max_failures,
             )
-            opened.callback(self._tuner.abort)
+            if not self._own_cluster:  # trials in another cluster would outlive the session
+                opened.callback(self._tuner.abort)
             self._tuner.start()
             self._opened = opened.pop_all()
         return self
@@ -149,7 +154,7 @@ class SweepSession:
         return self._tuner.failure()
 
     @property
-    def _open(self) -> list[int]:
+    def _unfinished(self) -> list[int]:
         """The numbers of the trials that are not over."""
         return [number for number in range(len(self._trials)) if number not in self._over]
 
@@ -157,7 +162,7 @@ class SweepSession:
         """ObjectRefs of the initial weights of each trial; a file of weights is read once for all trials."""
         put: dict[tuple[str, str | None, bool], Any] = {}
         refs: dict[int, Any] = {}
-        for number in self._open:
+        for number in self._unfinished:
             spec, first_step = self._specs[number], self._trials[number].first_step
             key = (spec.config.model, spec.config.weights, first_step > 0)
             if key not in put:
@@ -184,13 +189,10 @@ class SweepSession:
         if not self._early_stopping:
             return None
         num_epochs = max(-(-spec.plan.num_steps // spec.plan.steps_per_epoch) for spec in self._specs)
-        scheduler = EarlyStopping(num_epochs, self._request_early_stop)
+        scheduler = EarlyStopping(num_epochs, partial(_request_early_stop, self._coordinator))
         for number, evaluations in self._over.items():
             scheduler.add_finished(self._trials[number].name, evaluations)
         return scheduler
-
-    def _request_early_stop(self, trial: int, request: StopRequest) -> None:
-        ray.get(self._coordinator.request_early_stop.remote(trial, request))
 
     def _in_storage(self) -> RunInStorage:
         prepared = self._prepared
@@ -210,6 +212,10 @@ class SweepSession:
             f"--storage {storage} --resume."
         )
         return CoordinatorLost(sentence, name, self._prepared.store.url, None)
+
+
+def _request_early_stop(coordinator: SweepCoordinatorHandle, trial: int, request: StopRequest) -> None:
+    ray.get(coordinator.request_early_stop.remote(trial, request))
 
 
 def _place(config: TrainConfig, found: Hardware, num_trials: int) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import threading
@@ -24,6 +25,8 @@ os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # it prints tables of failed t
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # a trial keeps its own history
 os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")  # a trial may end without an evaluation
 os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")
+
+_ABORTED_WITHIN_S = 20.0  # Ray Tune waits ten seconds before it kills a process
 
 
 class TunerThread:
@@ -73,8 +76,9 @@ class TunerThread:
         self._supervisor.stopping = True
 
     def abort(self) -> None:
-        """Have Ray Tune kill all trials, for a session that closes before they have ended."""
+        """Have Ray Tune kill the trials that still train, and wait for it."""
         self._supervisor.aborting = True
+        concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
 
     def failure(self) -> str | None:
         """Why Ray Tune gave up; None if it has not ended, or ended normally."""
