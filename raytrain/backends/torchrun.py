@@ -20,7 +20,7 @@ from raytrain.backends.stop_signals import StopSignals
 from raytrain.config import TrainConfig
 from raytrain.errors import TrainingFailed, UsageError
 from raytrain.runs.history import History
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, TrainResult
 from raytrain.runs.recorder import RunRecorder, failed

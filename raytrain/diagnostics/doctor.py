@@ -26,7 +26,7 @@ from raytrain.diagnostics.node_probe import ProbeRequest, versions
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import CredentialSource
-from raytrain.storage.errors import explain
+from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
 
 _CREDENTIAL_METHODS = {
@@ -115,7 +115,7 @@ def _lending_credentials(stores: Sequence[Store]) -> Iterator[_LentCredentials]:
     if not urls:
         yield _LentCredentials()
         return
-    from raytrain.backends.ray.credentials import serving_credentials  # imports Ray
+    from raytrain.backends.ray.credential_server import serving_credentials  # imports Ray
 
     with serving_credentials(f"doctor-{uuid.uuid4().hex[:8]}") as (served, _):
         try:

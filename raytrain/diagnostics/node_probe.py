@@ -24,7 +24,7 @@ from raytrain.data.manifest import SUFFIXES, Packing, open_packed
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import CredentialSource, own_role
-from raytrain.storage.errors import explain
+from raytrain.storage.error_sentences import explain
 
 T = TypeVar("T")
 

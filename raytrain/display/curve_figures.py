@@ -11,7 +11,7 @@ import numpy as np
 from raytrain.display.curve_plots import curve_heading
 from raytrain.display.png import BLUE, GREY, LIGHT, ORANGE, plain_axes
 from raytrain.errors import UsageError
-from raytrain.runs.metrics import Kind, MetricRow, steps_per_epoch
+from raytrain.runs.metric_row import Kind, MetricRow, steps_per_epoch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

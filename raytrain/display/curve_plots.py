@@ -10,7 +10,7 @@ from rich.table import Table
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.formatting import format_duration
 from raytrain.display.styles import run_styles
-from raytrain.runs.metrics import Kind, MetricRow
+from raytrain.runs.metric_row import Kind, MetricRow
 from raytrain.runs.records import RunRecord
 
 _COMPARED: tuple[tuple[str, Kind, str], ...] = (

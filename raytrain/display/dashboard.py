@@ -14,7 +14,7 @@ from raytrain.display.curve_plots import curve_heading, curve_plots
 from raytrain.display.formatting import format_count, format_duration
 from raytrain.display.progress_line import measurements
 from raytrain.display.styles import status_style
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot
 
 _NUM_EVENTS_SHOWN = 4

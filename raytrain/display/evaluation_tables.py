@@ -17,8 +17,8 @@ from raytrain.display.formatting import format_optional
 from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
+    from raytrain.inference.classification_metrics import ClassScore
     from raytrain.inference.evaluate import EvaluationResult
-    from raytrain.inference.metrics import ClassScore
 
 _NUM_CLASSES_SHOWN = 20
 _BAR_WIDTH = 16

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from raytrain.backends.handle import RunHandle
 from raytrain.display.dashboard import dashboard
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot, View
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 from raytrain.display.formatting import format_count, format_duration
 from raytrain.display.png import BLUE, GREY, plain_axes
 from raytrain.experiments.scaling import curve
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from raytrain.display.dashboard import dashboard, plot_height
 from raytrain.display.formatting import format_duration
 from raytrain.display.live_view import LiveView
 from raytrain.display.progress_line import progress_line
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs.metrics import MetricRow, steps_per_epoch
+from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
 
 _PLACE = {"name", "storage", "resume", "address"}  # options that say where a run is, not what it does

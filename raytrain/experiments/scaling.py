@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.runs.metrics import Kind, MetricRow
+from raytrain.runs.metric_row import Kind, MetricRow
 
 _TARGET_FRACTION = 0.95  # of the best final accuracy
 _WARM_UP_FRACTION = 0.1  # of the steps, whose speed does not count

@@ -18,7 +18,7 @@ from raytrain.experiments.scaling import SizeScaling, scaling
 from raytrain.runs.documents import read_config, run_store
 from raytrain.runs.history import read_metrics
 from raytrain.runs.layout import CONFIG
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import View
 from raytrain.runs.status import RunStatus, read_status
 

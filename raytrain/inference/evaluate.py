@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.data.manifest import build_manifest
-from raytrain.inference.metrics import Scores, score
+from raytrain.inference.classification_metrics import Scores, score
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import open_store
 

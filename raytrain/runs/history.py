@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raytrain.runs.json_lines import encode_lines, read_lines
 from raytrain.runs.layout import METRICS, SKIPPED
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from raytrain.runs.history import History
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, epoch_of

@@ -11,7 +11,7 @@ from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run, read_config, read_json, run_names
 from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.layout import CONFIG, STATUS, SUMMARY
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.status import RunStatus, parse_status, read_status
 

@@ -57,7 +57,7 @@ def resolve() -> Credentials | None:
     """Return this process's credentials from the standard AWS chain: environment, profile, single sign-on, role.
 
     Raises botocore's exceptions if the configuration is broken (an unknown profile, for example) or a role is refused;
-    :func:`raytrain.storage.errors.explain` turns them into a sentence.
+    :func:`raytrain.storage.error_sentences.explain` turns them into a sentence.
     """
     found = _chain(_aws_environment())
     if not hasattr(found, "refresh_needed"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from raytrain.storage.base import ObjectChanged, Store, StoredObject
 from raytrain.storage.credentials import CredentialSource
-from raytrain.storage.errors import explain
+from raytrain.storage.error_sentences import explain
 
 # put() writes to such a file and then renames it. One that a killed process left behind is not an object.
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part$")

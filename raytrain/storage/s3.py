@@ -24,7 +24,7 @@ from obstore.store import S3Store
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import ObjectChanged, S3Settings, Store, StoredObject, threads
 from raytrain.storage.credentials import Credentials, CredentialSource
-from raytrain.storage.errors import explain
+from raytrain.storage.error_sentences import explain
 from raytrain.storage.retry import DEFAULT, FAIL_FAST, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
 from raytrain.storage.s3_errors import refuses_credentials, s3_error_code
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from raytrain.data.local_batch import LocalBatch
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 
 
 class BatchSource(Protocol):

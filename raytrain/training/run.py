@@ -18,7 +18,7 @@ from raytrain.data.local_batch import LocalBatch
 from raytrain.data.permutation import mix
 from raytrain.data.prefetch import Prefetch
 from raytrain.runs.checkpoint_files import checkpoint_path
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.runs.snapshot import epoch_of
 from raytrain.training import lr_schedule, transfer

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from raytrain.data.batch_plan import GlobalBatch
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.training.step_reduce import StepContribution, StepReduce, StepTotals
 
 _MEAN_OF = {"correct": "accuracy"}

@@ -31,7 +31,7 @@ from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.manifest import build_manifest
 from raytrain.data.partition import Partition
 from raytrain.recipes import cifar10
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.loop import train

@@ -19,7 +19,7 @@ from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.partition import Partition
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch

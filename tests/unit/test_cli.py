@@ -25,8 +25,8 @@ from raytrain.config import TrainConfig
 from raytrain.display.evaluation_tables import evaluation_page
 from raytrain.display.train_command import train_command
 from raytrain.errors import StorageError, TrainingFailed
+from raytrain.inference.classification_metrics import ClassScore, score
 from raytrain.inference.evaluate import EvaluationResult
-from raytrain.inference.metrics import ClassScore, score
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.layout import SUMMARY

@@ -12,7 +12,7 @@ from raytrain.recipes import cifar10
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.json_lines import encode_lines
 from raytrain.runs.layout import METRICS, SKIPPED
-from raytrain.runs.metrics import MetricRow, steps_per_epoch
+from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 
 ROWS = [
     {"kind": "step", "step": 10, "epoch": 1, "loss": 2.0, "accuracy": 0.2, "images_per_s": 900.0, "elapsed_s": 3.0},

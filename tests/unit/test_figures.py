@@ -16,9 +16,9 @@ from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.curve_figures import comparison_figure, curve_figure
 from raytrain.display.png import save_png
 from raytrain.errors import UsageError
+from raytrain.inference.classification_metrics import Int64s, score
 from raytrain.inference.evaluate import EvaluationResult
-from raytrain.inference.metrics import Int64s, score
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import RunRecord
 from raytrain.runs.status import RunStatus
 from raytrain.storage.open import open_store

@@ -14,7 +14,7 @@ import pytest
 
 from raytrain.runs.history import History, read_metrics
 from raytrain.runs.json_lines import read_lines
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.open import open_store
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.runs.history import History, read_metrics, read_skipped
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot

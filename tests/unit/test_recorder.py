@@ -11,7 +11,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.runs.documents import read_json, run_names, run_store
 from raytrain.runs.history import History
 from raytrain.runs.layout import SUMMARY
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.runs.recorder import RunRecorder, failed

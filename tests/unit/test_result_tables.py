@@ -13,10 +13,10 @@ from raytrain.display.audit_table import audit_page
 from raytrain.display.evaluation_tables import evaluation_page
 from raytrain.display.run_json import run_record_json
 from raytrain.display.run_tables import result_page, run_page
+from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
-from raytrain.inference.metrics import score
 from raytrain.recipes import cifar10
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.records import RunRecord
 from raytrain.runs.skipped_images import SkippedImage

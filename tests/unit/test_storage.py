@@ -18,7 +18,7 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import S3Settings, Store
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.errors import explain
+from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3

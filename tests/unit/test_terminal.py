@@ -14,7 +14,7 @@ from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.curve_plots import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import StudyTerminalView, TerminalView
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import RunRecord
 from raytrain.runs.snapshot import Event, Snapshot
 from raytrain.runs.status import RunStatus

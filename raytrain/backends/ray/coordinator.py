@@ -18,12 +18,12 @@ import ray
 from ray.actor import ActorProxy
 
 from raytrain.backends.ray.block_directory import BlockDirectory
-from raytrain.backends.ray.credentials import NAMESPACE, ServedCredentials
+from raytrain.backends.ray.credential_server import NAMESPACE, ServedCredentials
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.backends.ray.stream_queues import Stream, StreamQueues
 from raytrain.errors import UsageError
 from raytrain.runs.history import History
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, TrainResult
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage

@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from raytrain.backends.ray.credentials import serving_credentials
+from raytrain.backends.ray.credential_server import serving_credentials
 from raytrain.backends.ray.ingest import ImageSet, chosen, configure, to_block, to_table
 from raytrain.backends.ray.placement import Placement
 from raytrain.data.decode import ImageReader, ImageShape, Pixels

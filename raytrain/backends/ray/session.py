@@ -11,14 +11,14 @@ import ray
 from ray.exceptions import RayActorError
 
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
-from raytrain.backends.ray.capacity import CapacityCheck
+from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import (
     RunInStorage,
     start_coordinator,
     stop_coordinator,
     with_cluster_credentials,
 )
-from raytrain.backends.ray.credentials import lend_credentials
+from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.placement import hardware, place

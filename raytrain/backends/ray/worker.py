@@ -26,7 +26,7 @@ from raytrain.data.blocks import CachedBlocks
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training.run_spec import RunSpec
 

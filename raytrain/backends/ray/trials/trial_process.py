@@ -25,7 +25,7 @@ from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.runs.history import History
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome
 from raytrain.runs.recorder import RunRecorder, failed

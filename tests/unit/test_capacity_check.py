@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raytrain.backends.ray import capacity
+from raytrain.backends.ray import capacity_check
 from raytrain.backends.ray.placement import Placement
 from raytrain.errors import UsageError
 
@@ -17,16 +17,16 @@ OURS, NEIGHBOUR = "0a000000", "0b000000"
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """Ray's placement groups, to fill; and no time passes between two looks."""
     groups: dict[str, dict[str, str]] = {}
-    monkeypatch.setattr(capacity, "_PLACED_WITHIN_S", 0.0)
-    monkeypatch.setattr(capacity, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(capacity_check, "_PLACED_WITHIN_S", 0.0)
+    monkeypatch.setattr(capacity_check, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr("ray.util.placement_group_table", lambda: groups)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: OURS))
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 0.5})
     return groups
 
 
-def wanted() -> capacity.CapacityCheck:
-    return capacity.CapacityCheck(Placement(2, 2, "cpu", cpus=1.0, data_cpus=0.5, task_cpus=0.25, threads=1), 2)
+def wanted() -> capacity_check.CapacityCheck:
+    return capacity_check.CapacityCheck(Placement(2, 2, "cpu", cpus=1.0, data_cpus=0.5, task_cpus=0.25, threads=1), 2)
 
 
 def test_workers_that_go_on_waiting_are_told_of(table: dict[str, dict[str, str]]) -> None:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from raytrain.inference.metrics import ClassScore, Confusion, Scores, confusion_matrix, score
+from raytrain.inference.classification_metrics import ClassScore, Confusion, Scores, confusion_matrix, score
 
 CLASSES = ("cat", "dog", "fox", "owl")
 
