@@ -49,9 +49,7 @@ class Run:
     source: BatchSource
     reporter: Reporter
     checkpoints: Checkpoints
-    evaluation: Callable[
-        [Run, nn.Module], dict[str, float]
-    ]  # measures the first prepared network, unless the loop measures
+    evaluation: Callable[[Run, nn.Module], dict[str, float]]  # of the first prepared network, by default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Mapping[str, Tensor] | None = None  # initial weights; None if the seed or a checkpoint decides them
     progress: Progress = field(default_factory=Progress, init=False)
