@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytrain.config import TrainConfig
+from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.decode import ImageReader, ImageShape
 from raytrain.data.manifest import Manifest, build_manifest, train_test_split
@@ -34,9 +34,8 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def plan(self, config: TrainConfig) -> BatchPlan:
-        """The global batches of a run with these resolved options."""
-        assert config.batch_size is not None, "the configuration is not resolved"
+    def plan(self, config: ResolvedConfig) -> BatchPlan:
+        """The global batches of a run with these options."""
         return BatchPlan(
             len(self.train),
             config.batch_size,

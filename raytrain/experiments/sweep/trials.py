@@ -105,8 +105,7 @@ def is_over(store: Store) -> bool:
 
 
 def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
-    assert config.name is not None
-    document = read_json(open_run(config.storage, config.name), SWEEP)
+    document = read_json(open_run(config.storage, config.name or ""), SWEEP)
     if not document:
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
     stored = Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
