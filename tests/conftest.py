@@ -14,10 +14,9 @@ import raytrain
 from raytrain import TrainResult
 from raytrain.demo.s3_server import S3Server
 
-os.environ.setdefault(
-    "RAY_AUTH_MODE", "token"
-)  # as raytrain/local_head.py has it; here, for Ray looks for it once, when it is imported
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # as raytrain/cluster.py has it
+# The same values as in raytrain/backends/ray. They are set here too because Ray reads them once, at import.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts a timing
 hypothesis.settings.load_profile("any machine")
@@ -25,7 +24,7 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def _no_aws_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the AWS configuration of whoever runs it, or asks a metadata service."""
+    """Hide the developer's AWS configuration and the metadata service from every test."""
     _forget_aws(monkeypatch)
 
 
@@ -39,7 +38,7 @@ def _forget_aws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """This process is in a Ray cluster of its own, of 2 CPUs on this machine, whose processes see no AWS configuration."""
+    """Start a local Ray cluster with 2 CPUs and no AWS configuration, and connect this process to it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         _forget_aws(monkeypatch)
         import ray
@@ -59,7 +58,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
-    """A run on two workers from the cache that nothing happened to."""
+    """A cached run on two workers without faults: the reference for runs with faults."""
     from tests.helpers.small_runs import config
 
     return raytrain.train(config(images, tmp_path_factory.mktemp("undisturbed")))
@@ -67,7 +66,7 @@ def undisturbed(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """An S3 server for all tests, with a bucket ``tests``. Not in the environment: ``s3`` puts it there."""
+    """An S3 server for all tests, with a bucket ``tests``. The fixture ``s3`` adds it to the environment."""
     directory = tmp_path_factory.mktemp("s3")
     (directory / "tests").mkdir()
     with S3Server(directory) as server:
@@ -76,7 +75,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The server, with this process's AWS configuration pointing to it."""
+    """The S3 server, with the AWS environment variables of this process pointing to it."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server
@@ -84,8 +83,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 @pytest.fixture
 def s3_url(s3: S3Server) -> str:
-    """A prefix on the server under which there is nothing yet. Write there through S3: a file put into the
-    server's folder is seen a second later."""
+    """An empty prefix on the server. Write to it through S3: the server sees new files in its folder a second late."""
     return f"s3://tests/{uuid.uuid4().hex[:8]}"
 
 
@@ -96,7 +94,7 @@ def cifar10_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def extract_cifar10(folder: Path, num_train: int, num_test: int) -> Path:
-    """The first images of each CIFAR-10 class in ``folder``, below ``train`` and ``test``; skips the test where there are none."""
+    """Extract the first CIFAR-10 images of each class to ``folder``; skip the test if the archive is missing."""
     archive = Path(os.environ.get("RAYTRAIN_TEST_DATA", "")) / "cifar10.tgz"
     if not archive.is_file():
         pytest.skip("RAYTRAIN_TEST_DATA names no folder with cifar10.tgz")

@@ -1,7 +1,7 @@
-"""How fast raytrain is beside what it is measured against, on this machine, in one go:
+"""Compare the speed and memory of raytrain with its references on this machine:
 
     uv run python -m tests.benchmarks --data DIR [ingest packed step startup memory plan]
 
-``DIR`` holds CIFAR-10 as ``train/<class>/*.jpg``; a local S3 server serves it. The figures are printed and written to
-``runs/benchmarks.json``. On two cores that nothing else uses it takes some 45 minutes; ``--scale 0.02`` tries it out.
+``DIR`` holds CIFAR-10 as ``train/<class>/*.jpg``; a local S3 server serves it. The results are printed and written to
+``runs/benchmarks.json``. All benchmarks take about 45 minutes on two idle cores; use ``--scale 0.02`` for a quick try.
 """

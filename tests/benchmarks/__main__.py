@@ -24,12 +24,12 @@ def main(
     *,
     data: Annotated[Path, arg(help="Folder that holds CIFAR-10 as train/<class>/*.jpg.")],
     scale: Annotated[
-        float, arg(help="Part of the images, epochs, steps and rounds to use; below 1 to try it out.")
+        float, arg(help="Fraction of the images, epochs, steps and rounds to use; below 1 for a quick try.")
     ] = 1.0,
-    output: Annotated[Path, arg(help="Where the figures are written, as JSON.")] = Path("runs/benchmarks.json"),
+    output: Annotated[Path, arg(help="JSON file for the results.")] = Path("runs/benchmarks.json"),
 ) -> None:
-    """Measure raytrain beside what it is measured against."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, too
+    """Compare the speed and memory of raytrain with its references."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Run the cleanup, which ends all child processes.
     console = Console(log_path=False)
     reports: dict[str, Report] = {}
     with (

@@ -1,4 +1,4 @@
-"""Calls one function in a process of its own and leaves what it returns in a file: ``MODULE:FUNCTION ARGUMENTS FILE``."""
+"""Call one function in this process and write its result to a file as JSON: ``MODULE:FUNCTION ARGUMENTS FILE``."""
 
 from __future__ import annotations
 

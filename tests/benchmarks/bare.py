@@ -1,4 +1,4 @@
-"""The least that Ray Train can be asked for: a loop on two workers that does nothing but note that it was entered."""
+"""The smallest Ray Train job: two workers whose loop only writes down the time at which it was entered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Reading alone: two workers that take every batch and sum it, through raytrain, through Ray's documented way, and its limits.
+"""Reading images, without training: two workers sum every batch, with raytrain and in the way that Ray documents.
 
-A worker notes the time of each batch. An epoch lasts from the last batch of the epoch before, so that pauses count.
+The upper limits are measured too: downloading alone and decoding alone. A worker notes the time of each batch. An epoch
+starts with the last batch of the previous one, so that pauses between epochs count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.benchmarks.runner import Bench, Side
 NUM_WORKERS, BATCH, FETCHED_AT_ONCE, DECODED = 2, 256, 512, 8192
 
 Marks = list[tuple[int, float, int]]
-"""One worker's batches: epoch, time at which it came, number of images; the first is the time at which the loop was entered."""
+"""The batches of one worker: epoch, time of arrival, number of images. The first entry is the start of the loop."""
 
 
 def measure(bench: Bench) -> Report:
@@ -87,13 +88,13 @@ def _checks(
 
 
 def shown(result: Any) -> str:
-    """A rate in images/s, or those of the epochs."""
+    """Format a rate in images/s, or the rates of all epochs."""
     rates = rates_of(result) if isinstance(result, list) else [result]
     return ", ".join(f"{rate:,.0f}" for rate in rates) + " images/s"
 
 
 def rates_of(workers: list[Marks]) -> list[float]:
-    """Images a second of each epoch, over all workers."""
+    """Return the images per second of each epoch, over all workers."""
     ends = [min(marks[0][1] for marks in workers)]
     rates = []
     for epoch in range(workers[0][-1][0] + 1):
@@ -103,7 +104,7 @@ def rates_of(workers: list[Marks]) -> list[float]:
 
 
 def _pauses(workers: list[Marks]) -> list[float]:
-    """Seconds from the last batch before an epoch (from the loop's beginning) to its first, on the worker that waited longest."""
+    """Return the seconds of the slowest worker between the previous batch, or the loop's start, and each epoch."""
     pauses: dict[int, float] = {}
     for marks in workers:
         epochs = [-1, *(epoch for epoch, _, _ in marks[1:])]
@@ -114,7 +115,7 @@ def _pauses(workers: list[Marks]) -> list[float]:
 
 
 def _waits(workers: list[Marks]) -> list[float]:
-    """The longest time between two batches of one later epoch, epoch by epoch, over all workers."""
+    """Return the longest time between two batches of each epoch after the first, over all workers."""
     waits: dict[int, float] = {}
     for marks in workers:
         for before, after in pairwise(marks[1:]):
@@ -124,9 +125,9 @@ def _waits(workers: list[Marks]) -> list[float]:
 
 
 def read(batches: Iterable[tuple[int, Any]], rank: int, folder: str) -> None:
-    """The trivial model: sum the images of every batch, and note when it came."""
+    """Sum the images of every batch, and note its time of arrival."""
     marks: Marks = [(0, time.time(), 0)]
-    for epoch, images in batches:  # a tensor
+    for epoch, images in batches:
         marks.append((epoch, time.time(), len(images)))
         images.sum()
     Path(folder, f"marks-{rank}.json").write_text(json.dumps(marks))
@@ -136,7 +137,7 @@ def marks_in(folder: str) -> list[Marks]:
     return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("marks-*.json"))]
 
 
-# raytrain: the loop of a training run that trains nothing.
+# raytrain, with a loop that only reads.
 
 
 def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: int, folder: str) -> list[Marks]:
@@ -146,23 +147,23 @@ def read_through_raytrain(url: str, cache: Literal["memory", "none"], epochs: in
     options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
     train(
         cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size_per_worker=BATCH),
-        loop=partial(read_shares, folder=folder),
+        loop=partial(read_local_batches, folder=folder),
     )
     return marks_in(folder)
 
 
-def read_shares(run: Any, folder: str) -> None:
+def read_local_batches(run: Any, folder: str) -> None:
     import torch
 
     from raytrain.data.prefetch import Prefetch
 
-    run.reporter.started(run.world_size, 0)  # the driver waits for it to fill the cache
-    shares = Prefetch(run.source.train(0), run.config.prefetch)
-    arrays = ((share.batch.epoch, np.require(share.images, requirements=["C", "W"])) for share in shares)
+    run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
+    local_batches = Prefetch(run.source.train(0), run.config.prefetch)
+    arrays = ((each.batch.epoch, np.require(each.images, requirements=["C", "W"])) for each in local_batches)
     read(((epoch, torch.from_numpy(images)) for epoch, images in arrays), run.rank, folder)
 
 
-# Ray's documented way: a reader, a map over its rows, files in another order each epoch, a shard for each worker.
+# Ray's documented way: a reader that shuffles the files each epoch, a map over its rows, a shard for each worker.
 
 
 def read_as_documented(url: str, epochs: int, folder: str) -> list[Marks]:
@@ -171,7 +172,7 @@ def read_as_documented(url: str, epochs: int, folder: str) -> list[Marks]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    # The workers keep a CPU each, and Ray Data has all of the machine's, too.
+    # One CPU more for each worker, so that Ray Data can use all CPUs of the machine.
     ray.init(num_cpus=(os.cpu_count() or 1) + NUM_WORKERS, include_dashboard=False)
     bucket = url.removeprefix("s3://")
     filesystem = S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], region=os.environ["AWS_REGION"])
@@ -202,7 +203,7 @@ def read_shard(config: dict[str, Any]) -> None:
     read(batches, ray.train.get_context().get_world_rank(), config["folder"])
 
 
-# The limits: two processes that only fetch, or only decode.
+# The limits: two processes that only download or only decode.
 
 
 def fetch(url: str) -> float:
@@ -217,10 +218,10 @@ def fetch_here(keys: list[list[str]], url: str) -> tuple[float, float, int]:
 
     store, mine = open_store(url), keys[dist.get_rank()]
     dist.barrier()
-    begun = time.time()
+    began_at = time.time()
     for start in range(0, len(mine), FETCHED_AT_ONCE):
         store.get_many(mine[start : start + FETCHED_AT_ONCE])
-    return begun, time.time(), len(mine)
+    return began_at, time.time(), len(mine)
 
 
 def decode(url: str) -> float:
@@ -236,12 +237,12 @@ def decode_here(files: list[bytes]) -> tuple[float, float, int]:
     from raytrain.data import decode as decoding
 
     shape = decoding.ImageShape(32, 32, 3)
-    decoding.decode(files[0], shape)  # imports
+    decoding.decode(files[0], shape)  # The first call does the imports.
     dist.barrier()
-    begun = time.time()
+    began_at = time.time()
     for file in files:
         decoding.decode(file, shape)
-    return begun, time.time(), len(files)
+    return began_at, time.time(), len(files)
 
 
 def _shuffled_keys(url: str) -> list[str]:
@@ -253,8 +254,8 @@ def _shuffled_keys(url: str) -> list[str]:
 
 
 def _together(function: Any, *arguments: Any) -> float:
-    """Images a second that ``function`` gets through in two processes at once."""
+    """Return the images per second that ``function`` processes in two processes together."""
     from tests.helpers.gloo_processes import run_in_processes
 
-    begun, ended, counts = zip(*run_in_processes(NUM_WORKERS, function, *arguments), strict=True)
-    return sum(counts) / (max(ended) - min(begun))
+    began_at, ended_at, counts = zip(*run_in_processes(NUM_WORKERS, function, *arguments), strict=True)
+    return sum(counts) / (max(ended_at) - min(began_at))

@@ -1,6 +1,6 @@
-"""Memory of the driver and of the workers while images are streamed, as the data grows: flat.
+"""Peak memory of the driver and the workers while images are streamed, for growing data sets: it must stay constant.
 
-Measured is the most that a process has for itself: its resident size less what it shares (libraries, the object store).
+The memory of a process is its resident size without shared memory (libraries, the object store).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
 _EVERY_S = 0.1
-_GROWTH = {"1×": 0.25, "4×": 1.0, "16×": 4.0}  # of the images that there are
+_GROWTH = {"1×": 0.25, "4×": 1.0, "16×": 4.0}
+"""Size of the data set, as a fraction of the existing images."""
 
 
 def measure(bench: Bench) -> Report:
@@ -34,7 +35,7 @@ def measure(bench: Bench) -> Report:
         ]
         ratio = median(by_size["16×"]) / median(by_size["1×"])
         checks.append(Check(f"{who}, 16× : 1×", ratio, at_most=1.1))
-    return Report("memory: the most that a process has for itself while it streams an epoch", figures, checks)
+    return Report("memory: peak private memory of a process while it streams an epoch", figures, checks)
 
 
 def _shown(peaks: dict[str, Any]) -> str:
@@ -42,7 +43,7 @@ def _shown(peaks: dict[str, Any]) -> str:
 
 
 def stream(url: str, growth: float, folder: str) -> dict[str, Any]:
-    """Bytes of the driver and of each worker in a run that reads, and trains nothing."""
+    """Return the peak memory in bytes of the driver and of each worker in a run that only reads."""
     from raytrain.recipes import cifar10
     from tests.benchmarks.subset import train_on
 
@@ -65,22 +66,22 @@ def stream(url: str, growth: float, folder: str) -> dict[str, Any]:
     }
 
 
-def _grown(there_are: int, growth: float) -> Any:
-    """Indices into a manifest of so many images: a part of it, or more than once."""
-    return np.arange(int(there_are * growth)) % there_are
+def _grown(num_images: int, growth: float) -> Any:
+    """Return indices into a manifest of ``num_images``: a part of it, or each several times."""
+    return np.arange(int(num_images * growth)) % num_images
 
 
 def read(run: Any, folder: str) -> None:
     run.reporter.started(run.world_size, 0)
     with Peak() as peak:
-        num_images = sum(len(share.labels) for share in run.source.train(0))
+        num_images = sum(len(local_batch.labels) for local_batch in run.source.train(0))
     Path(folder, f"worker-{run.rank}.json").write_text(
         json.dumps({"num_bytes": peak.num_bytes, "num_images": num_images})
     )
 
 
 class Peak:
-    """The most memory that this process has for itself while the ``with`` block runs."""
+    """The peak private memory of this process during the ``with`` block."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

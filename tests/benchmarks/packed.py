@@ -1,9 +1,9 @@
-"""Reading packed shards alone: two workers that take every batch and sum it, through raytrain, and through LitData.
+"""Reading packed shards, without training: two workers sum every batch, with raytrain and with LitData.
 
-Both read the same JPEGs from one S3 server, each in its own format. LitData is used as its documentation says, but for smaller
-chunks: a DataLoader whose processes stay, and a cache on the disk, empty at first, from which it reads later epochs; raytrain
-reads every epoch from S3. An epoch is measured as in the part ``ingest``: LitData's first one has the start of its processes in
-it, while raytrain reads ahead before the loop is entered.
+Both read the same JPEGs from one S3 server, each in its own format. LitData is used as its documentation says, except
+for smaller chunks: a DataLoader with persistent workers, and a disk cache that is empty at first and serves the later
+epochs. raytrain reads every epoch from S3. An epoch is measured as in ``ingest``: LitData's first epoch includes the
+start of its processes, while raytrain prefetches before the loop is entered.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from tests.helpers.gloo_processes import run_in_processes
 
 _EPOCHS = 6
 _CHUNK_BYTES = "1MB"
-"""As large as a shard of raytrain's. On 10,000 of these images LitData was 2.4 times slower with 4 MB, and 6.7 with its default of 64."""
-_PROCESSES = 1  # of LitData's, for each worker: as many as there are cores
+"""The size of raytrain's shards. With 10,000 of these images LitData was 2.4 times slower with chunks of 4 MB, and 6.7
+times slower with its default of 64 MB."""
+_PROCESSES = 1
+"""LitData's processes for each worker: one for each core of the machine."""
 
 
 def measure(bench: Bench) -> Report:
@@ -54,7 +56,7 @@ def measure(bench: Bench) -> Report:
 
 
 def pack_both(images: str, folder: str) -> None:
-    """The images in a bucket as shards of raytrain's, and in another one as LitData's chunks."""
+    """Write the images to one bucket as shards of raytrain, and to another as chunks of LitData."""
     from litdata import optimize
 
     from raytrain.datasets.pack import pack
@@ -85,7 +87,7 @@ def read_part(epochs: int, folder: str) -> None:
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
 
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it asks for https, which the local server has not
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # LitData requires https by default.
 
     dataset = StreamingDataset("s3://litdata", cache_dir=str(Path(folder, "cache")), shuffle=True, drop_last=True)
     loader = StreamingDataLoader(

@@ -1,4 +1,4 @@
-"""The plan at 10⁹ samples and 1,024 workers: what any step costs in time and memory."""
+"""The time and memory that the batch plan needs for any step, with 10⁹ samples and 1,024 workers."""
 
 from __future__ import annotations
 
@@ -22,50 +22,54 @@ _CALLS = 200
 
 def measure(bench: Bench) -> Report:
     rounds = bench.alternate({"plan": Side(look_up, {})}, bench.scaled(3), _shown)["plan"]
-    share_ms, block_ms = ([each[name] for each in rounds] for name in ("share_ms", "block_ms"))
+    local_batch_ms, block_ms = ([each[name] for each in rounds] for name in ("local_batch_ms", "block_ms"))
     peak_mb = [each["peak_bytes"] / 1e6 for each in rounds]
     return Report(
         "plan: 10⁹ samples, 1,024 workers, any step of any worker",
         [
-            Figure("a worker's share of 1,000 samples", "ms", share_ms),
+            Figure("a worker's local batch of 1,000 samples", "ms", local_batch_ms),
             Figure("1,000 samples of a worker's stream", "ms", block_ms),
-            Figure("most memory at a time", "MB", peak_mb),
+            Figure("peak memory", "MB", peak_mb),
         ],
         [
-            Check("1,000 samples of a share", median(share_ms), at_most=1, unit="ms"),
+            Check("1,000 samples of a local batch", median(local_batch_ms), at_most=1, unit="ms"),
             Check("1,000 samples of a stream", median(block_ms), at_most=1, unit="ms"),
-            Check("most memory at a time (an array of all samples: 8,000 MB)", max(peak_mb), at_most=1, unit="MB"),
+            Check("peak memory (an array of all samples: 8,000 MB)", max(peak_mb), at_most=1, unit="MB"),
         ],
     )
 
 
 def _shown(costs: dict[str, Any]) -> str:
-    return f"{costs['share_ms']:.2f} ms for a slice, {costs['block_ms']:.2f} ms for a stream"
+    return f"{costs['local_batch_ms']:.2f} ms for a local batch, {costs['block_ms']:.2f} ms for a stream"
 
 
 def look_up() -> dict[str, Any]:
-    """Time and memory of samples at random places; memory in a pass of its own, for tracing it takes time."""
+    """Measure the time and memory of random look-ups; memory in a separate pass, because tracing it takes time."""
     plan = BatchPlan(NUM_SAMPLES, NUM_WORKERS * SAMPLES_A_STEP, epochs=100, seed=0)
     loads = (1.0,) * NUM_WORKERS
     random = np.random.default_rng(0)
     steps, ranks = random.integers(0, plan.num_steps, _CALLS).tolist(), random.integers(0, NUM_WORKERS, _CALLS).tolist()
 
-    def share(call: int) -> int:
+    def local_batch(call: int) -> int:
         return len(Partition(plan, ranks[call], loads).local_samples(plan.batch(steps[call])))
 
     def block(call: int) -> int:
         return len(WorkerOrder(Partition(plan, ranks[call], loads), steps[call], SAMPLES_A_STEP).samples(1))
 
-    return {"share_ms": _time_ms(share), "block_ms": _time_ms(block), "peak_bytes": _peak_bytes(share, block)}
+    return {
+        "local_batch_ms": _time_ms(local_batch),
+        "block_ms": _time_ms(block),
+        "peak_bytes": _peak_bytes(local_batch, block),
+    }
 
 
 def _time_ms(look_up: Callable[[int], int]) -> float:
-    """Median milliseconds for 1,000 samples."""
+    """Return the median milliseconds for 1,000 samples."""
     times = []
     for call in range(_CALLS):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         num_samples = look_up(call)
-        times.append((time.perf_counter() - begun) * 1e3 * 1000 / max(num_samples, 1))
+        times.append((time.perf_counter() - start) * 1e3 * 1000 / max(num_samples, 1))
     return median(times)
 
 

@@ -1,4 +1,4 @@
-"""Ends a process with everything that it started, in whatever sessions: a cluster of Ray's outlives its driver for a while."""
+"""End a process and all of its descendants, in any session: a Ray cluster outlives its driver for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GONE_WITHIN_S = 30.0
 
 
 def end_tree(process: subprocess.Popen[Any]) -> None:
-    """Ask ``process`` to end; kill what is left of it and of its descendants after 30 s, and wait until all are gone."""
+    """Terminate ``process``, kill the remaining descendants after 30 s, and wait until all have ended."""
     tree = _descendants(process.pid)
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)

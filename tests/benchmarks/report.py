@@ -1,4 +1,4 @@
-"""What a benchmark found, as tables for a person and as JSON."""
+"""The results of a benchmark, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """Something measured a few times, in the order in which it was."""
+    """The values of a quantity that was measured several times, in order of measurement."""
 
     name: str
     unit: str
@@ -28,13 +28,13 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """The one figure that stands for all."""
+        """The median of the values."""
         return median(self.values)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A figure beside what is required of it."""
+    """A measured value and its required minimum or maximum."""
 
     name: str
     value: float
@@ -57,14 +57,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a benchmark has to say."""
+    """The results and checks of one benchmark."""
 
     title: str
     figures: list[Figure]
     checks: list[Check]
 
     def tables(self) -> Group:
-        """The figures, and the requirements beside them."""
+        """Return a table of the measurements and one of the checks."""
         measured = Table("", "median", "unit", "each", title=self.title, title_justify="left")
         for figure in self.figures:
             measured.add_row(figure.name, _text(figure.median), figure.unit, "  ".join(map(_text, figure.values)))
@@ -79,7 +79,7 @@ class Report:
         return Group(measured, compared)
 
     def document(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the report as plain values for JSON."""
         return {
             "title": self.title,
             "figures": [{**dataclasses.asdict(figure), "median": figure.median} for figure in self.figures],
@@ -88,7 +88,7 @@ class Report:
 
 
 def write(path: Path, reports: dict[str, Report], scale: float) -> None:
-    """Leave the figures of all benchmarks in a file, with what they were measured on."""
+    """Write the results of all benchmarks to a JSON file, with the machine and the package versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     packages = {name: version(name) for name in ("raytrain", "ray", "torch", "pyarrow", "obstore")}
     machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Runs the sides of a comparison in turn, each in processes of its own, against one S3 server."""
+"""Run the sides of a comparison in turn, each in processes of its own, with one S3 server."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a function at the top of a module, and its arguments, as JSON knows them.
+    """One side of a comparison: a function at the top of a module, and its arguments as JSON values.
 
-    Where it takes a ``folder``, it gets a fresh one.
+    If the function has a parameter ``folder``, it gets a new empty folder.
     """
 
     function: Callable[..., Any]
@@ -38,25 +38,27 @@ class Side:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every benchmark is given."""
+    """The input of every benchmark."""
 
-    url: str  # of the training images
-    images: Path  # the same as files
+    url: str
+    """URL of the training images."""
+    images: Path
+    """Folder with the same images."""
     environment: dict[str, str]
     scratch: Path
     scale: float
     console: Console
 
     def scaled(self, number: int, least: int = 1) -> int:
-        """``number``, less where everything is to be small."""
+        """Return ``number`` times the scale, at least ``least``."""
         return max(least, math.ceil(number * self.scale))
 
     def alternate(
         self, sides: dict[str, Side], rounds: int, figure: Callable[[Any], str] = str
     ) -> dict[str, list[Any]]:
-        """What each side returned in each round; within a round all sides run, one after the other.
+        """Run all sides one after the other in each round, and return the results of each side.
 
-        Each result is printed as it comes, as ``figure`` writes it.
+        Each result is printed at once, formatted by ``figure``.
         """
         results: dict[str, list[Any]] = {name: [] for name in sides}
         for number in range(rounds):
@@ -67,7 +69,7 @@ class Bench:
         return results
 
     def alone(self, side: Side) -> Any:
-        """What a side returns in a fresh process; raises RuntimeError with the end of what it printed where it fails."""
+        """Run a side in a new process and return its result; raise RuntimeError with its last output if it fails."""
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         arguments = side.arguments | ({"folder": str(folder)} if "folder" in side.function.__annotations__ else {})
         function = f"{side.function.__module__}:{side.function.__qualname__}"
@@ -86,7 +88,7 @@ class Bench:
         return json.loads((folder / "result").read_text())
 
     def _run(self, command: list[str], output: IO[bytes]) -> int:
-        """The exit code of a command; whatever ends the wait for it ends all of its processes."""
+        """Run a command and return its exit code. All of its processes are ended, also after an exception."""
         process = subprocess.Popen(
             command,
             env=self.environment,
@@ -98,12 +100,15 @@ class Bench:
         try:
             return process.wait(_TIMEOUT_S)
         finally:
-            end_tree(process)  # also after a normal end: what it started may still write into its folder
+            end_tree(process)  # Also after a normal end: its children may still write into the folder.
 
 
 @contextmanager
 def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, Path, dict[str, str]]]:
-    """URL and folder of the training images (of a part of them where ``scale`` is below 1), and the environment that reaches them."""
+    """Serve the training images; yield their URL, their folder, and the environment for processes that read them.
+
+    If ``scale`` is below 1, only this fraction of the images is used.
+    """
     if not (data / "train").is_dir():
         raise UsageError(
             f"--data is {data}, which has no folder train in it; give the folder that holds train/<class>/*.jpg."
@@ -114,7 +119,7 @@ def served(data: Path, scale: float, scratch: Path) -> Iterator[tuple[str, Path,
 
 
 def _part(data: Path, scale: float, target: Path) -> Path:
-    """A copy of the first images of each class."""
+    """Copy the first images of each class to ``target``."""
     for folder in (data / "train").iterdir():
         (target / "train" / folder.name).mkdir(parents=True)
         images = sorted(folder.iterdir())
@@ -124,7 +129,7 @@ def _part(data: Path, scale: float, target: Path) -> Path:
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """This process's variables without any of AWS, with a place of its own for Ray, so that no other cluster is found."""
+    """Return this process's environment without AWS variables, and with a folder for Ray that hides other clusters."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("AWS_") and name != "RAY_ADDRESS"
     }
@@ -134,6 +139,6 @@ def _environment(scratch: Path) -> dict[str, str]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(_ROOT),
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # or Ray would install an environment for each cluster
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # Otherwise Ray installs an environment for each cluster.
         "RAY_TMPDIR": str(scratch),
     }

@@ -1,4 +1,4 @@
-"""Notes that a worker has started. Imports next to nothing: its own start is part of what is measured."""
+"""Write down when a worker has started. Imports almost nothing, because its import time is part of the measurement."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from typing import Any
 
 NOTES = "RAYTRAIN_BENCHMARK_NOTES"
-"""The environment variable that names the file for the notes of a measurement."""
+"""The environment variable with the path of the file for the times."""
 
 
 def note() -> None:
-    """Note the time."""
+    """Append the current time to the file."""
     with open(os.environ[NOTES], "a") as notes:
         notes.write(f"{time.time()}\n")
 
 
 def network(num_classes: int, channels: int) -> Any:
-    """The network of the recipe cifar10, in a process that notes when its first optimizer step is done."""
+    """Build the network of the recipe cifar10, and note the time after this process's first optimizer step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from raytrain.models import cifar10

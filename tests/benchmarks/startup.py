@@ -1,4 +1,4 @@
-"""From the start of the process to the first optimizer step, beside a bare TorchTrainer that has entered a loop that does nothing."""
+"""Start-up time: raytrain until its first optimizer step, compared with a bare TorchTrainer until its empty loop."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def measure(bench: Bench) -> Report:
     results = bench.alternate(sides, bench.scaled(3), "{:.1f} s".format)
     bare, raytrain = (Figure(name, "s", values) for name, values in results.items())
     check = Check("raytrain : bare", raytrain.median / bare.median, at_most=1.1)
-    return Report("startup: seconds after the process began, on both workers", [bare, raytrain], [check])
+    return Report("startup: seconds after the start of the process, on both workers", [bare, raytrain], [check])
 
 
 def seconds(module: list[str], folder: str) -> float:
-    """Seconds until the last of two workers noted that it is there; the command is ended then."""
+    """Return the seconds until both workers have noted their start, and end the command."""
     notes = Path(folder, "notes")
     notes.touch()
-    begun = time.time()
+    started = time.time()
     command = subprocess.Popen([sys.executable, "-m", *module], env=os.environ | {NOTES: str(notes)}, cwd=folder)
-    while len(there := notes.read_text().split()) < 2:
+    while len(times := notes.read_text().split()) < 2:
         if command.poll() is not None:
-            raise RuntimeError(f"{module} ended with {command.returncode} before both workers were there")
+            raise RuntimeError(f"{module} ended with {command.returncode} before both workers had started")
         time.sleep(_EVERY_S)
     end_tree(command)
-    return max(map(float, there)) - begun
+    return max(map(float, times)) - started

@@ -1,7 +1,7 @@
-"""A whole training step: raytrain's loop on cached images beside a plain DDP loop on tensors in memory.
+"""A whole training step: raytrain's loop on cached images, compared with a plain DDP loop on tensors in memory.
 
-Both train the recipe's network on the same images with the same augmentation, in two processes of one thread each that gloo
-joins; and both a second time under Ray, raytrain as users run it and the plain loop in a bare TorchTrainer.
+Both train the recipe's network on the same images with the same augmentation, in two gloo processes of one thread each.
+Both are also measured on Ray: raytrain as users run it, and the plain loop in a bare TorchTrainer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.subset import train_on
 from tests.helpers.gloo_processes import run_in_processes
 
-NUM_WORKERS, SHARE, BLOCK_ROWS, NUM_CLASSES = 2, 128, 512, 10
-BATCH = NUM_WORKERS * SHARE
+NUM_WORKERS, BATCH_PER_WORKER, BLOCK_ROWS, NUM_CLASSES = 2, 128, 512, 10
+BATCH = NUM_WORKERS * BATCH_PER_WORKER
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 _WARM_UP = 5
 
@@ -67,7 +67,9 @@ def measure(bench: Bench) -> Report:
     results = bench.alternate(sides, bench.scaled(3), lambda times: f"{_rate(times):,.0f} images/s")
     figures = {name: Figure(name, "images/s", [_rate(times) for times in rounds]) for name, rounds in results.items()}
     checks = [_check(figures, name, name.replace("raytrain", "plain")) for name in figures if "raytrain" in name]
-    title = f"step: cifar10's network, 2 processes of 1 thread, {SHARE} images each, {steps - _WARM_UP} steps"
+    title = (
+        f"step: cifar10's network, 2 processes of 1 thread, {BATCH_PER_WORKER} images each, {steps - _WARM_UP} steps"
+    )
     return Report(title, list(figures.values()), checks)
 
 
@@ -76,7 +78,7 @@ def _check(figures: dict[str, Figure], name: str, beside: str) -> Check:
 
 
 def _rate(times: list[float]) -> float:
-    """Images a second of both workers, from the times at which one's steps were done."""
+    """Return the images per second of both workers, from the times at which one worker finished its steps."""
     return BATCH * (len(times) - _WARM_UP) / (times[-1] - times[_WARM_UP - 1])
 
 
@@ -86,7 +88,7 @@ def _options(precision: Any, **others: Any) -> TrainConfig:
         precision=precision,
         epochs=1,
         workers=NUM_WORKERS,
-        batch_size_per_worker=SHARE,
+        batch_size_per_worker=BATCH_PER_WORKER,
         mean=MEAN,
         std=STD,
         **quiet,
@@ -99,7 +101,7 @@ def _resolved(precision: Any) -> ResolvedConfig:
 
 
 def keep_images(url: str, num_images: int, file: str) -> None:
-    """Leave some images and their labels in a file, for the sides without Ray."""
+    """Write some images and their labels to a file, for the sides without Ray."""
     store = open_store(url)
     manifest = build_manifest(store)
     chosen = _some(num_images, len(manifest))
@@ -107,13 +109,13 @@ def keep_images(url: str, num_images: int, file: str) -> None:
     np.savez(file, images=images, labels=manifest.labels[chosen].astype(np.int64))
 
 
-def _some(num_images: int, there_are: int) -> Any:
-    """So many images from all over a manifest, one more than once where there are too few."""
-    return np.resize(np.random.default_rng(0).permutation(there_are), num_images)
+def _some(num_images: int, manifest_size: int) -> Any:
+    """Return ``num_images`` random indices into a manifest; they repeat if it has fewer images."""
+    return np.resize(np.random.default_rng(0).permutation(manifest_size), num_images)
 
 
 def _step_times() -> list[float]:
-    """A list to which each step of an optimizer in this process adds the time at which it is done."""
+    """Return a list to which each optimizer step in this process will append its time."""
     times: list[float] = []
     register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter()))
     return times
@@ -127,7 +129,7 @@ def plainly(images: str, precision: str) -> list[float]:
 
 
 def plainly_under_ray(images: str, precision: str, folder: str) -> list[float]:
-    """In a bare TorchTrainer: what Ray's own processes take of the cores, they take there too."""
+    """Run the plain loop in a bare TorchTrainer, so that Ray's processes use the cores on both sides."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -156,7 +158,7 @@ def train_plainly(file: str, precision: str) -> list[float]:
     mixed = torch.autocast("cpu", AUTOCAST_DTYPES[precision]) if precision in AUTOCAST_DTYPES else nullcontext()
     order = torch.randperm(len(all_images))
     for step in range(len(order) // BATCH):
-        samples = order[step * BATCH + rank * SHARE :][:SHARE]
+        samples = order[step * BATCH + rank * BATCH_PER_WORKER :][:BATCH_PER_WORKER]
         images, labels = augment.train(all_images[samples], samples, epoch=0), all_labels[samples]
         with mixed:
             logits = model(images)
@@ -172,9 +174,9 @@ def train_plainly(file: str, precision: str) -> list[float]:
 
 @dataclass(frozen=True)
 class MemorySource:
-    """Shares out of blocks in memory, as they lie in the object store."""
+    """A data source that takes local batches from blocks in memory, as they are in the object store."""
 
-    images: np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C), in the order of the first epoch
+    images: np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C), in the order of the first epoch.
     labels: np.ndarray[Any, np.dtype[np.int64]]
     partition: Partition
 
@@ -251,8 +253,8 @@ def through_ray(url: str, num_images: int, precision: str, folder: str) -> list[
 
 
 def train_when_cached(run: Run, folder: str) -> None:
-    run.reporter.started(run.world_size, 0)  # the driver waits for it to fill the cache
-    for _ in run.source.train(0):  # waits until all is there
+    run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
+    for _ in run.source.train(0):  # Wait until all images are cached.
         pass
     times = _step_times()
     train(run)

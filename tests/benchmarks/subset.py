@@ -1,4 +1,4 @@
-"""A training run on other images than all of those at its URL."""
+"""Train on a selection of the images at a URL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain.training.run import Run
 
 
 def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]], loop: Callable[[Run], None]) -> None:
-    """As ``raytrain.train``, on the images that ``choose`` takes out of so many; it may take one more than once."""
+    """Train like ``raytrain.train`` on the images with the indices ``choose(num_images)``, which may repeat."""
     with connection(config.address) as cluster:
         prepared = prepare(config)
         manifest = prepared.data.train

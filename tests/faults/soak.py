@@ -1,7 +1,9 @@
-"""Runs under random faults, one after the other, for as long as wanted: ``python -m tests.faults.soak --minutes 60 --seed 1``.
+"""A soak test: train runs with random faults, one after the other.
 
-Every run has the same options, so that each must end with the weights of the first one, which nothing happens to. Prints what
-happened and what came of it; the exit code is 1 where anything was lost, doubled or left behind.
+``python -m tests.faults.soak --minutes 60 --seed 1``
+
+All runs have the same options, so each must end with the weights of the first one, which has no faults. Prints the
+faults and their effects. The exit code is 1 if samples were lost or used twice, or processes or files were left over.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ from tests.helpers.small_runs import make_images, weights
 
 NUM_IMAGES = 6000
 FAULTS_PER_RUN = 3
-SETTLED_S = 20.0  # until what is left of a run in Ray is there for good
+SETTLED_S = 20.0
+"""Time after a run in which Ray ends the run's processes."""
 MORE_FDS, MORE_BYTES = 32, 64 << 20
-"""By how much a process that outlasts all runs may have grown: what differs with how many idle processes Ray keeps."""
+"""Allowed growth of a process that outlives all runs; it varies with the number of idle processes that Ray keeps."""
 FEW_RECORDS = {"RAY_task_events_max_num_task_in_gcs": "1000", "RAY_maximum_gcs_destroyed_actor_cached_count": "100"}
-"""Of tasks and actors that are over. Ray keeps 100,000 of each; until it has them an hour's growth would look like a leak."""
+"""Records of ended tasks and actors that Ray keeps. Its default is 100,000 each, which would look like a leak."""
 
 
 def suffer(run: Soaked, faults: Iterator[Callable[[Soaked], bool]]) -> None:
-    """Begin the run, hurt it now and then, and see it to its end."""
+    """Start the run, inject the faults at random steps, and wait for the run's end."""
     run.begin()
     try:
         for fault in faults:
@@ -54,7 +57,7 @@ def suffer(run: Soaked, faults: Iterator[Callable[[Soaked], bool]]) -> None:
         run.driver.kill()
 
 
-# What came of it.
+# Results.
 
 
 @dataclass
@@ -63,7 +66,8 @@ class Verdict:
     lost: int
     doubled: int
     equal: bool
-    ended: bool = True  # or nobody could count what was lost
+    ended: bool = True
+    """If False, the lost and doubled samples are unknown."""
 
     @property
     def good(self) -> bool:
@@ -71,7 +75,7 @@ class Verdict:
 
 
 def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdict, raytrain.TrainResult | None]:
-    """Hold a run that has ended against the plan and the undisturbed one."""
+    """Compare a run that has ended with the plan and with the undisturbed run."""
     try:
         summary = json.loads(last_line(run.log.name))
         result = raytrain.TrainResult(**{each.name: summary[each.name] for each in fields(raytrain.TrainResult)})
@@ -99,7 +103,7 @@ def same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) -> bool
 
 
 def left_behind(head: Head, usual: Counter[str]) -> list[str]:
-    """Processes that outlasted a run, beside the usual ones, once what was ending has had time to."""
+    """Names of the processes that are still there a minute after a run, other than the usual ones."""
     deadline = time.monotonic() + 60
     while (more := working(head) - usual) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -107,13 +111,13 @@ def left_behind(head: Head, usual: Counter[str]) -> list[str]:
 
 
 def working(head: Head) -> Counter[str]:
-    """Ray's processes in the cluster by name, but for idle ones."""
+    """Number of Ray's processes in the cluster by name, without idle ones."""
     names = [title(process).partition(".")[0] for process in named(head, "ray::")]
     return Counter(name for name in names if "IDLE" not in name and "SPILL" not in name and "RESTORE" not in name)
 
 
 def lasting(head: Head) -> dict[str, tuple[int, int]]:
-    """Open files and bytes of the processes that outlast every run, by name and number."""
+    """Open files and memory in bytes of the processes that outlive every run, by process name."""
     found: dict[str, tuple[int, int]] = {}
     for process in head_processes(head):
         name = Path(title(process)).name
@@ -124,14 +128,14 @@ def lasting(head: Head) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
-    """A cluster, images and storage behind a proxy; gives what makes a run of a number."""
+    """Start a cluster and an S3 server behind a proxy; yield a function that makes the run of a number."""
     os.environ.update(FEW_RECORDS)
     (folder / "loop.py").write_text(LOOP.format(folder=str(folder)))
     for name in ("tmp", "s3/soak/images", "s3/soak-runs"):
         (folder / name).mkdir(parents=True)
     make_images(folder / "s3" / "soak" / "images", NUM_IMAGES)
     with S3Server(folder / "s3") as server, started_head(folder) as head, faulty_s3(server.endpoint_url, 0.0) as proxy:
-        os.environ.update(server.environment())  # this process looks at storage past the proxy
+        os.environ.update(server.environment())  # This process bypasses the proxy.
         environment = {
             **head.environment,
             **server.environment(),
@@ -142,13 +146,13 @@ def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
 
 
 def endless_faults() -> Iterator[Callable[[Soaked], bool]]:
-    """Every one of them before any comes again."""
+    """Yield faults forever, in rounds that contain each of them once."""
     while True:
         yield from random.sample(list(WHAT_IT_DOES), len(WHAT_IT_DOES))
 
 
 def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
-    """Run after run, until the ``minutes`` after the first one are over; gives the exit code."""
+    """Train one run after another until ``minutes`` after the first one have passed; return the exit code."""
     first = new_run(0)
     suffer(first, iter(()))
     verdict, undisturbed = judge(first, None)
@@ -162,7 +166,7 @@ def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
         run.problems += [f"left behind: {name}" for name in left_behind(run.head, usual)]
         verdicts.append(verdict)
         print(
-            f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'as if nothing had been'}",
+            f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'no effect'}",
             flush=True,
         )
     kept = [*grown(before, lasting(first.head)), *forgotten(first.folder / "tmp")]
@@ -172,27 +176,28 @@ def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
 
 
 def grown(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> Iterator[str]:
-    """A line for each process that outlasts the runs."""
+    """Yield a line for each process that outlives the runs."""
     for name, (fds, size) in before.items():
         more_fds, more_bytes = after.get(name, (10**9, 0))
         bad = more_fds - fds > MORE_FDS or more_bytes - size > MORE_BYTES
-        yield f"{'BAD ' if bad else ''}{name}: open files {fds} -> {more_fds}, memory {size >> 20} -> {more_bytes >> 20} MiB"
+        memory = f"memory {size >> 20} -> {more_bytes >> 20} MiB"
+        yield f"{'BAD ' if bad else ''}{name}: open files {fds} -> {more_fds}, {memory}"
 
 
 def forgotten(folder: Path) -> Iterator[str]:
-    """Temporary files: what a driver that was killed leaves goes with the next one."""
+    """Yield a line about leftover temporary files. The next driver removes those of a killed one."""
     there = sorted(path.name for path in folder.iterdir())
     yield f"{'BAD ' if there else ''}temporary files: {' '.join(there) or 'none'}"
 
 
 def print_table(verdicts: list[Verdict]) -> None:
-    print("\n| fault | times | the run | samples lost, doubled | weights equal | holds |\n|---|---|---|---|---|---|")
+    print("\n| fault | times | the run | samples lost, doubled | weights equal | passed |\n|---|---|---|---|---|---|")
     for fault, does in WHAT_IT_DOES.items():
         met = [verdict for verdict in verdicts if fault.__name__ in verdict.run.met]
         times = sum(verdict.run.met.count(fault.__name__) for verdict in met)
         lost, doubled = (sum(getattr(verdict, name) for verdict in met) for name in ("lost", "doubled"))
         equal, good = (all(getattr(verdict, name) for verdict in met) for name in ("equal", "good"))
-        counted = f"{lost}, {doubled}" if all(verdict.ended for verdict in met) else "not known of every run"
+        counted = f"{lost}, {doubled}" if all(verdict.ended for verdict in met) else "unknown for some runs"
         cells = (fault.__name__.replace("_", " "), times, does, counted, equal, good)
         print(f"| {' | '.join(map(str, cells))} |")
 
@@ -203,7 +208,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     random.seed(chosen.seed)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Run the cleanup.
     with tempfile.TemporaryDirectory(prefix="soak-") as name, scene(Path(name)) as new_run:
         return soak(new_run, chosen.minutes)
 

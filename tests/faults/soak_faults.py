@@ -1,4 +1,4 @@
-"""A run under faults: its driver is a process of its own, and each fault is a function that says whether it could be done."""
+"""The runs and faults of the soak test. Each fault is a function that returns whether it could be injected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.small_runs import loop_with
 FOLDER = Path({folder!r})
 
 def before_step(run, batch):
-    time.sleep(0.25)  # a pace at which something can happen
+    time.sleep(0.25)  # Slow enough for faults to happen in between.
     if run.rank == 0:
         (FOLDER / "step").write_text(str(batch.step))
     try:
@@ -46,7 +46,7 @@ def loop(run):
 
 @dataclass
 class Soaked:
-    """One run, whose driver is a process of its own, in a cluster that outlasts it."""
+    """One run, whose driver is a process of its own, in a cluster that outlives it."""
 
     name: str
     cache: str
@@ -104,7 +104,7 @@ class Soaked:
         return self.driver.poll() is not None
 
     def reach(self, step: int) -> bool:
-        """Wait until that step is under way; whether the run is still going on."""
+        """Wait until the run is in this step; return False if it has ended."""
         wait_until(lambda: self.over or self.step >= step)
         return not self.over
 
@@ -115,7 +115,7 @@ class Soaked:
         return bool(found)
 
     def end(self) -> None:
-        """Wait for the driver, which must have ended well."""
+        """Wait for the driver's end, and note a problem if it fails or never ends."""
         try:
             self.driver.wait(2 * _PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -130,11 +130,11 @@ def worker_killed(run: Soaked) -> bool:
 
 
 def reader_killed(run: Soaked) -> bool:
-    """Where none is at work, wait for one a little while."""
+    """Kill a process that reads images; wait up to 20 s for one to appear."""
     return wait_until(lambda: run.over or run.kill_one("_read_block", "MapBatches"), _FOR_READERS_S) and not run.over
 
 
-def monitor_killed(run: Soaked) -> bool:
+def coordinator_killed(run: Soaked) -> bool:
     return run.kill_one("Coordinator")
 
 
@@ -146,10 +146,10 @@ def driver_killed(run: Soaked) -> bool:
 
 
 def stopped_and_resumed(run: Soaked) -> bool:
-    """On another number of workers."""
+    """Stop the run, and resume it on another number of workers."""
     try:
         request_stop(STORAGE, run.name, StopRequest("soak"))
-    except raytrain.UsageError:  # it is just ending
+    except raytrain.UsageError:  # The run is just ending.
         return False
     run.end()
     if '"status": "stopped"' in last_line(run.log.name):
@@ -173,13 +173,13 @@ def loop_raised(run: Soaked) -> bool:
 
 
 WHAT_IT_DOES: dict[Callable[[Soaked], bool], str] = {
-    worker_killed: "goes on by itself",
-    reader_killed: "goes on by itself",
-    monitor_killed: "goes on by itself",
-    driver_killed: "goes on with --resume",
-    stopped_and_resumed: "stops; goes on with --resume on another number of workers",
-    s3_troubled: "goes on by itself",
-    loop_raised: "goes on by itself",
+    worker_killed: "continues by itself",
+    reader_killed: "continues by itself",
+    coordinator_killed: "continues by itself",
+    driver_killed: "continues with --resume",
+    stopped_and_resumed: "stops; continues with --resume on another number of workers",
+    s3_troubled: "continues by itself",
+    loop_raised: "continues by itself",
 }
 
 
@@ -194,7 +194,7 @@ def head_processes(head: Head) -> list[psutil.Process]:
 def title(process: psutil.Process) -> str:
     try:
         return next(iter(process.cmdline()), "")
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # The process has just ended.
         return ""
 
 

@@ -1,4 +1,4 @@
-"""A run leaves out what it cannot read, up to a point."""
+"""A run skips images that it cannot read, and stops if there are too many of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[SkipLimit], RunMonitor]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A monitor of the same run, as often as it is begun."""
+    """Make a monitor of the same run, as each start and resume does."""
     return lambda limit: RunMonitor("first", 100, 40, History(open_store(str(tmp_path))), skip_limit=limit)
 
 
@@ -27,16 +27,16 @@ def bad(*numbers: int) -> list[SkippedImage]:
     return [SkippedImage(f"cat/{number}.jpg", "the file is empty") for number in numbers]
 
 
-def test_up_to_the_fraction_bad_images_do_not_end_a_run(make: Make) -> None:
+def test_a_run_continues_while_at_most_the_allowed_fraction_of_images_is_bad(make: Make) -> None:
     monitor = make(SkipLimit(num_images=300, max_bad_fraction=0.01))
     monitor.skip(bad(1, 2))
     monitor.skip(bad(2, 3))
-    monitor.skip(bad(1, 2, 3))  # the next epoch
+    monitor.skip(bad(1, 2, 3))  # In the next epoch.
     assert monitor.failure is None and monitor.wait_for_stop_request(0) is None
     monitor.finish("finished")
 
 
-def test_beyond_the_fraction_the_run_is_stopped_with_the_numbers(make: Make) -> None:
+def test_a_run_with_too_many_bad_images_is_stopped_with_the_numbers(make: Make) -> None:
     monitor = make(SkipLimit(num_images=300, max_bad_fraction=0.01))
     monitor.skip(bad(1, 2, 3, 4))
     request = monitor.wait_for_stop_request(30)
@@ -45,14 +45,14 @@ def test_beyond_the_fraction_the_run_is_stopped_with_the_numbers(make: Make) -> 
         request.reason
         == monitor.failure
         == (
-            "4 of 300 images (1.3 %) cannot be used, such as cat/1.jpg (the file is empty), and --max-bad-fraction is 0.01; skipped.jsonl "
-            "lists them: repair or remove them and start a new run, or allow more"
+            "4 of 300 images (1.3 %) cannot be used, such as cat/1.jpg (the file is empty), and --max-bad-fraction is "
+            "0.01; skipped.jsonl lists them: repair or remove them and start a new run, or allow more"
         )
     )
     monitor.finish("failed")
 
 
-def test_what_was_skipped_before_a_resume_counts(make: Make) -> None:
+def test_images_skipped_before_a_resume_count_towards_the_limit(make: Make) -> None:
     before = make(SkipLimit(num_images=300))
     before.skip(bad(1, 2, 3, 4))
     before.finish("failed")
@@ -66,7 +66,7 @@ def test_what_was_skipped_before_a_resume_counts(make: Make) -> None:
     allowed.finish("finished")
 
 
-def test_a_run_that_must_not_skip_ends_at_the_first_bad_image(make: Make) -> None:
+def test_with_on_bad_image_fail_a_run_stops_at_the_first_bad_image(make: Make) -> None:
     monitor = make(SkipLimit(num_images=10**6, on_bad_image="fail"))
     monitor.skip(bad(7))
     assert monitor.stop_request is not None
@@ -74,14 +74,14 @@ def test_a_run_that_must_not_skip_ends_at_the_first_bad_image(make: Make) -> Non
         monitor.failure
         == monitor.stop_request.reason
         == (
-            "cat/7.jpg (the file is empty) cannot be used, and --on-bad-image is fail; repair or remove it and start a new run, or set "
-            "--on-bad-image skip"
+            "cat/7.jpg (the file is empty) cannot be used, and --on-bad-image is fail; repair or remove it and start a "
+            "new run, or set --on-bad-image skip"
         )
     )
     monitor.finish("failed")
 
 
-def test_the_options_decide() -> None:
+def test_the_skip_limit_follows_the_options() -> None:
     config = TrainConfig(batch_size=1, learning_rate=1)
     assert SkipLimit.of(config, 100) == SkipLimit(num_images=100, on_bad_image="skip", max_bad_fraction=0.01)
     for fraction in (-0.1, 1.5):

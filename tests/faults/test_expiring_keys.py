@@ -1,4 +1,4 @@
-"""Keys that live for seconds carry a run of minutes; keys that are taken back end it with a sentence, and it goes on later."""
+"""A run survives expiring credentials; revoked credentials end it with one sentence, and it can be resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 120.0
 
 
 def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
-    return large_images(  # few of them are read ahead, so that reading lasts as long as the run
+    return large_images(  # Few large images are prefetched, so reading lasts as long as the run.
         data,
         storage,
         mean=(0.5,) * 3,
@@ -54,7 +54,7 @@ def unhindered(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPat
 def issuer(
     s3_server: S3Server, s3: S3Server, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Issuer]:
-    """Issues all the keys that this process has; the images are at ``s3_url``."""
+    """Issues all credentials of this process. The images are at ``s3_url``."""
     put_images(images, open_store(s3_url, settings=S3Settings(s3.endpoint_url, "us-east-1")))
     (tmp_path / "issued").mkdir()
     issuer = Issuer(tmp_path / "issued")
@@ -67,10 +67,10 @@ def issuer(
 
 
 def wait_for_other_keys(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
-    """Take no step before there are as many keys as it wants, so that the run outlasts most of them."""
+    """Delay steps until one set of credentials per ``STEPS_PER_KEY`` steps was issued; most expire during the run."""
     deadline = time.monotonic() + WAIT_S
     while run.rank == 0 and len(list(issued.glob("*.json"))) < batch.step // STEPS_PER_KEY:
-        assert time.monotonic() < deadline, "no keys are asked for any more"
+        assert time.monotonic() < deadline, "no new credentials are requested"
         time.sleep(0.1)
 
 
@@ -79,11 +79,12 @@ def revoke(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
         (issued / "revoked").touch()
 
 
-def test_a_run_never_notices_that_keys_expire(
+def test_a_run_survives_expiring_credentials(
     unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hook = partial(wait_for_other_keys, issued=issuer.folder)
-    result = raytrain.train(options(s3_url, f"{s3_url}-runs"), loop=partial(loop_with, before_step=hook))  # pyright: ignore
+    loop = partial(loop_with, before_step=hook)  # pyright: ignore
+    result = raytrain.train(options(s3_url, f"{s3_url}-runs"), loop=loop)
     assert (result.status, result.steps, result.num_skipped) == ("finished", STEPS, 0)
     expired = [keys for keys in issuer.issued() if float(keys["expires"]) < time.time()]
     assert len(expired) >= STEPS // STEPS_PER_KEY / 2 and result.seconds > 4 * LIFE_S
@@ -92,12 +93,13 @@ def test_a_run_never_notices_that_keys_expire(
     assert "failed" not in capfd.readouterr().err
 
 
-def test_keys_that_are_taken_back_end_a_run_with_a_sentence_and_it_goes_on_with_others(
+def test_revoked_credentials_end_a_run_with_one_sentence_and_new_ones_resume_it(
     unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, tmp_path: Path
 ) -> None:
     wanted = options(s3_url, tmp_path / "runs")
+    loop = partial(loop_with, before_step=partial(revoke, issued=issuer.folder))  # pyright: ignore
     with pytest.raises(TrainingFailed) as raised:
-        raytrain.train(wanted, loop=partial(loop_with, before_step=partial(revoke, issued=issuer.folder)))  # pyright: ignore
+        raytrain.train(wanted, loop=loop)
     sentence = str(raised.value)
     said = re.search(
         r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.* go on with --name run .* --resume\.$",

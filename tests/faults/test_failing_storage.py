@@ -1,4 +1,4 @@
-"""Runs whose storage, or whose data, is on a sick disk or behind a network that fails: the weights are those of a healthy run."""
+"""Runs with a failing disk or network end with the weights of a healthy run."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, lo
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
-NUM_READING_TASKS = 2  # at a time, for two workers on two CPUs
+NUM_READING_TASKS = 2
+"""Data tasks that run at the same time, with two workers on two CPUs."""
 AWAY_S = 60.0
 
 
 def whole_steps(storage: str) -> list[int]:
-    """The steps of the run's checkpoints, after each of them was read."""
+    """Read all checkpoints of the run, and return their steps."""
     store = open_run(storage, "run")
     return [read_checkpoint(store, found.path).progress.step for found in list_checkpoints(store)]
 
 
-# The data.
+# Data behind a failing network.
 
 
 @pytest.mark.parametrize(("fraction", "seed", "max_requests_per_read"), [(0.05, 0, 1.2), (0.5, 5, 3.0)])
-def test_a_run_through_s3_that_fails_requests_repeats_and_counts_them(
+def test_failed_s3_requests_are_retried_and_counted(
     fraction: float,
     seed: int,
     max_requests_per_read: float,
@@ -66,18 +67,18 @@ def test_a_run_through_s3_that_fails_requests_repeats_and_counts_them(
     assert (result.status, result.samples_seen, result.num_skipped) == ("finished", 324, 0)
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
-    num_reads = 324 + NUM_IMAGES - 81  # each training image in four epochs, each test image at the end
+    num_reads = 324 + NUM_IMAGES - 81  # Each training image in 4 epochs, each test image once.
     assert result.num_retries == proxy.num_requests_for(".png") - num_reads > 0
     assert proxy.num_requests_for(".png") <= max_requests_per_read * num_reads
     assert proxy.max_at_once <= NUM_READING_TASKS * MAX_THREADS
 
 
-# A disk.
+# A failing disk.
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MB, healthy so far."""
+    """A working disk of 2 MB."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a disk")
     place = tmp_path / "disk"
@@ -100,13 +101,13 @@ def fill(disk: Path) -> None:
 
 def make_read_only(disk: Path) -> None:
     while subprocess.run(["mount", "-o", "remount,ro", disk]).returncode:
-        pass  # somebody writes to it at this moment
+        pass  # Another process is writing to it at this moment.
 
 
 def free(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     (disk / "filler").unlink(missing_ok=True)
-    (disk / "runs/run/status.json").unlink()  # it says that this process trains, which could not say otherwise
+    (disk / "runs/run/status.json").unlink()  # It still says "running", because the failed run could not update it.
 
 
 def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -> None:
@@ -121,17 +122,18 @@ def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -
         (make_read_only, "{} is on a read-only disk; choose another place"),
     ],
 )
-def test_a_run_whose_disk_is_full_or_read_only_keeps_its_last_checkpoint(
+def test_a_run_on_a_full_or_read_only_disk_keeps_its_last_checkpoint(
     hurt: Any, sentence: str, undisturbed: raytrain.TrainResult, images: Path, disk: Path
 ) -> None:
     options = config(images, disk / "runs", checkpoint_every_steps=3, trace=True)
+    loop = partial(loop_with, before_step=partial(hurt_disk, disk=disk, hurt=hurt))  # pyright: ignore
     with pytest.raises(TrainingFailed) as raised:
-        raytrain.train(options, loop=partial(loop_with, before_step=partial(hurt_disk, disk=disk, hurt=hurt)))  # pyright: ignore
+        raytrain.train(options, loop=loop)
     said = str(raised.value)
     before, after = sentence.split("{}")
     assert said.startswith(f"Run 'run' failed: {before}{disk}/runs/run/") and after in said and "\n" not in said
     assert said.endswith(f"Its last checkpoint is kept: go on with --name run --storage {disk}/runs --resume.")
-    assert max(whole_steps(options.storage)) in (3, 6)  # that of step 6 is written while the disk breaks
+    assert max(whole_steps(options.storage)) in (3, 6)  # The disk fails while the checkpoint of step 6 is written.
     free(disk)
     resumed = raytrain.train(dataclasses.replace(options, resume=True))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)
@@ -139,11 +141,11 @@ def test_a_run_whose_disk_is_full_or_read_only_keeps_its_last_checkpoint(
     assert raytrain.audit("run", storage=options.storage).clean
 
 
-# S3.
+# Storage behind a failing network.
 
 
 class Away:
-    """Breaks off all requests from the moment a run asks for it until it has trained on meanwhile, and at least a minute long."""
+    """Resets all requests, from the run's signal until the run has trained further, for at least ``AWAY_S`` seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -169,7 +171,7 @@ def train_on_without_storage(run: raytrain.Run, batch: raytrain.Batch, folder: P
             (folder / note).touch()
 
 
-def test_a_run_trains_on_while_its_storage_is_away_and_its_checkpoints_arrive_later(
+def test_a_run_continues_while_its_storage_is_down_and_writes_its_checkpoints_later(
     undisturbed: raytrain.TrainResult,
     images: Path,
     s3: S3Server,
@@ -192,7 +194,7 @@ def test_a_run_trains_on_while_its_storage_is_away_and_its_checkpoints_arrive_la
 
 
 class Ballast:
-    """So much that a checkpoint is uploaded in parts."""
+    """State large enough that a checkpoint needs a multipart upload."""
 
     def __init__(self) -> None:
         self.state = {"ballast": torch.zeros(16 << 20, dtype=torch.uint8)}
@@ -211,7 +213,7 @@ def heavy_loop(run: raytrain.Run, folder: Path) -> None:
     loop_with(run, lambda run, batch: None)
 
 
-def test_a_worker_that_is_killed_while_it_uploads_a_checkpoint_leaves_the_one_before(
+def test_a_worker_killed_during_a_checkpoint_upload_leaves_the_previous_checkpoint(
     undisturbed: raytrain.TrainResult,
     images: Path,
     s3: S3Server,
@@ -230,7 +232,8 @@ def test_a_worker_that_is_killed_while_it_uploads_a_checkpoint_leaves_the_one_be
 
     with faulty_s3(s3.endpoint_url, interfere=kill) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        result = raytrain.train(config(images, s3_url, trace=True), loop=partial(heavy_loop, folder=tmp_path))  # pyright: ignore
+        loop = partial(heavy_loop, folder=tmp_path)  # pyright: ignore
+        result = raytrain.train(config(images, s3_url, trace=True), loop=loop)
         assert killed.is_set() and (result.status, result.samples_seen) == ("finished", 324)
         assert_same_weights(result, undisturbed)
         assert whole_steps(s3_url)[-2:] == [15, 20]

@@ -46,7 +46,7 @@ def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
         assert proxy.num_requests <= max_requests_per_object * NUM_OBJECTS
         assert proxy.max_at_once <= MAX_THREADS
         assert sorted(found.path for found in store.list()) == sorted(paths)
-        for number, size_bytes in enumerate((10, 1_000_000, 12_000_000)):  # the last one is a multipart upload
+        for number, size_bytes in enumerate((10, 1_000_000, 12_000_000)):  # The last is a multipart upload.
             store.put(f"written/{number}", bytes(size_bytes))
             assert direct.get(f"written/{number}") == bytes(size_bytes)
         assert not store.exists("nowhere")
@@ -66,7 +66,7 @@ def test_real_images_are_read_despite_faults(s3: S3Server, s3_url: str, tmp_path
     assert bad == {} and (images == ImageReader(folder, shape).read(build_manifest(folder))[0]).all()
 
 
-# Objects that changed after they were listed.
+# Objects that change after they are listed.
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -74,7 +74,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("s3_url"))
 
 
-def test_an_object_that_was_replaced_after_its_listing_is_detected(store: Store) -> None:
+def test_an_object_replaced_after_its_listing_is_detected(store: Store) -> None:
     for path in "abc":
         store.put(path, path.encode())
     etags = {found.path: found.etag for found in store.list()}
@@ -99,7 +99,7 @@ def test_copies_of_a_folder_on_other_machines_are_the_same_files(tmp_path: Path)
     store = open_store(str(tmp_path))
     store.put("a", b"one")
     (listed,) = store.list()
-    store.put("a", b"two")  # a copy has another modification time, which is not compared
+    store.put("a", b"two")  # A copy has another modification time, which is not compared.
     assert store.get("a", listed.etag) == b"two"
 
 

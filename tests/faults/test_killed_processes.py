@@ -1,4 +1,4 @@
-"""Whatever happens on the way, a run ends with the weights of one that nothing happened to, each sample used once an epoch."""
+"""A run with killed processes ends with the weights of an undisturbed run, and uses each sample once an epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Hurt = Callable[[raytrain.Run, raytrain.Batch, Path], None]
 
 
 def once(marker: Path) -> bool:
-    """True for the first process that asks, in this life of the run or another."""
+    """Return True for the first caller only, over all processes and restarts of the run."""
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:
@@ -81,7 +81,7 @@ def death_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: 
         (death_during_a_checkpoint, {}),
     ],
 )
-def test_a_fault_costs_time_only(
+def test_a_killed_worker_or_an_exception_does_not_change_the_weights(
     hurt: Hurt, options: dict[str, Any], undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(hurt, folder=tmp_path))  # pyright: ignore
@@ -94,7 +94,7 @@ def test_a_fault_costs_time_only(
 
 
 def summary_of(scenario: str, images: Path, storage: Path) -> dict[str, Any]:
-    """Of the run that a module of the tests makes, in a process and a cluster of its own."""
+    """Run a test helper module in its own process and cluster, and return the summary that it prints."""
     command = [sys.executable, "-m", scenario, str(images), str(storage)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * DEADLINE_S)
@@ -102,13 +102,13 @@ def summary_of(scenario: str, images: Path, storage: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(
+def test_a_preemption_notice_makes_a_checkpoint_before_the_node_is_removed(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     summary = summary_of("tests.helpers.draining_cluster", images, tmp_path)
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
-    told = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
-    assert told == [
+    events = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
+    assert events == [
         "training on 2 workers",
         "a node of the workers will be taken away: a checkpoint now",
         "training on 1 worker, going on after step 8",
@@ -118,7 +118,7 @@ def test_a_node_that_will_be_taken_away_leaves_a_checkpoint_first(
     assert read_steps(tmp_path) == list(range(1, 21))
 
 
-def test_a_stop_asked_for_before_the_first_step_keeps_a_checkpoint(
+def test_a_stop_request_before_the_first_step_leaves_a_checkpoint(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     options = config(images, tmp_path)
@@ -135,7 +135,7 @@ def test_a_stop_asked_for_before_the_first_step_keeps_a_checkpoint(
 
 
 def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
-    """Its first evaluation lasts until the stop request has arrived."""
+    """A loop whose first evaluation waits for a stop request."""
 
     def evaluate() -> dict[str, float]:
         if run.rank == 0 and run.progress.step == 5:
@@ -151,7 +151,7 @@ def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
         run.step(optimizer)
 
 
-def test_a_stop_asked_for_during_an_evaluation_lands_on_the_next_step(images: Path, tmp_path: Path) -> None:
+def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(images: Path, tmp_path: Path) -> None:
     handle = raytrain.start(config(images, tmp_path), loop=evaluate_until_asked_to_stop)
     wait_for(lambda: handle.snapshot is not None and handle.snapshot.step >= 4)
     handle.stop("during the evaluation")
@@ -174,7 +174,7 @@ def command(images: Path, storage: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
 
 
-def test_a_run_whose_driver_was_killed_goes_on_under_its_name(
+def test_a_run_whose_driver_was_killed_can_be_resumed(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -196,7 +196,7 @@ def read_steps(storage: Path) -> list[int]:
 
 
 def ask_for_a_stop(run: raytrain.Run, folder: Path) -> None:
-    """Ask, and return when the request has arrived."""
+    """Request a stop, and return when the request has arrived at this worker."""
     request_stop(str(folder), "run", StopRequest("enough"))
     assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
@@ -208,7 +208,7 @@ def stop_in(run: raytrain.Run, batch: raytrain.Batch, folder: Path, step: int) -
 
 
 @pytest.mark.parametrize("step", range(1, 7))
-def test_a_stop_asked_for_in_any_step_lands_on_the_next_one_of_every_worker(
+def test_a_stop_request_in_any_step_stops_all_workers_after_the_same_step(
     step: int, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(stop_in, folder=tmp_path, step=step))  # pyright: ignore
@@ -235,7 +235,7 @@ def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: P
         assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
-def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(
+def test_a_stop_request_during_a_checkpoint_is_obeyed(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(stop_during_a_checkpoint, folder=tmp_path))  # pyright: ignore
@@ -246,7 +246,7 @@ def test_a_stop_asked_for_while_a_checkpoint_is_written_lands_too(
     assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
-def test_a_stop_reaches_a_run_through_its_cluster_from_any_folder(images: Path, tmp_path: Path) -> None:
+def test_the_stop_command_finds_a_run_by_its_cluster_from_any_folder(images: Path, tmp_path: Path) -> None:
     import ray
 
     elsewhere = tmp_path / "elsewhere"
@@ -274,7 +274,7 @@ def refuse(run: raytrain.Run, batch: raytrain.Batch) -> None:
     raise UsageError("This loop wants another learning rate.")
 
 
-def test_a_failed_run_keeps_nothing_of_a_cluster_that_outlives_it(images: Path, tmp_path: Path) -> None:
+def test_a_failed_run_releases_its_resources_in_the_cluster(images: Path, tmp_path: Path) -> None:
     import ray
 
     with pytest.raises(raytrain.TrainingFailed, match=r"^Run 'run' failed: This loop wants another learning rate\. "):
@@ -283,7 +283,7 @@ def test_a_failed_run_keeps_nothing_of_a_cluster_that_outlives_it(images: Path, 
     assert {group["state"] for group in groups.values()} == {"REMOVED"}
 
 
-def test_workers_that_there_is_no_room_for_are_told_so_within_a_minute(images: Path, tmp_path: Path) -> None:
+def test_workers_that_cannot_be_scheduled_are_reported_within_a_minute(images: Path, tmp_path: Path) -> None:
     import ray
 
     @ray.remote(num_cpus=1.5)
@@ -292,16 +292,18 @@ def test_workers_that_there_is_no_room_for_are_told_so_within_a_minute(images: P
 
     other = Other.remote()
     ray.get(other.ready.remote())  # pyright: ignore
-    begun = threading.Event()
+    started = threading.Event()
     try:
         with pytest.raises(UsageError, match=r"no room for 2 workers of 0.5 CPUs each: the cluster has 0.5 CPUs free"):
-            raytrain.train(config(images, tmp_path), view=lambda snapshot: begun.set() if snapshot.step else None)
+            raytrain.train(config(images, tmp_path), view=lambda snapshot: started.set() if snapshot.step else None)
     finally:
         ray.kill(other)  # pyright: ignore
-    assert not begun.is_set()
+    assert not started.is_set()
 
 
-def test_workers_come_and_go_with_their_nodes(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_an_elastic_run_gains_and_loses_workers_with_their_nodes(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     summary = summary_of("tests.helpers.elastic_cluster", images, tmp_path)
     assert (summary["status"], summary["samples_seen"]) == ("finished", 324)
     assert [number for number in summary["num_workers_seen"] if number] == [1, 2, 1]
@@ -312,5 +314,5 @@ def test_workers_come_and_go_with_their_nodes(undisturbed: raytrain.TrainResult,
 def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Processes that read images are killed while they do: a run loses nothing by it."""
+"""A run loses no samples if processes that read images are killed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.m
 
 OPTIONS = {"batch_size": 200, "epochs": 2}
 KILLS = {"ray::_read_block": 2, "ray::MapBatches": 2}
-"""Processes of either kind that a run reads with: single tasks at its beginning, then Ray Data's."""
+"""Kills for each kind of reading process: single tasks at the start of the run, then the tasks of Ray Data."""
 
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More images than are read at the beginning of a run."""
+    """More images than are read at the start of a run."""
     folder = tmp_path_factory.mktemp("s3") / "bucket"
     folder.mkdir()
     return make_images(folder, 5001)
@@ -43,7 +43,7 @@ def undisturbed(ray_cluster: None, bucket: Path, tmp_path_factory: pytest.TempPa
 
 
 class Killer:
-    """Kills who asks for an image, now and then, until each kind of process has been killed as often as ``left`` says."""
+    """Kills the client of every 50th request, until each kind of process was killed as often as ``left`` says."""
 
     def __init__(self) -> None:
         self.left = Counter(KILLS)
@@ -67,7 +67,7 @@ class Killer:
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])
-def test_killed_readers_lose_nothing(
+def test_killed_readers_lose_no_samples(
     cache: str,
     undisturbed: raytrain.TrainResult,
     server: S3Server,

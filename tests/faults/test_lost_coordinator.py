@@ -1,4 +1,4 @@
-"""A run whose actor is killed begins again by itself, and whoever looks or asks for a stop meanwhile is not told otherwise."""
+"""A run whose coordinator is killed restarts by itself; its status stays active, and stop requests still work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.small_runs import assert_same_weights, config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
-KILL_THE_MONITOR = """
+KILL_THE_COORDINATOR = """
 import os
 import psutil
 from pathlib import Path
@@ -39,8 +39,9 @@ def kill(run, batch):
     killed = FOLDER / "killed"
     if (run.rank, batch.step) == (0, 12) and not killed.exists():
         killed.write_text(str(os.getpid()))
-        [monitor] = [each for each in psutil.Process().parent().children() if "ray::Coordinator" in each.cmdline()[0]]
-        monitor.kill()
+        siblings = psutil.Process().parent().children()
+        [coordinator] = [each for each in siblings if "ray::Coordinator" in each.cmdline()[0]]
+        coordinator.kill()
         if STOP == "before":
             ask(run)
     elif (run.rank, batch.step) == (0, 12) and STOP == "after" and killed.read_text() != str(os.getpid()):
@@ -52,10 +53,13 @@ def loop(run):
 """
 
 
-def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytrain.TrainResult:
-    """A run whose monitor is killed in step 13; a stop is asked for at once, ``before`` the driver knows, or ``after`` it trains again."""
+def train_and_kill_coordinator(images: Path, storage: Path, stop: str = "") -> raytrain.TrainResult:
+    """Train in a process whose coordinator is killed in step 13.
+
+    A stop is requested ``before`` the driver notices, ``meanwhile`` (without a cluster), or ``after`` the restart.
+    """
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    (storage / "loop.py").write_text(KILL_THE_MONITOR.format(folder=str(storage), stop=stop))
+    (storage / "loop.py").write_text(KILL_THE_COORDINATOR.format(folder=str(storage), stop=stop))
     options = [
         "--epochs",
         "4",
@@ -71,7 +75,7 @@ def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytra
         output, errors = driver.communicate(timeout=DEADLINE_S)
     assert driver.returncode == 0, errors
     assert (storage / "killed").exists()
-    assert seen <= {"starting", "running", "stopped", "finished"}, "it is active until it is over"
+    assert seen <= {"starting", "running", "stopped", "finished"}, "the run looks active until it ends"
     summary = json.loads(output.splitlines()[-1])
     return raytrain.TrainResult(
         **{field.name: summary[field.name] for field in dataclasses.fields(raytrain.TrainResult)}
@@ -79,10 +83,10 @@ def train_without_monitor(images: Path, storage: Path, stop: str = "") -> raytra
 
 
 def watch_status(driver: subprocess.Popen[str], storage: Path, ask: bool) -> set[str]:
-    """What storage says of the run until it is over; ``ask`` for a stop while it has no cluster."""
+    """Return every status that storage shows until the run ends; if ``ask``, request a stop while it has no cluster."""
     seen: set[str] = set()
     while driver.poll() is None:
-        with suppress(UsageError):  # not there yet
+        with suppress(UsageError):  # The run does not exist yet.
             seen.add(read_status(open_run(str(storage), "run")).status)
             if ask and (storage / "killed").exists() and not has_cluster(driver):
                 request_stop(str(storage), "run", StopRequest("enough"))
@@ -96,10 +100,10 @@ def has_cluster(driver: subprocess.Popen[str]) -> bool:
     return any(child.name() == "gcs_server" for child in psutil.Process(driver.pid).children())
 
 
-def test_a_run_whose_monitor_was_killed_goes_on(
+def test_a_run_whose_coordinator_was_killed_continues(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
-    result = train_without_monitor(images, tmp_path)
+    result = train_and_kill_coordinator(images, tmp_path)
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
@@ -109,10 +113,10 @@ def test_a_run_whose_monitor_was_killed_goes_on(
 @pytest.mark.parametrize(
     ("stop", "last_steps"), [("before", range(11, 19)), ("meanwhile", range(11, 19)), ("after", range(13, 15))]
 )
-def test_a_run_whose_monitor_was_killed_can_be_stopped(
+def test_a_run_whose_coordinator_was_killed_can_be_stopped(
     stop: str, last_steps: range, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
-    stopped = train_without_monitor(images, tmp_path, stop)
+    stopped = train_and_kill_coordinator(images, tmp_path, stop)
     assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
     assert stopped.steps in last_steps
     resumed = raytrain.train(config(images, tmp_path, resume=True, trace=True))

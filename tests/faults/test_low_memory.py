@@ -1,4 +1,4 @@
-"""Where memory is short, a run is slower, or says so before it starts; where the kernel ends a process, it goes on."""
+"""With little memory, a run is slower or is refused at the start; it continues after an out-of-memory kill."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ DECODED_BYTES = 90 * 640 * 640 * 3
 
 @pytest.fixture(scope="module")
 def roomy(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
-    """A run whose images have all the room that they need."""
+    """A run whose decoded images fit into the object store."""
     return raytrain.train(options(images, tmp_path_factory.mktemp("roomy"), cache="memory"))
 
 
 @pytest.mark.parametrize(
     ("store_bytes", "status_of_memory"),
     [
-        (int(1.02 * DECODED_BYTES), "finished"),  # all images, and no room for anything else
+        (int(1.02 * DECODED_BYTES), "finished"),  # All images fit, and nothing else.
         (int(0.75 * DECODED_BYTES), "refused"),
     ],
 )
-def test_a_small_object_store_makes_a_run_slower_and_not_wrong(
+def test_a_small_object_store_does_not_change_the_weights(
     store_bytes: int, status_of_memory: str, roomy: TrainResult, images: Path, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -57,12 +57,12 @@ def test_a_small_object_store_makes_a_run_slower_and_not_wrong(
             assert "--cache is memory, and the decoded images take 0.1 GB" in result["error"]
 
 
-# What the kernel ends.
+# Out-of-memory kills.
 
 
 @pytest.fixture
 def memory_limit() -> Iterator[Path]:
-    """A file that takes processes into a group that may have 300 MB more than they have."""
+    """The process list of a control group with a memory limit of 300 MB; write a process id into it to add it."""
     top = Path("/sys/fs/cgroup")
     unified = (top / "cgroup.controllers").exists()
     group = (top if unified else top / "memory") / f"raytrain-test-{uuid.uuid4().hex[:8]}"
@@ -84,11 +84,12 @@ def eat_all_memory(run: raytrain.Run, batch: raytrain.Batch, limit: Path, folder
             eaten.append(bytearray(os.urandom(1) * (16 << 20)))
 
 
-def test_a_worker_that_the_kernel_ends_for_its_memory_costs_time_only(
+def test_a_worker_killed_by_the_kernel_for_its_memory_does_not_change_the_weights(
     undisturbed: TrainResult, images: Path, memory_limit: Path, tmp_path: Path
 ) -> None:
     hook = partial(eat_all_memory, limit=memory_limit, folder=tmp_path)
-    result = raytrain.train(config(images, tmp_path, trace=True), loop=partial(loop_with, before_step=hook))  # pyright: ignore
+    loop = partial(loop_with, before_step=hook)  # pyright: ignore
+    result = raytrain.train(config(images, tmp_path, trace=True), loop=loop)
     assert (tmp_path / "eaten").exists()
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)

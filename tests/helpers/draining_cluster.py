@@ -1,4 +1,7 @@
-"""A run whose second node is announced to be taken away, and then is: ``python -m tests.helpers.draining_cluster IMAGES STORAGE`` prints it as JSON."""
+"""Train on a cluster whose second node is drained with notice, and print the summary and events as JSON.
+
+``python -m tests.helpers.draining_cluster IMAGES STORAGE``
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ _PATIENCE_S = 200.0
 
 
 def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
-    """On two workers, wait in step 7 until Ray has told them what will come, and in step 9 until it does."""
+    """With two workers, wait in step 7 for the preemption notice and in step 9 for the removal of the node."""
     if run.world_size == 2 and batch.step == 6:
         (folder / "announce").touch()
         while get_train_context().preemption_context.preemption_info is None:
             time.sleep(0.05)
     if run.world_size == 2 and batch.step == 8:
         (folder / "remove").touch()
-        time.sleep(_PATIENCE_S)  # Ray ends this group
+        time.sleep(_PATIENCE_S)  # Ray ends this worker group.
 
 
 def announce(cluster: Cluster, node: Any) -> None:
@@ -75,7 +78,8 @@ def main(images: str, storage: str) -> None:
             cluster.remove_node(nodes.pop(), allow_graceful=False)
 
     options = config(images, storage, workers="1..2", trace=True, checkpoint_every_epochs=0)
-    result = raytrain.train(options, loop=partial(loop_with, before_step=partial(hold, folder=folder)), view=look)  # pyright: ignore
+    loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore
+    result = raytrain.train(options, loop=loop, view=look)
     print(json.dumps({**result.summary(), "events": list(events.values())}), flush=True)
     ray.shutdown()
     cluster.shutdown()

@@ -1,4 +1,7 @@
-"""A run on a cluster whose second node comes and goes: ``python -m tests.helpers.elastic_cluster IMAGES STORAGE`` prints what became of it as JSON."""
+"""Train on a cluster whose second node joins and leaves, and print the summary as JSON.
+
+``python -m tests.helpers.elastic_cluster IMAGES STORAGE``
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ _PATIENCE_S = 200.0
 
 
 def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
-    """In step 7 on one worker, wait for the group that a second node makes possible; in step 14 on two, for its end."""
+    """With one worker, wait in step 7 until the second node joins; with two, wait in step 14 until it leaves."""
     if (run.world_size, batch.step) == (1, 6) and not (folder / "two").exists():
         (folder / "add").touch()
-        time.sleep(_PATIENCE_S)  # Ray ends this group
+        time.sleep(_PATIENCE_S)  # Ray ends this worker group.
     if (run.world_size, batch.step) == (2, 6):
         (folder / "two").touch()
     if (run.world_size, batch.step) == (2, 13):
@@ -52,7 +55,8 @@ def main(images: str, storage: str) -> None:
 
     trainer._RESIZE_EVERY_S = 3.0
     options = config(images, storage, workers="1..2", trace=True, checkpoint_every_steps=2, max_failures=5)
-    result = raytrain.train(options, loop=partial(loop_with, before_step=partial(hold, folder=folder)), view=look)  # pyright: ignore
+    loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore
+    result = raytrain.train(options, loop=loop, view=look)
     numbers = [number for number, before in zip(workers, [None, *workers], strict=False) if number != before]
     print(json.dumps({**result.summary(), "num_workers_seen": numbers}), flush=True)
     ray.shutdown()

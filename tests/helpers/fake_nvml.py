@@ -1,4 +1,4 @@
-"""Pretend that this machine has other GPUs: NVML's functions return those of a test."""
+"""Fake NVML functions that report the GPUs of a test instead of those of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytrain.backends.gpus import Gpu
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu]) -> None:
-    """Let NVML report ``gpus``; without any, there is no NVIDIA driver."""
+    """Make NVML report ``gpus``. If the sequence is empty, NVML reports a missing NVIDIA driver."""
     functions = {
         "nvmlInit": lambda: None if gpus else _fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND),
         "nvmlShutdown": lambda: None,
@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu]) -> None:
 
 
 def _memory_info(gpu: Gpu) -> SimpleNamespace:
-    """As NVML reports it: GPUs that share the CPU's memory have none of their own."""
+    """Return the memory as NVML does: not supported for a GPU that shares the CPU's memory."""
     return SimpleNamespace(total=gpu.memory_bytes) if gpu.memory_bytes else _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 

@@ -1,4 +1,4 @@
-"""A cluster that somebody started on this machine: ``ray start --head``."""
+"""A Ray cluster started with ``ray start --head`` on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 @dataclass(frozen=True)
 class Head:
-    """A cluster with its address and its dashboard's, and the environment in which commands find it."""
+    """A running cluster: its address, its dashboard's URL, and the environment in which commands find it."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -28,12 +28,9 @@ class Head:
 
 @contextmanager
 def started_head(folder: Path) -> Iterator[Head]:
-    """A head of 2 CPUs on free ports, whose output goes into ``folder``."""
-    dashboard, gcs, agent = (
-        free_port(),
-        free_port(),
-        free_port(),
-    )  # another cluster on this machine may have the usual ones
+    """Start a head with 2 CPUs; its output goes to a file in ``folder``."""
+    # The default ports may be taken by another cluster on this machine.
+    dashboard, gcs, agent = free_port(), free_port(), free_port()
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONPATH": os.getcwd()}
     ports = [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
     with (folder / "head.log").open("w") as log:

@@ -35,7 +35,7 @@ def refusal(status: int, code: str, message: str = "Words of the server.") -> An
 
 @contextmanager
 def scripted_s3(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list[Request]]]:
-    """Serve ``answer`` on a free port. Yields the URL and a list to which each request is appended."""
+    """Serve ``answer`` on a free port. Yield the URL and a list to which each request is appended."""
     requests: list[Request] = []
     lock = threading.Lock()
 
@@ -45,7 +45,7 @@ def scripted_s3(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list
         def do_GET(self) -> None:
             self.rfile.read(
                 int(self.headers.get("Content-Length", 0))
-            )  # else the body would be read as the next request
+            )  # Otherwise the body would be read as the next request.
             signature = self.headers.get("Authorization", "")
             with lock:
                 request = Request(

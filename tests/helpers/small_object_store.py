@@ -1,4 +1,7 @@
-"""Runs where the object store is small: ``python -m tests.helpers.small_object_store BYTES IMAGES STORAGE`` prints what became of them as JSON."""
+"""Train with each cache setting on a cluster with a small object store, and print the summaries as JSON.
+
+``python -m tests.helpers.small_object_store BYTES IMAGES STORAGE``
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import raytrain
 from tests.helpers.small_runs import config
 
 SIDE = 640
-"""Height and width of the images once they are decoded: 90 of them take 111 MB."""
+"""Height and width of the decoded images: 90 of them take 111 MB."""
 
 
 def options(images: Path | str, storage: Path | str, **more: Any) -> raytrain.TrainConfig:
@@ -53,7 +56,7 @@ def main(num_bytes: str, images: str, storage: str) -> None:
         except raytrain.UsageError as error:
             results[cache] = {"status": "refused", "error": str(error)}
         spilled = re.search(r"Spilled (\d+) MiB", memory_summary(cluster.address, stats_only=True))
-        results[cache]["spilled_mib"] = int(spilled[1]) if spilled else 0  # since the cluster began
+        results[cache]["spilled_mib"] = int(spilled[1]) if spilled else 0  # Since the start of the cluster.
     print(json.dumps(results), flush=True)
     ray.shutdown()
     cluster.shutdown()

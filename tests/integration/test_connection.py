@@ -1,4 +1,4 @@
-"""A cluster of one's own ends with the connection, and nothing starts another behind its back."""
+"""A local cluster ends with the connection, and no late call to Ray starts another one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ with connection("local") as cluster:
 
     assert ray.is_initialized()
 try:
-    ray.put("from a thread that still reads")
+    ray.put("from a thread that is still reading")
 except ray.exceptions.RaySystemError:
     print("another Ray" if ray.is_initialized() else "nothing")
 """
 
 
-def test_who_comes_too_late_starts_nothing() -> None:
+def test_a_call_to_ray_after_the_connection_ended_starts_no_cluster() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "nothing"), done.stderr
@@ -46,7 +46,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_no_thread_outlives_a_run_in_a_cluster_of_its_own(images: Path, tmp_path: Path) -> None:
+def test_no_thread_outlives_a_run_in_a_local_cluster(images: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", INTERRUPTED, str(images), str(tmp_path)]
     done = subprocess.run(
         words, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=300

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: what it reaches, what can be done afterwards, and what Ctrl-C leaves behind."""
+"""The demo as a user runs it: its accuracy, the commands that follow it, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 500.0
 
 
 class Command:
-    """``raytrain`` in a folder and a process group of its own, and everything that it starts."""
+    """A ``raytrain`` command in its own folder and process group, with all processes that it starts."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder = folder
@@ -34,22 +34,22 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # The parent may ignore it.
         )
 
     def ctrl_c(self) -> None:
-        """What the terminal does: every process of the group gets the signal."""
+        """Send SIGINT to every process of the group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def ctrl_c_until_it_ends(self) -> None:
-        """As somebody who is in a hurry; two at once would be one, for a pending signal is not counted."""
+        """Press Ctrl-C once a second until the command ends. Simultaneous signals would be merged into one."""
         while self.process.poll() is None:
             self.ctrl_c()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error, once it has ended and nothing of it is left."""
+        """Wait until all processes have ended; return the exit code, standard output and standard error."""
         try:
             out, err = self.process.communicate(timeout=DEADLINE_S)
             until(lambda: not list(self.started()))
@@ -59,14 +59,14 @@ class Command:
         return self.process.returncode, out, err
 
     def started(self) -> Iterator[psutil.Process]:
-        """The processes that work in the folder: Ray's too, which hide their parents and their environment."""
+        """Yield the processes whose working folder is the command's: Ray's hide their parents and environment."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.cwd() == str(self.folder):
                     yield process
 
     def runs(self, words: str) -> bool:
-        """Whether a process whose command line contains ``words`` is among them."""
+        """Return whether a process of the command has ``words`` in its command line."""
         with contextlib.suppress(psutil.Error):
             return any(words in " ".join(process.cmdline()) for process in self.started())
         return False
@@ -75,7 +75,7 @@ class Command:
 def until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
@@ -85,7 +85,7 @@ def last_line(out: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder in which a demo has been run to its end, and what it said."""
+    """The folder of a finished demo, and its summary."""
     folder = tmp_path_factory.mktemp("demo")
     code, out, err = Command(folder, "demo", "--json").end()
     assert code == 0, err
@@ -93,7 +93,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 @pytest.mark.timeout(1200)
-def test_it_learns_the_digits(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_the_demo_learns_the_digits(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = finished
     assert summary["status"] == "finished"
     assert summary["num_workers"] == 2
@@ -103,7 +103,7 @@ def test_it_learns_the_digits(finished: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_its_model_can_be_used_after_its_server_has_gone(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_the_model_of_the_demo_can_be_used_after_its_server_has_ended(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
     code, out, err = Command(folder, "evaluate", "demo", "--data", "demo-images/test", "--json").end()
     assert code == 0, err
@@ -130,7 +130,7 @@ MOMENTS: dict[str, Callable[[Command, Path], bool]] = {
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_interrupts_at_any_moment_leave_no_process(moment: str, tmp_path: Path) -> None:
+def test_repeated_ctrl_c_at_any_moment_leaves_no_process(moment: str, tmp_path: Path) -> None:
     command = Command(tmp_path, "demo")
     until(lambda: command.process.poll() is not None or MOMENTS[moment](command, tmp_path))
     command.ctrl_c_until_it_ends()
@@ -141,7 +141,7 @@ def test_interrupts_at_any_moment_leave_no_process(moment: str, tmp_path: Path) 
 
 
 @pytest.mark.timeout(1200)
-def test_one_interrupt_while_it_trains_stops_it_with_a_checkpoint(tmp_path: Path) -> None:
+def test_one_ctrl_c_during_training_stops_the_demo_with_a_checkpoint(tmp_path: Path) -> None:
     command = Command(tmp_path, "demo", "--json")
     metrics = tmp_path / "runs/demo/metrics.jsonl"
     until(lambda: command.process.poll() is not None or (metrics.exists() and metrics.read_text()))

@@ -1,4 +1,4 @@
-"""What the doctor finds on the nodes of a cluster, and what it shows."""
+"""The doctor: the problems that it finds on the nodes of a cluster, and its output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def images_url(s3_url: str) -> str:
 
 @pytest.fixture
 def reporting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have the node report what the test says."""
+    """Replace the report of the node by one with the given fields."""
 
     def report(**fields: Any) -> None:
         found = dataclasses.replace(HEALTHY, **fields)
@@ -60,7 +60,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have the cluster be as large as the test says."""
+    """Replace the size of the cluster by the given one."""
 
     def count(**has: Any) -> None:
         size = {"num_nodes": 1, "cpus": 8, "gpus": 0, "object_store_bytes": 1, **has}
@@ -70,7 +70,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def shown(report: DoctorReport) -> str:
-    """What a terminal of 100 columns shows."""
+    """Render a report for a terminal of 100 columns."""
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(doctor_page(report), highlight=False)
     return console.export_text()
@@ -80,7 +80,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_all_is_well(images_url: str, tmp_path: Path, s3: S3Server) -> None:
+def test_a_healthy_cluster_has_no_findings(images_url: str, tmp_path: Path, s3: S3Server) -> None:
     report = diagnose(images_url, str(tmp_path / "runs"), None)
 
     assert report.ok
@@ -112,7 +112,7 @@ def test_a_wrong_secret_is_reported_and_not_shown(
     report = diagnose(images_url, images_url, None)
 
     assert not report.ok
-    (failure,) = report.failures  # once, though neither reading nor writing works
+    (failure,) = report.failures  # Once, although both reading and writing fail.
     key = s3.environment()["AWS_ACCESS_KEY_ID"]
     assert failure.sentence.startswith(
         f"The secret key does not belong to the access key …{key[-4:]}; check AWS_SECRET_ACCESS_KEY"
@@ -129,28 +129,28 @@ def test_the_secret_is_not_shown(images_url: str, s3: S3Server) -> None:
     assert environment["AWS_SECRET_ACCESS_KEY"] not in said and environment["AWS_ACCESS_KEY_ID"] not in said
 
 
-def test_a_bucket_that_does_not_exist(s3: S3Server, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_reported(s3: S3Server, tmp_path: Path) -> None:
     report = diagnose("s3://nowhere/images", str(tmp_path), None)
     assert [finding.sentence for finding in report.failures] == [
         f"There is no bucket nowhere at {s3.endpoint_url}; check the name, or create it."
     ]
 
 
-def test_a_prefix_without_images(s3_url: str, tmp_path: Path) -> None:
+def test_a_prefix_without_images_is_reported(s3_url: str, tmp_path: Path) -> None:
     open_store(s3_url).put("readme.txt", b"")
     (failure,) = diagnose(s3_url, str(tmp_path), None).failures
     assert failure.sentence.startswith(f"There are no images below {s3_url}; check --data")
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys"), reason="needs a folder that even root cannot write to")
-def test_a_storage_folder_that_can_only_be_read() -> None:
+def test_a_read_only_storage_folder_is_reported() -> None:
     report = diagnose(None, "/sys/runs", None)
     (failure,) = report.failures
     assert failure.sentence.startswith("This user has no permission for /sys/runs;")
     assert "no" in shown(report)
 
 
-def test_without_credentials(images_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(images_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     report = diagnose(images_url, str(tmp_path), None)
@@ -186,7 +186,9 @@ def test_a_node_without_raytrain_is_reported(tmp_path: Path, monkeypatch: pytest
     )
 
 
-def test_a_folder_on_several_nodes_has_to_be_shared(tmp_path: Path, s3_url: str, counting: Callable[..., None]) -> None:
+def test_a_storage_folder_on_several_nodes_must_be_shared(
+    tmp_path: Path, s3_url: str, counting: Callable[..., None]
+) -> None:
     counting(num_nodes=3)
     report = diagnose(None, str(tmp_path), None)
     assert report.ok
@@ -196,7 +198,7 @@ def test_a_folder_on_several_nodes_has_to_be_shared(tmp_path: Path, s3_url: str,
     assert diagnose(None, s3_url, None).warnings == ()
 
 
-def test_too_few_cpus_to_read_images(tmp_path: Path, counting: Callable[..., None]) -> None:
+def test_too_few_cpus_to_read_images_are_reported(tmp_path: Path, counting: Callable[..., None]) -> None:
     counting(cpus=4, gpus=4)
     (warning,) = diagnose(None, str(tmp_path), None).warnings
     assert warning.sentence.startswith("The cluster has 4 CPUs, which leaves 2 to read images for 4 workers on cuda")
@@ -204,7 +206,7 @@ def test_too_few_cpus_to_read_images(tmp_path: Path, counting: Callable[..., Non
     assert diagnose(None, str(tmp_path), None).warnings == ()
 
 
-def test_no_cpus_at_all(tmp_path: Path, counting: Callable[..., None]) -> None:
+def test_a_cluster_without_cpus_is_reported(tmp_path: Path, counting: Callable[..., None]) -> None:
     counting(cpus=0)
     report = diagnose(None, str(tmp_path), None)
     assert not report.ok and report.placement is None

@@ -1,4 +1,4 @@
-"""What listens for others: only on this machine, and nothing changes there for whoever has no key."""
+"""The demo's S3 server listens on this machine only, and refuses requests without credentials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_embedded_server_listens_on_loopback_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_nobody_without_a_key_reads_or_changes_what_is_there(method: str, tmp_path: Path) -> None:
+def test_requests_without_credentials_are_refused_and_change_nothing(method: str, tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "a").write_bytes(b"1")
     with S3Server(tmp_path) as server:

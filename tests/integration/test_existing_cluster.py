@@ -1,4 +1,4 @@
-"""On a cluster that somebody started: found without being named, and through a submitted job."""
+"""Training on a cluster that is already running: found without an address, and as a submitted job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def words(digits: Path, storage: Path, name: str) -> list[str]:
     return [sys.executable, "-m", "raytrain", "train", "digits", *options]
 
 
-def test_a_head_on_this_machine_is_found(head: Head, digits: Path, tmp_path: Path) -> None:
+def test_a_cluster_on_this_machine_is_found(head: Head, digits: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         words(digits, tmp_path, "found"), env=head.environment, capture_output=True, text=True, timeout=DEADLINE_S
     )
@@ -52,7 +52,7 @@ def test_a_head_on_this_machine_is_found(head: Head, digits: Path, tmp_path: Pat
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "finished"
 
 
-def test_a_job_is_submitted(head: Head, digits: Path, tmp_path: Path) -> None:
+def test_a_run_can_be_submitted_as_a_job(head: Head, digits: Path, tmp_path: Path) -> None:
     submit = [*RAY, "job", "submit", "--address", head.dashboard, "--"]
     done = subprocess.run(
         [*submit, *words(digits, tmp_path, "job")],

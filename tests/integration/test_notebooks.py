@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and is kept without what it printed."""
+"""Every notebook runs from top to bottom, and is stored without outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_outputs_are_stripped(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_digits_are_learned(tmp_path: Path) -> None:
+def test_the_digits_notebook_learns_the_digits(tmp_path: Path) -> None:
     notebook = run("01-digits", tmp_path)
     accuracy, evaluation, classified = (
         results(notebook, name) for name in ("raytrain.train(config", "raytrain.evaluate(", "model.classify(")
@@ -38,9 +38,9 @@ def test_the_digits_are_learned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_loop_of_ones_own_is_trained_beside_the_notebook(tmp_path: Path) -> None:
+def test_the_notebook_trains_a_custom_loop_in_the_background(tmp_path: Path) -> None:
     notebook = run("02-your-own-loop", tmp_path)
-    assert "Ctrl-C stops" not in pictures(notebook, "raytrain.start(")  # the last picture is of a run that is over
+    assert "Ctrl-C stops" not in pictures(notebook, "raytrain.start(")  # The last picture shows a run that has ended.
     assert "stopped" in pictures(notebook, "raytrain.start(")
     assert results(notebook, "handle.stop(") == "('stopped', 'enough for now')"
     assert results(notebook, "max_steps=stopped.steps + 10") == "('finished', 10)"
@@ -50,7 +50,7 @@ def test_a_loop_of_ones_own_is_trained_beside_the_notebook(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_on_a_cluster_is_stopped_and_gone_on_with_from_a_bucket(
+def test_the_cloud_notebook_stops_a_run_and_resumes_it_from_a_bucket(
     ray_cluster: None, cifar10_folder: Path, s3_url: str, tmp_path: Path
 ) -> None:
     import ray
@@ -85,7 +85,7 @@ def test_a_run_on_a_cluster_is_stopped_and_gone_on_with_from_a_bucket(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_was_learned_of_some_classes_helps_with_others(tmp_path: Path) -> None:
+def test_the_transfer_notebook_improves_the_accuracy(tmp_path: Path) -> None:
     extract_cifar10(tmp_path / "cifar10", num_train=150, num_test=20)
     notebook = run("04-transfer-learning", tmp_path, num_before=150, num_after=20, epochs_before=8, epochs_after=6)
     accuracies = [
@@ -98,19 +98,19 @@ def test_what_was_learned_of_some_classes_helps_with_others(tmp_path: Path) -> N
 
 
 def num_drawn(notebook: nbformat.NotebookNode, words: str) -> int:
-    """How many pictures the cell that contains ``words`` drew."""
+    """Return the number of pictures that the cell with ``words`` drew."""
     (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
     return sum("image/png" in output.get("data", {}) for output in cell.outputs)
 
 
 def pictures(notebook: nbformat.NotebookNode, words: str) -> str:
-    """The HTML below the cell that contains ``words``, as it stood in the end."""
+    """Return the final HTML below the cell with ``words``."""
     (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
     return "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 
 def run(name: str, folder: Path, **parameters: Any) -> nbformat.NotebookNode:
-    """The notebook with its outputs, run in ``folder``, with other values of what its cell of parameters sets."""
+    """Run a notebook in ``folder`` with other values for its parameters cell; return it with its outputs."""
     (path,) = [path for path in NOTEBOOKS if path.stem == name]
     notebook = nbformat.read(path, as_version=4)
     if parameters:
@@ -121,6 +121,6 @@ def run(name: str, folder: Path, **parameters: Any) -> nbformat.NotebookNode:
 
 
 def results(notebook: nbformat.NotebookNode, words: str) -> str:
-    """What the cell that contains ``words`` printed and returned, as text."""
+    """Return as text what the cell with ``words`` printed and returned."""
     (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
     return "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)

@@ -1,4 +1,4 @@
-"""A secret never shows: keys go every way that keys can go, and are then looked for everywhere."""
+"""Secrets never appear: all commands run with credentials, which are then searched for in every place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fail(run):
 
 
 class Commands:
-    """Runs commands, and keeps what they print and the command lines of all processes meanwhile."""
+    """Runs commands, and records their output and the command lines of all processes meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,10 @@ class Commands:
 
 
 class Searched:
-    """Where keys went past, the keys, and a decoy that was shown to the cluster on purpose, so that finding none is worth something."""
+    """The places to search, the secrets, and a decoy secret.
+
+    The decoy was shown to the cluster on purpose: a search that does not find it proves nothing.
+    """
 
     def __init__(self, head: Head, storages: list[Path], commands: Commands, keys: list[str], decoy: str) -> None:
         self.head = head
@@ -86,15 +89,14 @@ class Searched:
 
 
 def _as_written(key: str) -> set[bytes]:
-    in_base64 = {
-        base64.b64encode(bytes(before) + key.encode())[4:-4] for before in range(3)
-    }  # wherever it begins in what was encoded
+    # Base64 text depends on the position of the key modulo 3.
+    in_base64 = {base64.b64encode(bytes(before) + key.encode())[4:-4] for before in range(3)}
     return {key.encode(), key.encode("utf-16-le"), *in_base64}
 
 
 @pytest.fixture(scope="module")
 def searched(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Searched]:
-    """All commands have run: with keys in the environment and with a session's token, in a profile, and with wrong ones."""
+    """Run all commands, with credentials in the environment (and a session token), in a profile, and wrong ones."""
     folder = tmp_path_factory.mktemp("secrets")
     (folder / "loop.py").write_text(LOOP)
     render_digits(folder / "digits", num_images=200)
@@ -144,7 +146,7 @@ def _use_everything(head: Head, commands: Commands, server: S3Server, folder: Pa
 
 
 def _show_decoy(head: Head, commands: Commands) -> str:
-    """What raytrain never does with a key: into a job's runtime environment, and printed."""
+    """Put a decoy into a job's runtime environment and print it, which raytrain never does with a secret."""
     decoy = secrets.token_hex(20)
     environment = json.dumps({"env_vars": {"DECOY": decoy}})
     job = [*RAY, "job", "submit", "--address", head.dashboard, "--runtime-env-json", environment, "--"]
@@ -153,7 +155,7 @@ def _show_decoy(head: Head, commands: Commands) -> str:
 
 
 def _profile(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name a profile with the keys; none of them is a secret."""
+    """Write a profile with the credentials, and return the variables that name it, which contain no secret."""
     keys = [f"{name.lower()} = {known[name]}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
     place = [f"region = {known['AWS_REGION']}", f"endpoint_url = {known['AWS_ENDPOINT_URL']}"]
     (folder / "credentials").write_text("\n".join(["[secret]", *keys]))
@@ -195,7 +197,7 @@ def command_lines(searched: Searched) -> Iterator[tuple[str, bytes]]:
 
 
 def memory_of_rays_servers(searched: Searched) -> Iterator[tuple[str, bytes]]:
-    """Of the GCS, the raylet and the dashboard: what they hold goes to whoever asks, and into their logs when they fall."""
+    """Memory of the GCS, raylet and dashboard: they answer queries from it, and log parts of it in a crash."""
     for process in psutil.Process(searched.head.process.pid).children(recursive=True):
         if any(
             name in " ".join(process.cmdline())
@@ -218,11 +220,11 @@ def _memory(pid: int) -> Iterator[tuple[str, bytes]]:
                     memory.seek(start)
                     yield place, memory.read(stop - start)
                 except OSError:
-                    continue  # a place that cannot be read, such as a device
+                    continue  # Some mappings cannot be read, such as devices.
 
 
 @pytest.mark.parametrize("places", [session_folder, dashboard, printed, command_lines, memory_of_rays_servers])
-def test_it_does_not_show(places: Callable[[Searched], Iterator[tuple[str, bytes]]], searched: Searched) -> None:
+def test_secrets_do_not_appear(places: Callable[[Searched], Iterator[tuple[str, bytes]]], searched: Searched) -> None:
     hits, is_decoy_found = [], False
     for name, content in places(searched):
         hits += [(name, each) for each in searched.found_in(content)]
@@ -231,7 +233,7 @@ def test_it_does_not_show(places: Callable[[Searched], Iterator[tuple[str, bytes
     assert is_decoy_found
 
 
-def test_it_is_in_no_document_of_a_run(searched: Searched) -> None:
+def test_secrets_are_in_no_document_of_a_run(searched: Searched) -> None:
     names = set()
     for name, content in storage(searched):
         assert not searched.found_in(content), name
@@ -240,5 +242,5 @@ def test_it_is_in_no_document_of_a_run(searched: Searched) -> None:
     assert any(name.endswith(".pt") for name in names)
 
 
-def test_a_job_ran_to_its_end(searched: Searched) -> None:
+def test_a_submitted_job_finishes(searched: Searched) -> None:
     assert json.loads((searched.storages[0] / "job" / "summary.json").read_text())["status"] == "finished"

@@ -1,3 +1,5 @@
+"""Training under torchrun, without Ray."""
+
 from __future__ import annotations
 
 import json
@@ -58,7 +60,7 @@ def test_the_loop_trains_under_torchrun(tmp_path: Path) -> None:
     assert listed.test_accuracy == [row["accuracy"] for row in rows if row["kind"] == "evaluation"][-1]
 
 
-def test_it_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_under_torchrun_can_be_stopped_and_resumed(tmp_path: Path) -> None:
     data = render_digits(tmp_path / "digits", num_images=200)
     stopped = torchrun(data, tmp_path, "--epochs", "100000", meanwhile=partial(stop_when_it_trains, tmp_path))
     assert stopped.returncode == 0, stopped.stderr
@@ -77,7 +79,7 @@ def stop_when_it_trains(storage: Path) -> None:
     raytrain.stop("run", storage=str(storage))
 
 
-def test_too_many_bad_images_end_it_with_a_checkpoint(tmp_path: Path) -> None:
+def test_too_many_bad_images_end_a_run_under_torchrun_with_a_checkpoint(tmp_path: Path) -> None:
     data = render_digits(tmp_path / "digits", num_images=200)
     for digit in range(3):
         (data / "train" / str(digit) / "0001.png").write_bytes(b"this is not an image")

@@ -1,4 +1,4 @@
-"""Whole runs through Ray: what ends up in storage, whatever happened on the way."""
+"""Whole training runs on Ray, and the documents that they write to storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, c
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_a_run_leaves_everything_in_its_folder(undisturbed: raytrain.TrainResult) -> None:
+def test_a_run_writes_all_documents_to_its_folder(undisturbed: raytrain.TrainResult) -> None:
     folder = Path(undisturbed.run_dir)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary == undisturbed.summary()
@@ -45,7 +45,7 @@ def test_a_run_leaves_everything_in_its_folder(undisturbed: raytrain.TrainResult
     assert undisturbed.test_accuracy is not None and undisturbed.test_accuracy >= 0.8
 
 
-def test_streaming_and_one_worker_make_the_same_weights(
+def test_streaming_on_one_worker_ends_with_the_same_weights_as_the_cache_on_two(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     batches_from_stream = raytrain.train(config(images, tmp_path, workers=1, cache="none"))
@@ -57,7 +57,7 @@ def wait_for_stop_in_step_8(run: raytrain.Run, batch: raytrain.Batch) -> None:
         assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
-def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
+def test_a_stopped_run_resumed_on_fewer_workers_ends_with_the_same_weights(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     options = config(images, tmp_path, cache="none")
@@ -78,7 +78,7 @@ def test_a_stopped_run_goes_on_with_other_workers_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-def test_a_started_run_is_watched_and_stopped_by_its_handle(images: Path, tmp_path: Path) -> None:
+def test_a_run_in_the_background_can_be_watched_and_stopped(images: Path, tmp_path: Path) -> None:
     trained = threading.Event()
     handle = raytrain.start(
         config(images, tmp_path, epochs=1000), view=lambda snapshot: trained.set() if snapshot.step > 4 else None
@@ -92,7 +92,7 @@ def test_a_started_run_is_watched_and_stopped_by_its_handle(images: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_loop_in_a_file_trains_and_is_audited(images: Path, tmp_path: Path) -> None:
+def test_a_loop_in_a_file_trains_and_passes_an_audit(images: Path, tmp_path: Path) -> None:
     write_project(str(tmp_path / "project"))
     loop = tmp_path / "project" / "loop.py"
     loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
@@ -110,7 +110,9 @@ def die_once_in_step_13(run: raytrain.Run, batch: raytrain.Batch, marker: Path) 
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_does_not_change_the_weights(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
     events: list[str] = []
     loop = partial(loop_with, before_step=partial(die_once_in_step_13, marker=tmp_path / "died"))
     result = raytrain.train(
@@ -126,7 +128,9 @@ def test_a_killed_worker_costs_time_only(undisturbed: raytrain.TrainResult, imag
     assert steps == list(range(1, 21))
 
 
-def test_an_error_in_the_loop_is_said_in_one_sentence_and_the_run_can_go_on(images: Path, tmp_path: Path) -> None:
+def test_an_error_in_the_loop_is_reported_in_one_sentence_and_the_run_can_be_resumed(
+    images: Path, tmp_path: Path
+) -> None:
     def broken(run: raytrain.Run) -> None:
         raise RuntimeError("the loop is broken")
 
@@ -195,7 +199,7 @@ def test_too_many_bad_images_end_the_run_with_a_checkpoint(
     assert (resumed.status, resumed.num_skipped) == ("finished", 1)
 
 
-def test_a_run_may_live_in_s3(s3: S3Server, s3_url: str, images: Path) -> None:
+def test_a_run_can_be_stored_in_s3(s3: S3Server, s3_url: str, images: Path) -> None:
     options = config(images, s3_url, epochs=1)
     result = raytrain.train(options)
     assert result.run_dir == f"{s3_url}/run"
@@ -223,13 +227,13 @@ def test_wrong_settings_are_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_name_is_used_once(undisturbed: raytrain.TrainResult, images: Path) -> None:
+def test_the_name_of_an_existing_run_is_refused(undisturbed: raytrain.TrainResult, images: Path) -> None:
     with pytest.raises(UsageError, match="already; go on with it with --resume"):
         raytrain.train(config(images, Path(undisturbed.run_dir).parent))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_other_data_is_refused(images: Path, tmp_path: Path) -> None:
+def test_a_resume_with_another_batch_size_is_refused(images: Path, tmp_path: Path) -> None:
     options = config(images, tmp_path, epochs=1)
     raytrain.train(options)
     with pytest.raises(raytrain.TrainingFailed, match="was made with batch size 20, and this run has 10"):

@@ -76,7 +76,7 @@ def test_a_lost_and_a_doubled_sample_are_named(storage: Path) -> None:
     assert (second.missing, second.doubled) == ((f"{lost:02}.png",), (f"{table['sample'][0]:02}.png",))
 
 
-def test_a_step_whose_worker_left_no_trace_is_seen(storage: Path) -> None:
+def test_a_step_that_a_worker_did_not_trace_is_found(storage: Path) -> None:
     min((storage / "run/trace").glob("*-00000.parquet")).unlink()
     assert audit("run", storage=str(storage)).epochs[0].missing
 

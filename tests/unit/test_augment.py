@@ -1,4 +1,4 @@
-"""Augmentation: what it does to an image, and that an image looks the same whatever it is batched with."""
+"""Augmentation: its effect on an image, which does not depend on the other images of the batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_training_without_augmentation_is_evaluation() -> None:
     torch.testing.assert_close(plain.train(images(), SAMPLES, 3), plain.evaluate(images()), rtol=0, atol=0)
 
 
-def test_images_are_resized_to_the_size_of_the_network() -> None:
+def test_images_are_resized_to_the_networks_input_size() -> None:
     gradient = torch.arange(32, dtype=torch.uint8)[None, None, :, None].expand(2, 24, 32, 3) * 4
     out = augment().evaluate(gradient)
     assert out.shape == (2, 3, 12, 16)
@@ -55,7 +55,7 @@ def test_images_are_resized_to_the_size_of_the_network() -> None:
     torch.testing.assert_close(out[..., 1:-1].double(), normalised(halved)[..., 1:-1], rtol=1e-4, atol=1e-4)
 
 
-def test_shrinking_averages_instead_of_picking() -> None:
+def test_downscaling_averages_pixels() -> None:
     stripes = torch.tensor([240, 0, 0, 0], dtype=torch.uint8).repeat(16)[None, None, :, None].expand(1, 48, 64, 3)
     out = augment().evaluate(stripes)
     grey = normalised(torch.full((1, 12, 14, 3), 60, dtype=torch.uint8))
@@ -65,7 +65,7 @@ def test_shrinking_averages_instead_of_picking() -> None:
 @pytest.mark.parametrize(
     "options", [ALL, {"horizontal_flip": True}, {"translate": 3}, ALL | {"channels_last": True}], ids=str
 )
-def test_an_image_looks_the_same_in_any_batch(options: dict[str, Any]) -> None:
+def test_the_augmentation_of_an_image_is_the_same_in_any_batch(options: dict[str, Any]) -> None:
     ours = augment(**options)
     whole = ours.train(images(), SAMPLES, 1)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
@@ -74,7 +74,7 @@ def test_an_image_looks_the_same_in_any_batch(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("other", [{"epoch": 2}, {"seed": 5}, {"samples": SAMPLES + 1}], ids=str)
-def test_epoch_seed_and_sample_change_how_an_image_looks(other: dict[str, Any]) -> None:
+def test_epoch_seed_and_sample_change_the_augmentation(other: dict[str, Any]) -> None:
     same = torch.stack([images()[0]] * 40)
     first = augment(**ALL, seed=4).train(same, SAMPLES, 1)
     second = augment(**ALL, seed=other.get("seed", 4)).train(same, other.get("samples", SAMPLES), other.get("epoch", 1))
@@ -82,7 +82,7 @@ def test_epoch_seed_and_sample_change_how_an_image_looks(other: dict[str, Any]) 
     assert (first[0] != first[1:]).flatten(1).any(dim=1).all()
 
 
-def test_about_half_of_the_images_are_mirrored_and_the_rest_untouched() -> None:
+def test_about_half_of_the_images_are_mirrored_and_the_rest_unchanged() -> None:
     out = augment(horizontal_flip=True).train(images(), SAMPLES, 0)
     plain = augment().evaluate(images())
     mirrored = (out == plain.flip(3)).flatten(1).all(dim=1)
@@ -100,17 +100,17 @@ def test_translation_shifts_by_whole_pixels_and_fills_with_zeros(flip: bool) -> 
     found = (candidates == out).flatten(-3).all(dim=-1).flatten(0, 2)  # (2 * 5 * 5, B)
     assert (found.sum(dim=0) == 1).all()
     each = found.sum(dim=1)[: 50 if flip else 25]
-    assert each.min() > 0  # all 25 shifts, mirrored or not, come up in 400 images
+    assert each.min() > 0  # All 25 shifts, mirrored and not mirrored, occur in 400 images.
     assert flip or each.sum() == 400
 
 
-def test_a_random_crop_of_a_gradient_is_a_smaller_part_of_it() -> None:
+def test_a_random_resized_crop_of_a_gradient_is_a_part_of_it() -> None:
     row = torch.linspace(0, 255, 64).round().to(torch.uint8)
     flat = torch.stack([row[None, :].expand(64, 64), row[:, None].expand(64, 64), row[None, :].expand(64, 64)], dim=2)
     out = augment(image_size=(64, 64), random_resized_crop=True).train(
         flat.expand(400, 64, 64, 3), torch.arange(400), 0
     )
-    pixels = out * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]  # back to 0..1
+    pixels = out * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]  # Back to 0..1.
     width = (pixels[:, 0, 0, -1] - pixels[:, 0, 0, 0]) * 64 / 63
     height = (pixels[:, 1, -1, 0] - pixels[:, 1, 0, 0]) * 64 / 63
     assert pixels.min() >= -1e-3 and pixels.max() <= 1 + 1e-3

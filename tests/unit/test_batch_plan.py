@@ -23,7 +23,7 @@ def test_every_epoch_is_a_permutation(num_samples: int, seed: int) -> None:
 
 
 @given(st.integers(10**6, 10**15), seeds, st.integers(0, 10**15))
-def test_a_position_of_a_huge_epoch_lies_inside_and_costs_no_array(num_samples: int, seed: int, start: int) -> None:
+def test_a_position_of_a_huge_epoch_is_found_without_an_array(num_samples: int, seed: int, start: int) -> None:
     positions = (start + np.arange(100)) % num_samples
     tracemalloc.start()
     order = permute(positions, num_samples, key=seed)
@@ -33,7 +33,7 @@ def test_a_position_of_a_huge_epoch_lies_inside_and_costs_no_array(num_samples: 
     assert peak_bytes < 100_000
 
 
-def test_orders_of_different_epochs_and_seeds_share_nothing() -> None:
+def test_orders_of_different_epochs_and_seeds_are_independent() -> None:
     plans = [
         (seed, epoch, BatchPlan(1000, 10, 2, seed).samples(epoch, np.arange(1000)))
         for seed in (0, 1)
@@ -41,14 +41,16 @@ def test_orders_of_different_epochs_and_seeds_share_nothing() -> None:
     ]
     for i, (_, _, one) in enumerate(plans):
         for _, _, other in plans[i + 1 :]:
-            assert (one == other).sum() < 12  # 1 is expected of two independent orders
+            assert (one == other).sum() < 12  # The expectation for independent orders is 1.
 
 
-def test_small_orders_are_evenly_drawn() -> None:
+def test_all_orders_of_few_samples_are_equally_frequent() -> None:
     drawn = [tuple(permute(np.arange(4), 4, key=mix(seed)).tolist()) for seed in range(4800)]
     _, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(counts) == 24
-    assert ((counts - 200) ** 2 / 200).sum() < 55  # chi-square with 23 degrees of freedom: 1 in 5,000 by chance
+    assert (
+        (counts - 200) ** 2 / 200
+    ).sum() < 55  # Chi-square with 23 degrees of freedom: exceeded by chance 1 time in 5,000.
 
 
 @given(sizes, batch_sizes, seeds, st.integers(1, 3))
@@ -62,7 +64,7 @@ def test_the_batches_of_an_epoch_use_each_sample_once(
 
 
 @given(sizes, batch_sizes, st.integers(0, 10**6))
-def test_the_cursor_after_a_step_is_where_the_next_batch_begins(num_samples: int, batch_size: int, step: int) -> None:
+def test_the_cursor_after_a_step_is_the_start_of_the_next_batch(num_samples: int, batch_size: int, step: int) -> None:
     plan = BatchPlan(num_samples, batch_size, 10**9, 0)
     cursor, batch = plan.cursor(step), plan.batch(step)
     assert (cursor.epoch, cursor.position, cursor.step) == (batch.epoch, batch.start, step)
@@ -79,7 +81,7 @@ def test_a_position_has_the_same_sample_alone_and_among_others(
 
 
 @given(sizes, batch_sizes, seeds, st.integers(1, 5), st.integers(1, 5), st.integers(1, 10**4))
-def test_a_longer_run_begins_with_the_batches_of_a_shorter_one(
+def test_a_longer_run_starts_with_the_batches_of_a_shorter_one(
     num_samples: int, batch_size: int, seed: int, epochs: int, more: int, max_steps: int
 ) -> None:
     short = BatchPlan(num_samples, batch_size, epochs, seed, max_steps=max_steps)
@@ -98,5 +100,5 @@ def test_a_step_moves_the_cursor_by_its_batch(num_samples: int, batch_size: int,
     assert 0 <= after.position < num_samples
 
 
-def test_a_cursor_starts_at_nothing() -> None:
+def test_a_cursor_starts_at_zero() -> None:
     assert Cursor() == BatchPlan(10, 3, 1, 0).cursor(0)

@@ -1,4 +1,4 @@
-"""Blocks of any length contain just the samples that a worker or a cache needs, in order."""
+"""Blocks of any length contain exactly the samples that a worker or a cache needs, in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=6).fil
 
 
 @given(sizes, batch_sizes, seeds, loads, st.integers(1, 700), st.data())
-def test_a_worker_reads_just_its_local_batches_in_blocks_of_any_length(
+def test_a_worker_reads_only_its_local_batches_in_blocks_of_any_length(
     num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed, accumulate=data.draw(st.integers(1, 4)))
@@ -30,8 +30,8 @@ def test_a_worker_reads_just_its_local_batches_in_blocks_of_any_length(
     assert read.tolist() == np.concatenate(wanted).tolist()
 
 
-def test_a_worker_that_resumes_with_nothing_left_in_the_epoch_reads_all_of_the_next() -> None:
-    plan = BatchPlan(913, 228, 2, 0)  # the last batch of an epoch has one sample, which is worker 0's
+def test_a_worker_that_has_no_samples_left_in_the_epoch_reads_all_of_the_next() -> None:
+    plan = BatchPlan(913, 228, 2, 0)  # The last batch of an epoch has one sample, which belongs to worker 0.
     order = WorkerOrder(Partition(plan, 1, [1, 1]), 4, rows_per_block=1)
     read = np.concatenate([order.samples(number) for number in range(len(order))])
     assert (
@@ -43,7 +43,7 @@ def test_a_worker_that_resumes_with_nothing_left_in_the_epoch_reads_all_of_the_n
 
 
 @given(sizes, batch_sizes, seeds, st.integers(1, 700), st.data())
-def test_a_cache_holds_each_sample_once_and_begins_at_the_cursor(
+def test_a_cache_holds_each_sample_once_and_starts_at_the_cursor(
     num_samples: int, batch_size: int, seed: int, rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed)

@@ -1,4 +1,4 @@
-"""A run that waits for room is told so; one that begins again, or whose neighbour waits, is not."""
+"""A run whose workers cannot be scheduled is reported, but not a restarting run or one next to a waiting job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS, NEIGHBOUR = "0a000000", "0b000000"
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """Ray's placement groups, to fill; and no time passes between two looks."""
+    """An empty fake of Ray's placement group table, with no waiting time between two checks."""
     groups: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(capacity_check, "_PLACED_WITHIN_S", 0.0)
     monkeypatch.setattr(capacity_check, "_LOOK_EVERY_S", 0.0)
@@ -29,7 +29,7 @@ def wanted() -> capacity_check.CapacityCheck:
     return capacity_check.CapacityCheck(Placement(2, 2, "cpu", cpus=1.0, data_cpus=0.5, task_cpus=0.25, threads=1), 2)
 
 
-def test_workers_that_go_on_waiting_are_told_of(table: dict[str, dict[str, str]]) -> None:
+def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str, str]]) -> None:
     looked = wanted()
     table["1f" + OURS] = {"state": "PENDING"}
     looked.check()
@@ -37,7 +37,7 @@ def test_workers_that_go_on_waiting_are_told_of(table: dict[str, dict[str, str]]
         looked.check()
 
 
-def test_workers_that_begin_again_wait_for_a_moment(table: dict[str, dict[str, str]]) -> None:
+def test_a_restarted_worker_group_may_wait_as_long_as_a_new_one(table: dict[str, dict[str, str]]) -> None:
     looked = wanted()
     table["1f" + OURS] = {"state": "PENDING"}
     looked.check()
@@ -48,7 +48,7 @@ def test_workers_that_begin_again_wait_for_a_moment(table: dict[str, dict[str, s
     looked.check()
 
 
-def test_what_others_wait_for_is_theirs(table: dict[str, dict[str, str]]) -> None:
+def test_waiting_placement_groups_of_other_jobs_are_ignored(table: dict[str, dict[str, str]]) -> None:
     looked = wanted()
     table["1f" + NEIGHBOUR] = {"state": "PENDING"}
     looked.check()

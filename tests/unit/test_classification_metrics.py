@@ -16,7 +16,7 @@ def scored(truth: list[int], answers: list[int]) -> Scores:
     return score(np.array(truth, np.int64), np.array(answers, np.int64), np.linspace(0, 1, len(truth)), CLASSES)
 
 
-def test_rows_of_the_matrix_are_true_classes_and_columns_are_answers() -> None:
+def test_rows_of_the_matrix_are_true_classes_and_columns_are_predictions() -> None:
     matrix = confusion_matrix(np.array([0, 0, 0, 1, 2]), np.array([0, 1, 1, 1, 0]), 3)
     assert matrix.tolist() == [[1, 2, 0], [0, 1, 0], [1, 0, 0]]
 
@@ -34,7 +34,7 @@ def test_each_class_has_its_images_and_its_accuracy() -> None:
     assert found.confusion_matrix.tolist() == [[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_the_summary_is_plain_values() -> None:
+def test_the_summary_has_plain_values() -> None:
     assert json.loads(json.dumps(scored([0, 0], [0, 1]).summary())) == {
         "images": 2,
         "accuracy": 0.5,
@@ -49,18 +49,18 @@ def test_the_summary_is_plain_values() -> None:
     }
 
 
-def test_the_most_frequent_confusions_come_first_and_right_answers_are_none() -> None:
+def test_the_most_frequent_confusions_come_first_without_correct_predictions() -> None:
     found = scored([2, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 3, 1, 1, 1, 1])
     assert found.confusions == (Confusion("cat", "dog", 2), Confusion("cat", "owl", 1), Confusion("fox", "cat", 1))
     assert scored([0, 1], [0, 1]).confusions == ()
 
 
-def test_at_most_ten_confusions_are_named() -> None:
+def test_at_most_ten_confusions_are_listed() -> None:
     truth, answers = np.indices((4, 4)).reshape(2, -1)
     assert len(scored(truth.tolist(), answers.tolist()).confusions) == 10
 
 
-def test_without_images_there_is_no_accuracy() -> None:
+def test_without_images_the_accuracy_is_none() -> None:
     found = scored([], [])
     assert (found.images, found.accuracy, found.loss, found.confusions) == (0, None, None, ())
     assert found.confusion_matrix.tolist() == [[0] * 4] * 4

@@ -1,4 +1,4 @@
-"""The command line: options arrive, errors are sentences, every command speaks JSON, and it starts at once."""
+"""The command line: options, errors as one sentence, JSON output, and a fast start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RESULT = TrainResult(
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts functions in the place of those of the package, or of one of its modules, that a command calls."""
+    """Replace functions of the package, or whole modules of it, that a command calls."""
 
     def put(module: str = "raytrain", **functions: Any) -> None:
         if module == "raytrain":
@@ -65,7 +65,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def trained(stand_in: Callable[..., None]) -> list[TrainConfig]:
-    """The configurations that the trainer was called with."""
+    """The configurations with which ``raytrain.train`` was called; it trains nothing."""
     configs: list[TrainConfig] = []
 
     def train(config: TrainConfig, *, view: Any) -> Any:
@@ -85,7 +85,7 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> str:
-    """A storage with one run that was stopped."""
+    """A storage with one stopped run."""
     storage = str(tmp_path / "runs")
     store = run_store(storage, "first")
     config = RECIPES["cifar10"](data="my data", horizontal_flip=False).resolve(
@@ -104,16 +104,16 @@ def storage(tmp_path: Path) -> str:
     return storage
 
 
-# Options
+# Options.
 
 
-def test_without_flags_a_recipe_is_trained_as_it_stands(trained: list[TrainConfig]) -> None:
+def test_without_flags_a_recipe_is_trained_unchanged(trained: list[TrainConfig]) -> None:
     for name, recipe in RECIPES.items():
         assert main(["train", name]) == 0
         assert trained[-1] == recipe()
 
 
-def test_flags_override_what_the_recipe_says(trained: list[TrainConfig]) -> None:
+def test_flags_override_the_recipe(trained: list[TrainConfig]) -> None:
     flags = (
         "--data s3://b/train --workers 3 --worker-load 1 0 1 --batch-size 256 --no-horizontal-flip --mean 0.5 0.5 0.5"
     )
@@ -133,17 +133,16 @@ def test_flags_override_what_the_recipe_says(trained: list[TrainConfig]) -> None
     assert trained == [expected]
 
 
-def test_a_resumed_run_goes_on_with_the_options_that_it_was_begun_with(
-    trained: list[TrainConfig], tmp_path: Path
-) -> None:
-    begun = RECIPES["cifar10"](storage=str(tmp_path), data="s3://b/train", epochs=3, seed=7).scaled_to(2)
+def test_a_resumed_run_keeps_its_options_except_for_new_flags(trained: list[TrainConfig], tmp_path: Path) -> None:
+    original = RECIPES["cifar10"](storage=str(tmp_path), data="s3://b/train", epochs=3, seed=7).scaled_to(2)
     write_config(
-        run_store(str(tmp_path), "first"), dataclasses.replace(begun, name="first", mean=(0.4, 0.5, 0.6), device="cpu")
+        run_store(str(tmp_path), "first"),
+        dataclasses.replace(original, name="first", mean=(0.4, 0.5, 0.6), device="cpu"),
     )
     words = ["train", "cifar10", "--name", "first", "--storage", str(tmp_path), "--resume", "--epochs", "4"]
     assert main(words) == 0
     expected = dataclasses.replace(
-        begun, name="first", mean=(0.4, 0.5, 0.6), epochs=4, resume=True, workers="auto", device="auto"
+        original, name="first", mean=(0.4, 0.5, 0.6), epochs=4, resume=True, workers="auto", device="auto"
     )
     assert trained == [expected]
 
@@ -216,7 +215,7 @@ except SystemExit:
     assert done.stdout.splitlines()[-1] == "light"
 
 
-def test_the_public_names_are_there() -> None:
+def test_the_package_exports_its_public_names() -> None:
     assert {"TrainConfig", "train", "start", "stop", "recipes", "Run", "UsageError"} <= set(raytrain.__all__)
     assert [name for name in raytrain.__all__ if getattr(raytrain, name).__name__.split(".")[-1] != name] == []
     assert dir(raytrain) == raytrain.__all__
@@ -230,7 +229,7 @@ def test_the_package_runs_as_a_module() -> None:
     assert done.stderr.startswith("raytrain: `raytrain stop` needs NAME")
 
 
-# Errors
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_bad_usage_is_the_same_sentence_in_a_narrow_terminal_with_colours(
     ("error", "exit_code"),
     [(TrainingFailed("The workers died; --resume goes on."), 1), (StorageError("No such bucket: b."), 2)],
 )
-def test_an_error_that_was_foreseen_is_one_sentence(
+def test_an_expected_error_is_one_sentence(
     error: Exception, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(train=failing(error))
@@ -291,7 +290,7 @@ def test_an_error_that_was_foreseen_is_one_sentence(
     assert capsys.readouterr().err == f"raytrain: {error}\n"
 
 
-def test_an_error_that_was_not_foreseen_is_one_sentence_and_its_traceback_is_kept(
+def test_an_unexpected_error_is_one_sentence_and_its_traceback_is_kept(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -306,7 +305,7 @@ def test_an_error_that_was_not_foreseen_is_one_sentence_and_its_traceback_is_kep
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])
-def test_a_traceback_is_shown_where_asked_for(
+def test_debug_shows_the_traceback(
     how: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(train=failing(TrainingFailed("The workers died.")))
@@ -316,7 +315,7 @@ def test_a_traceback_is_shown_where_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_abort_is_no_traceback(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_abort_shows_no_traceback(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     def train(config: TrainConfig, *, view: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -346,7 +345,7 @@ def test_under_torchrun_only_the_first_process_prints_the_outcome(
     assert capsys.readouterr().err == "raytrain: This machine has no folder d.\n"
 
 
-# Outcomes
+# Results.
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -359,18 +358,18 @@ def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys:
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
-def test_the_exit_code_tells_how_the_run_ended(
+def test_the_exit_code_depends_on_the_runs_final_status(
     status: str, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(train=lambda config, view: dataclasses.replace(RESULT, status=status))
     assert main(["train", "cifar10", "--data", "my images", "--workers", "2"]) == exit_code
     out = " ".join(capsys.readouterr().out.split())
     assert f"status {status}" in out
-    way_on = "raytrain train cifar10 --data 'my images' --name first --workers 2 --resume"
-    assert (way_on in out) == (status != "finished")
+    resume_command = "raytrain train cifar10 --data 'my images' --name first --workers 2 --resume"
+    assert (resume_command in out) == (status != "finished")
 
 
-def test_predict_export_doctor_and_demo_hand_on_their_options(
+def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[Any] = []
@@ -417,7 +416,7 @@ EVALUATION = EvaluationResult(
 )
 
 
-def test_evaluate_tells_of_classes_and_confusions_and_draws_them(
+def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -437,15 +436,15 @@ def test_evaluate_tells_of_classes_and_confusions_and_draws_them(
     assert (tmp_path / "mine.png").is_file()
 
 
-def test_evaluate_refuses_its_output_before_it_begins(
+def test_evaluate_refuses_a_wrong_output_before_it_starts(
     stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(evaluate=lambda *args, **named: pytest.fail("it began"))
+    stand_in(evaluate=lambda *args, **named: pytest.fail("it started"))
     assert main(["evaluate", "first", "--data", "d", "--output", "nowhere/c.png"]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_of_many_classes_the_worst_are_shown() -> None:
+def test_only_the_worst_of_many_classes_are_shown() -> None:
     matrix = np.array([[10, 0] if label == 7 else [label + 20, 1] for label in range(30)])
     scores = tuple(
         ClassScore(f"class-{label}", int(sum(counts)), int(counts[0]), counts[0] / sum(counts))
@@ -460,7 +459,7 @@ def test_of_many_classes_the_worst_are_shown() -> None:
     assert "No image was misclassified." in seen
 
 
-def test_stop_asks_the_driver(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_requests_a_stop(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
     stand_in(stop=lambda name, **named: asked.append((name, named["storage"], named["address"])))
     assert main(["stop", "first", "--storage", "s3://b/runs", "--address", "auto", "--json"]) == 0
@@ -468,7 +467,7 @@ def test_stop_asks_the_driver(stand_in: Callable[..., None], capsys: pytest.Capt
     assert last_line(capsys)["status"] == "stop requested"
 
 
-def test_runs_lists_what_is_there(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_the_runs_of_a_storage(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--storage", storage]) == 0
     out = capsys.readouterr().out
     for part in ("first", "cifar10", "stopped", "2/9", "20/90", "0.6250"):
@@ -478,12 +477,12 @@ def test_runs_lists_what_is_there(storage: str, capsys: pytest.CaptureFixture[st
     assert (run["name"], run["status"], run["step"], run["test_accuracy"]) == ("first", "stopped", 20, 0.625)
 
 
-def test_runs_says_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_reports_an_empty_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--storage", str(tmp_path / "none")]) == 0
     assert "There are no runs" in capsys.readouterr().out
 
 
-def test_show_tells_all_about_a_run(
+def test_show_prints_the_details_of_a_run(
     storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -496,7 +495,7 @@ def test_show_tells_all_about_a_run(
     assert "raytrain train cifar10 --data 'my data' --name first" in " ".join(out.split())
 
 
-def test_show_gives_the_same_as_json(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_same_as_json(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "first", "--storage", storage, "--json"]) == 0
     shown = last_line(capsys)
     assert shown["config"]["workers"] == 2
@@ -514,7 +513,7 @@ def test_show_draws_the_curves(storage: str, capsys: pytest.CaptureFixture[str],
     assert "--png is 'first.svg'; its name must end in .png." in capsys.readouterr().err
 
 
-def test_compare_puts_runs_side_by_side(
+def test_compare_shows_runs_side_by_side(
     storage: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -553,13 +552,13 @@ def test_compare_puts_runs_side_by_side(
     assert "takes two runs or more" in capsys.readouterr().err
 
 
-def test_the_way_on_is_a_command_that_trains_with_the_same_options(storage: str, trained: list[TrainConfig]) -> None:
+def test_the_printed_train_command_has_the_options_of_the_run(storage: str, trained: list[TrainConfig]) -> None:
     config = read_config(open_run(storage, "first"))
     assert main(shlex.split(train_command(config))[1:]) == 0
     assert [again.scaled_to(2) for again in trained] == [config]
 
 
-def test_the_picture_of_the_readme_is_drawn_from_a_run(storage: str, tmp_path: Path) -> None:
+def test_the_readme_picture_can_be_drawn_from_a_run(storage: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / ".github" / "picture.py"
     subprocess.run(
         [sys.executable, script, "first", "--storage", storage, "--output", tmp_path / "run.svg"], check=True

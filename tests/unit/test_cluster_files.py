@@ -1,4 +1,4 @@
-"""The cluster files: what Ray's launcher and AWS make of them."""
+"""The cluster files are valid for Ray's launcher and AWS, and grant only the permissions that are needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config() -> dict[str, Any]:
 
 @pytest.fixture
 def account(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An AWS account that is not there, with the stack of iam.yaml in it."""
+    """A mocked AWS account with the stack of iam.yaml."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     with mock_aws():
@@ -41,7 +41,7 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield boto3.client("iam", REGION)
 
 
-def test_only_the_workers_have_gpus_and_idle_ones_end(config: dict[str, Any], account: Any) -> None:
+def test_only_workers_have_gpus_and_idle_workers_end(config: dict[str, Any], account: Any) -> None:
     types = config["available_node_types"]
     assert {name: num_gpus(kind["node_config"]["InstanceType"]) for name, kind in types.items()} == {
         "head": 0,
@@ -56,7 +56,7 @@ def num_gpus(instance_type: str) -> int:
     return sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
 
 
-def test_every_machine_has_a_profile_that_the_stack_makes(config: dict[str, Any], account: Any) -> None:
+def test_every_machine_has_a_profile_of_the_stack(config: dict[str, Any], account: Any) -> None:
     named = {kind["node_config"]["IamInstanceProfile"]["Name"] for kind in config["available_node_types"].values()}
     made = {profile["InstanceProfileName"] for profile in account.list_instance_profiles()["InstanceProfiles"]}
     assert named == made == {"raytrain-head", "raytrain-worker"}
@@ -72,7 +72,7 @@ def test_only_the_head_may_start_machines(account: Any) -> None:
 
 
 def allowed(iam: Any, profile: str) -> set[str]:
-    """Every action that the role of a profile allows."""
+    """Return every action that the role of a profile allows."""
     (role,) = iam.get_instance_profile(InstanceProfileName=profile)["InstanceProfile"]["Roles"]
     documents = []
     for attached in iam.list_attached_role_policies(RoleName=role["RoleName"])["AttachedPolicies"]:
@@ -91,23 +91,23 @@ def listed(action: str | list[str]) -> list[str]:
     return [action] if isinstance(action, str) else action
 
 
-def test_the_stack_has_no_aliases_which_aws_refuses() -> None:
+def test_the_stack_has_no_yaml_aliases_which_aws_refuses() -> None:
     assert not [token for token in yaml.scan((CLUSTER / "iam.yaml").read_text()) if isinstance(token, yaml.AliasToken)]
 
 
-def test_the_head_may_end_the_machines_of_this_cluster_only(config: dict[str, Any]) -> None:
+def test_the_head_may_only_end_machines_of_its_cluster(config: dict[str, Any]) -> None:
     text = (CLUSTER / "iam.yaml").read_text()
     assert f'{{"aws:ResourceTag/ray-cluster-name": {config["cluster_name"]}}}' in text
 
 
-def test_files_that_go_to_the_machines_are_here_and_hold_no_key(config: dict[str, Any]) -> None:
+def test_files_copied_to_the_machines_exist_and_contain_no_credentials(config: dict[str, Any]) -> None:
     mounts = config["file_mounts"]
     assert all((CLUSTER.parent / local).exists() for local in mounts.values() if not local.startswith("~"))
     assert [local for local in mounts.values() if local.startswith("~")] == ["~/.ray/auth_token"]
     assert "AWS_" not in yaml.safe_dump(config)
 
 
-def test_the_commands_are_shell(config: dict[str, Any]) -> None:
+def test_the_commands_have_valid_shell_syntax(config: dict[str, Any]) -> None:
     for kind in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
         for command in config[kind]:
             assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0, command

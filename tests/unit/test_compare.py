@@ -1,4 +1,4 @@
-"""Comparisons: which options differ, and the results of each run, even if it has nothing but its history."""
+"""Comparing runs: the options that differ, and the results of each run, even if it only has a history."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def storage(tmp_path: Any) -> str:
     return storage
 
 
-def test_the_options_that_differ_and_no_others(storage: str) -> None:
+def test_only_the_options_that_differ_are_compared(storage: str) -> None:
     first, second = raytrain.compare(["first", "second"], storage=storage)
     assert first.options == {"learning_rate": 0.2, "translate": 4}
     assert second.options == {"learning_rate": 0.05, "translate": 0}
     assert [run.options for run in raytrain.compare(["first", "third"], storage=storage)] == [{}, {}]
 
 
-def test_the_figures_come_from_the_history(storage: str) -> None:
+def test_the_results_come_from_the_history(storage: str) -> None:
     first, second, third = raytrain.compare(["first", "second", "third"], storage=storage)
     assert {
         name: first.summary()[name] for name in ("name", "steps", "epochs", "seconds", "images_per_s", "skipped")
@@ -62,7 +62,7 @@ def test_the_figures_come_from_the_history(storage: str) -> None:
     assert (third.steps, third.epochs, third.seconds, third.status) == (0, 0, None, "interrupted")
 
 
-def test_less_than_two_runs_are_no_comparison(storage: str) -> None:
+def test_fewer_than_two_runs_are_refused(storage: str) -> None:
     with pytest.raises(UsageError, match="two runs or more"):
         raytrain.compare(["first"], storage=storage)
     with pytest.raises(UsageError, match=r"no run 'frist' .*did you mean first"):
@@ -70,7 +70,7 @@ def test_less_than_two_runs_are_no_comparison(storage: str) -> None:
 
 
 @pytest.mark.parametrize(("steps", "log_every", "last"), [(7, 1, 20), (7, 10, 42), (195, 10, 9750), (1, 1, 3)])
-def test_the_steps_of_an_epoch_are_found_in_the_history(steps: int, log_every: int, last: int) -> None:
+def test_the_steps_per_epoch_are_derived_from_the_history(steps: int, log_every: int, last: int) -> None:
     rows = [
         MetricRow(kind="step", step=step, epoch=-(-step // steps)) for step in range(log_every, last + 1, log_every)
     ]

@@ -20,7 +20,7 @@ KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
 
 
 class Resolver:
-    """Stands in for this process's AWS configuration, and for the clock."""
+    """A fake of this process's AWS configuration and of the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.credentials: Credentials | None = KEYS
@@ -40,7 +40,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
     return Resolver(monkeypatch)
 
 
-def test_the_broker_returns_what_was_lent_last() -> None:
+def test_the_broker_returns_the_newest_credentials() -> None:
     broker = CredentialBroker()
     source = broker.source
     assert broker.credentials() is None and source() is None
@@ -59,7 +59,7 @@ def test_neither_the_broker_nor_its_source_can_be_pickled_with_credentials() -> 
             pickle.dumps(secret)
 
 
-def test_credentials_are_lent_at_once_and_again_every_minute(resolver: Resolver) -> None:
+def test_credentials_are_lent_at_once_and_renewed_every_minute(resolver: Resolver) -> None:
     lent: list[CredentialFields | None] = []
     lender = CredentialLender(lent.append)
     assert lent == [KEYS.fields()]
@@ -72,7 +72,7 @@ def test_credentials_are_lent_at_once_and_again_every_minute(resolver: Resolver)
     assert lent[1:] == [resolver.credentials.fields()]
 
 
-def test_expiring_credentials_are_lent_again_after_a_third_of_their_lifetime(resolver: Resolver) -> None:
+def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolver: Resolver) -> None:
     expires_at = datetime.now(timezone.utc) + timedelta(seconds=30)
     resolver.credentials = Credentials("ASIA", "s", "t", expires_at)
     lent: list[CredentialFields | None] = []
@@ -85,7 +85,7 @@ def test_expiring_credentials_are_lent_again_after_a_third_of_their_lifetime(res
     assert len(lent) == 2
 
 
-def test_a_failing_source_keeps_the_lent_credentials_and_is_tried_again_soon(resolver: Resolver) -> None:
+def test_if_the_source_fails_the_credentials_are_kept_and_it_is_retried_soon(resolver: Resolver) -> None:
     broker = CredentialBroker()
     lender = CredentialLender(broker.lend)
     resolver.error = RuntimeError("no luck")
@@ -99,7 +99,9 @@ def test_a_failing_source_keeps_the_lent_credentials_and_is_tried_again_soon(res
 
 
 @pytest.mark.parametrize(("amazon", "expected"), [(True, "ASIATASK"), (False, "AKIAEXAMPLE1234")])
-def test_a_nodes_own_role_is_used_for_amazon_only(amazon: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_own_role_is_only_used_for_amazon_s3(
+    amazon: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def metadata_service(request: Request) -> Answer:
         keys = {"AccessKeyId": "ASIATASK", "SecretAccessKey": "s", "Token": "t", "Expiration": "2199-01-01T00:00:00Z"}
         return Answer(body=json.dumps(keys).encode())

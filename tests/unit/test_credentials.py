@@ -19,7 +19,7 @@ LATER = datetime.now(timezone.utc).replace(microsecond=0) + timedelta(hours=6)
 
 @dataclass(frozen=True)
 class Lent:
-    """Stands in for the driver's credentials."""
+    """A fake of the driver's credentials."""
 
     def __call__(self) -> Credentials | None:
         return KEYS
@@ -54,7 +54,7 @@ def test_the_identity_is_the_end_of_the_access_key_id() -> None:
 
 
 @pytest.mark.parametrize("holder", [lambda: KEYS, lambda: {"keys": [KEYS]}, lambda: OwnRoleOr(KEYS)])  # pyright: ignore
-def test_credentials_cannot_be_pickled_but_their_fields_can(holder: Callable[[], object]) -> None:
+def test_credentials_cannot_be_pickled_except_as_plain_fields(holder: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(holder())
     assert Credentials(*pickle.loads(pickle.dumps(KEYS.fields()))) == KEYS
@@ -136,7 +136,7 @@ def test_an_ec2_instance_has_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own_role() == Credentials("ASIAEC2", "s", "t", LATER)
         num_requests = len(requests)
         assert own_role() == resolve() == Credentials("ASIAEC2", "s", "t", LATER)
-        assert len(requests) == 2 * num_requests  # resolve() sends its own requests, the second own_role() none
+        assert len(requests) == 2 * num_requests  # resolve() sends its own requests; the second own_role() sends none.
 
 
 def test_ec2_metadata_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_pod_has_the_role_of_its_service_account(tmp_path: Path, monkeypatch: 
         assert own_role() == Credentials("ASIAPOD", "s", "t", LATER)
 
 
-def test_a_node_uses_its_own_role_if_it_has_one_and_else_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_uses_its_own_role_or_else_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     source: OwnRoleOr = pickle.loads(pickle.dumps(OwnRoleOr(Lent())))
     assert source() == KEYS
     with scripted_s3(lambda request: Answer(body=role_keys("ASIATASK"))) as (url, _):

@@ -1,4 +1,4 @@
-"""Real-world image files are decoded as Pillow and browsers show them, or refused with a reason and at little cost."""
+"""Decoding: images look as in Pillow and browsers, and bad files are refused quickly with a reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE, GREY_SHAPE = ImageShape(HEIGHT, WIDTH, 3), ImageShape(HEIGHT, WIDTH, 1)
 
 
 def photo() -> Array:
-    """A smooth picture with no symmetry, (24, 40, 3)."""
+    """Make a smooth picture without symmetry, (24, 40, 3)."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     return np.stack([6 * x, 10 * y, 3 * x + 3 * y], axis=2).astype(np.uint8)
 
@@ -50,7 +50,7 @@ def encoded(image: Image.Image | Array, format: str, **options: Any) -> bytes:
 
 
 def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> bytes:
-    """A PNG file made from its compressed rows, for kinds that Pillow cannot write."""
+    """Make a PNG file from its compressed rows, for kinds that Pillow cannot write."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -60,11 +60,11 @@ def png(width: int, height: int, bits: int, colour_type: int, idat: bytes) -> by
 
 
 def black_png(side: int) -> bytes:
-    """``side`` x ``side`` RGB pixels of 0, compressed without being in memory: one piece of zeros, repeated."""
+    """Make a black PNG of ``side`` x ``side`` without holding its pixels in memory, by repeating a compressed piece."""
     num_bytes, pieces = side * (1 + 3 * side), 200
     packer = zlib.compressobj(9, wbits=-15)
     piece = packer.compress(bytes(num_bytes // pieces)) + packer.flush(zlib.Z_FULL_FLUSH)
-    checksum = struct.pack(">I", (num_bytes % 65521) << 16 | 1)  # Adler-32 of that many zeros
+    checksum = struct.pack(">I", (num_bytes % 65521) << 16 | 1)  # Adler-32 of this number of zeros.
     assert num_bytes % pieces == 0
     return png(side, side, 8, 2, b"\x78\x9c" + piece * pieces + b"\x03\x00" + checksum)
 
@@ -84,7 +84,7 @@ def assert_close(shown: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance:
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P"])
-def test_usual_files_are_shown_as_pillow_shows_them(format: str, mode: str) -> None:
+def test_common_formats_are_decoded_as_by_pillow(format: str, mode: str) -> None:
     image = Image.fromarray(photo()).convert(mode)
     options = {"lossless": True} if format == "WEBP" else {}
     data = encoded(image.convert("RGB") if (format, mode) == ("JPEG", "P") else image, format, **options)
@@ -96,20 +96,20 @@ def test_usual_files_are_shown_as_pillow_shows_them(format: str, mode: str) -> N
 @pytest.mark.parametrize(
     "options", [{"progressive": True}, {"quality": 30}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}]
 )
-def test_jpegs_of_all_kinds_are_shown_as_pillow_shows_them(options: dict[str, Any]) -> None:
+def test_all_kinds_of_jpeg_are_decoded_as_by_pillow(options: dict[str, Any]) -> None:
     data = encoded(photo(), "JPEG", **options)
     assert_close(decode(data, SHAPE), as_pillow_shows(data), 3)
     assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), 3)
 
 
-def test_cmyk_has_the_colours_that_it_was_made_from() -> None:
+def test_cmyk_is_decoded_to_its_original_colours() -> None:
     data = encoded(Image.fromarray(photo()).convert("CMYK"), "JPEG", quality=95)
-    assert b"Adobe" in data[:200]  # the mark that says that the values are inverted
+    assert b"Adobe" in data[:200]  # The marker of inverted values.
     assert_close(decode(data, SHAPE), photo(), 16)
     assert_close(decode(data, GREY_SHAPE), as_pillow_shows(data, "L"), 3)
 
 
-def test_cmyk_without_adobes_mark_is_shown_as_pillow_shows_it() -> None:
+def test_cmyk_without_adobe_marker_is_decoded_as_by_pillow() -> None:
     data = encoded(Image.fromarray(photo()).convert("CMYK"), "JPEG", quality=95)
     start = data.index(b"\xff\xee")
     plain = data[:start] + data[start + 16 :]
@@ -117,7 +117,7 @@ def test_cmyk_without_adobes_mark_is_shown_as_pillow_shows_it() -> None:
     assert_close(decode(plain, SHAPE), as_pillow_shows(plain), 3)
 
 
-def test_16_bits_a_channel_become_8() -> None:
+def test_16_bits_per_channel_become_8() -> None:
     deep = photo().astype(np.uint16) * 256 + 77
     assert_close(decode(encoded(Image.fromarray(deep[:, :, 0]), "PNG"), GREY_SHAPE), photo()[:, :, 0], 0)
     assert_close(decode(encoded(Image.fromarray(deep[:, :, 0]), "PNG"), SHAPE)[:, :, 2], photo()[:, :, 0], 0)
@@ -126,21 +126,21 @@ def test_16_bits_a_channel_become_8() -> None:
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])
-def test_what_is_transparent_is_white(format: str) -> None:
+def test_transparent_pixels_become_white(format: str) -> None:
     data = encoded(
         np.dstack([photo(), alpha()]), format, **({"lossless": True, "exact": True} if format == "WEBP" else {})
     )
     assert_close(decode(data, SHAPE), on_white(photo(), alpha()), 1)
 
 
-def test_grey_that_is_transparent_is_white() -> None:
+def test_transparent_grey_pixels_become_white() -> None:
     grey = photo()[:, :, :1]
     data = encoded(Image.merge("LA", [Image.fromarray(grey[:, :, 0]), Image.fromarray(alpha())]), "PNG")
     assert_close(decode(data, GREY_SHAPE), on_white(grey, alpha()).squeeze(), 1)
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF"])
-def test_a_palettes_transparent_entry_is_white(format: str) -> None:
+def test_the_transparent_entry_of_a_palette_becomes_white(format: str) -> None:
     image = Image.fromarray(photo()).quantize(16)
     hidden = np.asarray(image) == 5
     data = encoded(image, format, transparency=5)
@@ -149,7 +149,7 @@ def test_a_palettes_transparent_entry_is_white(format: str) -> None:
     assert_close(decode(data, SHAPE), expected, 0)
 
 
-def test_a_transparent_colour_is_white() -> None:
+def test_a_transparent_colour_becomes_white() -> None:
     data = encoded(photo(), "PNG", transparency=tuple(photo()[3, 4].tolist()))
     expected = photo()
     expected[3, 4] = 255
@@ -157,7 +157,7 @@ def test_a_transparent_colour_is_white() -> None:
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_picture_is_shown(format: str) -> None:
+def test_the_first_frame_of_an_animation_is_used(format: str) -> None:
     first, second = (Image.fromarray(picture) for picture in (photo(), 255 - photo()))
     options = {"lossless": True} if format == "WEBP" else {}
     data = encoded(first, format, save_all=True, append_images=[second], duration=100, **options)
@@ -172,7 +172,7 @@ UPRIGHT: dict[int, Callable[[Array], Array]] = {
     3: lambda a: np.rot90(a, 2),
     4: lambda a: a[::-1],
     5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: np.rot90(a, -1),  # to be turned clockwise
+    6: lambda a: np.rot90(a, -1),  # Must be rotated clockwise.
     7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
     8: lambda a: np.rot90(a),
 }
@@ -180,7 +180,7 @@ UPRIGHT: dict[int, Callable[[Array], Array]] = {
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
-def test_a_camera_that_was_turned_takes_upright_pictures(format: str, orientation: int) -> None:
+def test_images_are_rotated_by_their_exif_orientation(format: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     lossless = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(format, {})
@@ -192,18 +192,18 @@ def test_a_camera_that_was_turned_takes_upright_pictures(format: str, orientatio
 @pytest.mark.parametrize(
     "exif", [b"Exif\0\0", b"Exif\0\0nonsense", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"]
 )
-def test_a_damaged_exif_block_turns_nothing(exif: bytes) -> None:
+def test_a_damaged_exif_block_is_ignored(exif: bytes) -> None:
     assert_close(decode(encoded(photo(), "JPEG", quality=100, subsampling=0, exif=exif), SHAPE), photo(), 6)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
-def test_one_pixel_fills_the_whole_image(format: str) -> None:
+def test_an_image_of_one_pixel_is_scaled_to_the_shape(format: str) -> None:
     shown = decode(encoded(np.full((1, 1, 3), 200, np.uint8), format), SHAPE)
     assert shown.shape == (HEIGHT, WIDTH, 3) and np.abs(shown.astype(int) - 200).max() <= 4
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
-def test_a_large_image_is_scaled_and_stretched_to_the_shape(format: str) -> None:
+def test_a_large_image_is_scaled_to_the_shape(format: str) -> None:
     large = np.asarray(Image.fromarray(photo()).resize((WIDTH * 20, HEIGHT * 10), Image.Resampling.BICUBIC))
     assert_close(decode(encoded(large, format, **({"quality": 95} if format == "JPEG" else {})), SHAPE), photo(), 20)
 
@@ -220,24 +220,24 @@ def test_a_large_image_is_scaled_and_stretched_to_the_shape(format: str) -> None
         (b"\xff\xd8\xff", "not an image|cannot be decoded"),
         (bytes(1000), "not an image that can be read"),
         (encoded(photo(), "TIFF"), "not an image that can be read"),
-        (encoded(photo(), "EPS"), "not an image that can be read"),  # Pillow would start another program for it
+        (encoded(photo(), "EPS"), "not an image that can be read"),  # Pillow would start another program.
     ],
 )
-def test_what_is_no_image_is_refused(data: bytes, reason: str) -> None:
+def test_files_that_are_not_images_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BadImage, match=reason):
         decode(data, SHAPE)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
-def test_half_a_file_is_refused(format: str, kept: float) -> None:
+def test_truncated_files_are_refused(format: str, kept: float) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
     data = encoded(noise, format)
     with pytest.raises(BadImage, match=r"cannot be decoded: \w|not an image"):
         decode(data[: int(len(data) * kept)], SHAPE)
 
 
-def test_half_a_jpeg_with_exif_or_in_progressive_order_is_refused_too() -> None:
+def test_truncated_jpegs_with_exif_or_progressive_order_are_refused() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     for options in ({"exif": exif}, {"progressive": True}):
@@ -247,7 +247,7 @@ def test_half_a_jpeg_with_exif_or_in_progressive_order_is_refused_too() -> None:
 
 
 def jpeg_bomb(side: int, **options: Any) -> bytes:
-    """A small JPEG whose header promises ``side`` x ``side`` pixels."""
+    """Make a small JPEG whose header claims ``side`` x ``side`` pixels."""
     data = bytearray(encoded(photo(), "JPEG", **options))
     start = data.index(b"\xff\xc2" if options.get("progressive") else b"\xff\xc0")
     data[start + 5 : start + 9] = struct.pack(">HH", side, side)
@@ -264,7 +264,9 @@ def jpeg_bomb(side: int, **options: Any) -> bytes:
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_bomb_is_refused_by_its_header(bomb: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused_by_its_header(
+    bomb: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = bomb()
     assert len(data) < 2_000_000
     for decoder, name in ((ImageFile.ImageFile, "load"), (simplejpeg, "decode_jpeg")):

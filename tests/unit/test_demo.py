@@ -1,4 +1,4 @@
-"""The demo: its effect on this process and machine, and the commands that it suggests."""
+"""The demo: its effect on this process and machine, and the commands that it prints."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def test_the_users_aws_configuration_is_ignored_and_restored(tmp_path: Path, mon
     assert dict(os.environ) == before
 
 
-def test_a_second_demo_gets_another_name(tmp_path: Path) -> None:
+def test_a_second_demo_has_another_name(tmp_path: Path) -> None:
     for name in ("demo", "demo-2", "demo-3"):
         assert demo._unused_name(str(tmp_path)) == name
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
 
 
-def test_a_bucket_for_the_runs_is_refused() -> None:
+def test_s3_as_storage_of_the_demo_is_refused() -> None:
     with pytest.raises(UsageError, match="--storage is s3://bucket/runs; the demo stores its run in a folder"):
         demo.run_demo(storage="s3://bucket/runs")
 
 
-def test_the_summary_gives_accuracy_locations_and_commands_that_the_command_line_understands(
+def test_the_summary_has_accuracy_locations_and_valid_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("UV", raising=False)
@@ -75,6 +75,6 @@ def test_the_summary_gives_accuracy_locations_and_commands_that_the_command_line
     assert bound[1].keywords["data"] == "my images/test"  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_a_user_of_uv_gets_commands_for_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_uv_the_printed_commands_use_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV", "/usr/bin/uv")
     assert len(re.findall(r"^ +uv run raytrain ", printed(RESULT), re.MULTILINE)) == 3

@@ -30,7 +30,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_node_reports_its_devices_without_any_stores() -> None:
+def test_a_node_reports_its_devices_without_opening_stores() -> None:
     report = probe_node(ProbeRequest(), num_gpus=0)
     assert (report.gpus, report.problems, report.identity, report.read_speed) == (GPUS, (), None, None)
 
@@ -72,7 +72,7 @@ def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: Device
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
-    """The environments of the clusters that would have been started. There is no other cluster, and none starts."""
+    """The environments with which a cluster would have been started; none is started, and no other is found."""
     environments: list[Mapping[str, str]] = []
     monkeypatch.setattr(connection, "LocalCluster", environments.append)
     monkeypatch.setattr(connection, "is_connected", lambda: False)
@@ -86,7 +86,7 @@ def test_a_new_cluster_sees_only_the_chosen_gpus(started: list[Mapping[str, str]
     Connection(None)
     Connection(None, gpus="1")
     Connection("local", gpus="1,0")
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order in which NVML counts
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # The order of NVML.
     assert started == [{}, {**order, "CUDA_VISIBLE_DEVICES": "1"}, {**order, "CUDA_VISIBLE_DEVICES": "1,0"}]
     assert len(gpus()) == 2
 
@@ -101,7 +101,7 @@ def test_gpus_that_do_not_exist_are_refused(started: list[Mapping[str, str]], mo
     assert started == []
 
 
-def test_gpus_cannot_be_chosen_for_a_cluster_that_runs_already(started: list[Mapping[str, str]]) -> None:
+def test_gpus_cannot_be_chosen_for_a_running_cluster(started: list[Mapping[str, str]]) -> None:
     with pytest.raises(UsageError, match="--gpus is 0,2, and the run uses a Ray cluster that runs already"):
         Connection("10.0.0.1:6379", gpus="0,2")
     assert started == []
@@ -122,7 +122,7 @@ def test_an_address_where_no_cluster_answers_is_reported_at_once(address: str, r
 
 
 @pytest.mark.parametrize("wrong", ["", "0 2", "0,0", "-1", "all", "0,"])
-def test_gpus_must_be_numbers_with_commas(wrong: str) -> None:
+def test_gpus_must_be_comma_separated_numbers(wrong: str) -> None:
     options: dict[str, Any] = {"batch_size": 1, "learning_rate": 0.1}
     with pytest.raises(UsageError, match="such as 0,2"):
         TrainConfig(gpus=wrong, **options)

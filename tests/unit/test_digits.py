@@ -1,4 +1,4 @@
-"""The demo's digits: balanced, repeatable, legible."""
+"""The rendered digits of the demo are balanced, repeatable and legible."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def contents(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*.png"))}
 
 
-def test_every_class_has_the_same_number_of_images_on_each_side(tmp_path: Path) -> None:
+def test_every_class_has_the_same_number_of_training_and_test_images(tmp_path: Path) -> None:
     paths = contents(digits.render_digits(tmp_path, num_images=105, test_fraction=0.2))
     assert set(paths) == {f"train/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 9)} | {
         f"test/{digit}/{n:04d}.png" for digit in range(10) for n in range(1, 3)
     }
-    assert len(set(paths.values())) == 100  # no two images alike
+    assert len(set(paths.values())) == 100  # No two images are the same.
 
 
-def test_the_seed_decides_the_pixels(tmp_path: Path) -> None:
+def test_the_pixels_depend_on_the_seed(tmp_path: Path) -> None:
     first, again, other = (
         contents(digits.render_digits(tmp_path / name, num_images=40, test_fraction=0.25, seed=seed))
         for name, seed in (("first", 3), ("again", 3), ("other", 4))
@@ -33,7 +33,7 @@ def test_the_seed_decides_the_pixels(tmp_path: Path) -> None:
     assert all(first[path] != other[path] for path in first)
 
 
-def test_images_are_grey_28x28_with_ink_that_stands_out(tmp_path: Path) -> None:
+def test_images_are_grey_28x28_with_high_contrast(tmp_path: Path) -> None:
     for path in digits.render_digits(tmp_path, num_images=300).rglob("*.png"):
         image = Image.open(path)
         assert (image.mode, image.size) == ("L", (28, 28))
@@ -47,11 +47,11 @@ def test_digits_lean_by_up_to_45_degrees_either_way() -> None:
     rng = np.random.default_rng(0)
     leans = np.array([lean_degrees(digits.draw_digit(1, rng).astype(float)) for _ in range(400)])
     assert leans.min() < -30 and leans.max() > 30
-    assert np.abs(leans).max() < 45 + 25  # an oblique one leans by itself
+    assert np.abs(leans).max() < 45 + 25  # An italic font leans by itself.
 
 
 def lean_degrees(image: np.ndarray) -> float:
-    """Angle between the ink's long axis and the vertical."""
+    """Return the angle in degrees between the digit's long axis and the vertical."""
     weight = np.clip(image - (np.median(image) + image.max()) / 2, 0, None)
     y, x = np.indices(image.shape)
     dy, dx = (axis - np.average(axis, weights=weight) for axis in (y, x))

@@ -1,4 +1,4 @@
-"""What the documentation says is true: the tree names every file, commands can be parsed, links lead somewhere."""
+"""The documentation is correct: the tree names every file, commands can be parsed, linked files exist."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_the_tree_names_every_file_of_the_package() -> None:
 
 
 def files_of_the_tree() -> set[str]:
-    """The files that the tree in the architecture page names, relative to the package."""
+    """Return the files in the tree of the architecture page, relative to the package."""
     _, _, rest = (ROOT / "docs/architecture.md").read_text().partition("\nraytrain/\n")
     folders, files = list[str](), set[str]()
     for line in rest.partition("\n```")[0].splitlines():
         name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2  # 1 directly in the package
+        depth = (len(line) - len(line.lstrip())) // 2  # 1 for files directly in the package.
         folders = folders[: depth - 1]
         if name.endswith("/"):
             folders.append(name)
@@ -41,7 +41,7 @@ def files_of_the_tree() -> set[str]:
     return files
 
 
-def test_every_command_is_documented_and_every_documented_command_is_understood(
+def test_every_command_is_documented_and_every_documented_command_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def test_every_command_is_documented_and_every_documented_command_is_understood(
 
 
 def documented_commands(page: Path) -> list[list[str]]:
-    """The arguments of raytrain in every indented command line of a page, however the line starts it."""
+    """Return the arguments of raytrain in every indented command line of a page, after ``uv run``, ``--`` or ``-m``."""
     lines = re.sub(r" *\\\n *", " ", page.read_text()).splitlines()
     calls = [re.search(r"(?:uv run|--|-m) raytrain (.*)", line) for line in lines if line.startswith("    ")]
     return [shlex.split(call[1].partition(" #")[0]) for call in calls if call]
@@ -72,7 +72,7 @@ def test_the_files_that_a_page_points_to_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_the_readme_sets_everything_up_in_two_commands() -> None:
+def test_the_readme_needs_two_commands_for_the_setup() -> None:
     readme = (ROOT / "README.md").read_text()
     setups = [line.strip() for line in readme.splitlines() if "pip install" in line]
     assert setups == ["python3 -m pip install uv && uv run raytrain demo", "python3 -m pip install uv && uv run pytest"]

@@ -1,4 +1,4 @@
-"""Public data sets, downloaded from a local server that has small archives of the same structure."""
+"""Downloading public data sets, from a local server with small archives of the same structure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def archive(file: Path, contents: dict[str, bytes]) -> str:
-    """Write a .tgz file; returns its MD5."""
+    """Write a .tgz file, and return its MD5."""
     with tarfile.open(file, "w:gz") as tar:
         for name, data in contents.items():
             member = tarfile.TarInfo(name)
@@ -59,7 +59,7 @@ def quietly(name: str, destination: Path | str) -> download.DownloadResult:
 
 @pytest.fixture
 def flowers(served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The archive of three flowers."""
+    """An archive with three flowers."""
     folder, url = served
     names = ("daisy/1.jpg", "daisy/2.jpg", "tulips/3.jpg", "LICENSE.txt")
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""An exported file returns without raytrain what the run's network returns, for any number of images."""
+"""An exported file returns the same as the run's network, without raytrain, for any number of images."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def run_onnx(content: bytes, images: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 
 
 @pytest.mark.parametrize(("suffix", "answer"), [("pt2", run_pt2), ("onnx", run_onnx)])
-def test_the_file_answers_as_the_run_does(suffix: str, answer: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_exported_file_predicts_the_same_as_the_run(
+    suffix: str, answer: Callable[..., Any], tmp_path: Path
+) -> None:
     make_run(str(tmp_path), small())
     file = tmp_path / f"model.{suffix}"
     result = raytrain.export("run", str(file), storage=str(tmp_path))
@@ -74,7 +76,7 @@ def test_the_file_answers_as_the_run_does(suffix: str, answer: Callable[..., Any
     assert result.largest_difference < 1e-4
 
 
-def test_the_file_knows_its_classes(tmp_path: Path) -> None:
+def test_the_exported_file_contains_the_classes(tmp_path: Path) -> None:
     make_run(str(tmp_path), small())
     for suffix in ("pt2", "onnx"):
         raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
@@ -86,7 +88,7 @@ def test_the_file_knows_its_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
-def test_it_is_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_path: Path) -> None:
+def test_an_export_can_be_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_path: Path) -> None:
     make_run(str(tmp_path), cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3)), CIFAR10)
     result = raytrain.export(
         "run", str(tmp_path / f"m.{suffix}"), data=str(cifar10_folder / "test"), storage=str(tmp_path)
@@ -100,19 +102,19 @@ def test_it_is_checked_on_real_images(suffix: str, cifar10_folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
-def test_resizing_is_exported_too(suffix: str, tmp_path: Path) -> None:
+def test_resizing_is_exported(suffix: str, tmp_path: Path) -> None:
     make_run(str(tmp_path), small(random_resized_crop=True))
     result = raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
     assert result.input.startswith("uint8 (batch, 23, 14, 1)")
 
 
-def test_it_may_go_to_s3(s3_url: str) -> None:
+def test_an_export_can_be_written_to_s3(s3_url: str) -> None:
     make_run(s3_url, small())
     raytrain.export("run", f"{s3_url}/model.pt2", storage=s3_url)
     assert run_pt2(open_store(s3_url).get("model.pt2"), np.zeros((1, 20, 12, 1), np.uint8)).shape == (1, 3)
 
 
-def test_a_file_that_answers_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_with_other_predictions_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(str(tmp_path), small())
     monkeypatch.setattr(export, "_original_logits", lambda classifier, images: np.ones((len(images), 3)))
     with pytest.raises(RaytrainError, match=r"differ by up to .*model\.pt2 was not written"):
@@ -120,7 +122,7 @@ def test_a_file_that_answers_differently_is_not_written(tmp_path: Path, monkeypa
     assert not (tmp_path / "model.pt2").exists()
 
 
-def test_a_network_that_cannot_be_followed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "winding_networks.py").write_text(
         "from torch import nn\n"
         "class Winding(nn.Linear):\n"
@@ -146,7 +148,7 @@ def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypa
     raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
 
 
-def test_the_name_says_the_kind(tmp_path: Path) -> None:
+def test_the_format_follows_from_the_file_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--output is 'model.pth'; its name must end in \.pt2 or \.onnx\."):
         raytrain.export("run", "model.pth", storage=str(tmp_path))
     with pytest.raises(UsageError, match="There is no run 'run'"):

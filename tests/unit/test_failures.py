@@ -1,4 +1,4 @@
-"""One line out of what Ray makes of an exception that crossed processes."""
+"""Finding the one-line root cause in Ray's long exception chains."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def wrapped(text: str, cause: Exception) -> Exception:
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_the_reason_is_one_line(error: Exception, reason: str) -> None:
+def test_the_root_cause_is_one_line(error: Exception, reason: str) -> None:
     assert root_cause(error) == reason

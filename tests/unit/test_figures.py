@@ -1,4 +1,4 @@
-"""The PNG figures of runs and evaluations: what they draw, and the files."""
+"""The PNG figures of runs and evaluations: their contents and their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raytrain.storage.open import open_store
 
 
 def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunRecord:
-    """A run that is evaluated after each epoch and logs every fifth step."""
+    """Make the record of a run that is evaluated after each epoch and logs every fifth step."""
     rows: list[MetricRow] = []
     for step in range(5, num_epochs * steps_per_epoch + 1, 5):
         row = MetricRow(
@@ -67,7 +67,7 @@ def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:
     return [(str(line.get_label()), list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]  # pyright: ignore
 
 
-def test_the_curves_of_a_run_are_those_of_its_history() -> None:
+def test_the_curves_of_a_run_show_its_history() -> None:
     figure = curve_figure(record("first"))
     losses, accuracies, rates = figure.axes[:3]
     (train, test) = drawn(losses)
@@ -79,7 +79,7 @@ def test_the_curves_of_a_run_are_those_of_its_history() -> None:
 
 
 @pytest.mark.parametrize(("num_epochs", "marks"), [(1, [1]), (4, [1, 2, 3, 4]), (90, list(range(5, 91, 5)))])
-def test_epochs_are_marked_as_many_as_can_be_told_apart(num_epochs: int, marks: list[int]) -> None:
+def test_only_as_many_epochs_are_marked_as_can_be_distinguished(num_epochs: int, marks: list[int]) -> None:
     losses = curve_figure(record("first", num_epochs)).axes[0]
     (epochs,) = losses.child_axes
     assert list(epochs.get_xticks()) == marks
@@ -87,7 +87,7 @@ def test_epochs_are_marked_as_many_as_can_be_told_apart(num_epochs: int, marks: 
     assert len(losses.patches) == len(marks) // 2
 
 
-def test_a_run_is_drawn_whatever_it_has_recorded(tmp_path: Path) -> None:
+def test_a_run_with_an_incomplete_history_can_be_drawn(tmp_path: Path) -> None:
     short = record("first")
     without_loss = replace(short.metrics[0], metrics={"loss": None, "accuracy": 0.5})
     for rows in (short.metrics[:1], [without_loss], [row for row in short.metrics if row.kind == "step"]):
@@ -96,7 +96,7 @@ def test_a_run_is_drawn_whatever_it_has_recorded(tmp_path: Path) -> None:
         curve_figure(replace(short, metrics=[]))
 
 
-def test_several_runs_share_the_axes_and_each_is_named() -> None:
+def test_several_runs_are_drawn_in_the_same_axes_with_their_names() -> None:
     figure = comparison_figure([record("first"), record("second", num_epochs=2)])
     losses, accuracies = figure.axes
     assert [(label, xs[-1]) for label, xs, _ in drawn(losses)] == [("first", 80), ("second", 40)]
@@ -121,21 +121,21 @@ def test_the_confusion_matrix_of_few_classes_shows_counts_and_accuracies() -> No
     assert axes.get_title(loc="left").startswith(f"first    {found.accuracy:.2%} of 200 images")
 
 
-def test_the_confusion_matrix_of_many_classes_names_those_that_can_be_read() -> None:
+def test_the_confusion_matrix_of_many_classes_labels_only_as_many_as_are_legible() -> None:
     hundred = confusion_figure(evaluation(100)).axes[0]
     assert (len(hundred.texts), len(hundred.get_yticklabels())) == (0, 100)
     thousand = confusion_figure(evaluation(1000)).axes[0]
     assert 50 < len(thousand.get_yticklabels()) < 200
 
 
-def test_an_evaluation_without_images_has_a_matrix_too(tmp_path: Path) -> None:
+def test_an_evaluation_without_images_has_a_confusion_matrix(tmp_path: Path) -> None:
     nothing = np.array([], np.int64)
     found = result(nothing, nothing, ["cat", "dog"])
     save_png(confusion_figure(found), str(tmp_path / "confusion.png"))
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 100])
-def test_a_picture_is_a_png_of_a_size_to_look_at(num_classes: int, tmp_path: Path) -> None:
+def test_a_figure_is_a_png_of_a_useful_size(num_classes: int, tmp_path: Path) -> None:
     path = tmp_path / "confusion.png"
     save_png(confusion_figure(evaluation(num_classes)), str(path))
     with Image.open(path) as image:
@@ -143,12 +143,12 @@ def test_a_picture_is_a_png_of_a_size_to_look_at(num_classes: int, tmp_path: Pat
         assert 400 <= min(image.size) <= max(image.size) <= 2000
 
 
-def test_a_picture_may_go_to_s3(s3_url: str) -> None:
+def test_a_figure_can_be_written_to_s3(s3_url: str) -> None:
     save_png(curve_figure(record("first")), f"{s3_url}/first.png")
     assert Image.open(io.BytesIO(open_store(s3_url).get("first.png"))).format == "PNG"
 
 
-def test_a_picture_is_a_png_in_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_a_figure_must_be_a_png_in_an_existing_folder(tmp_path: Path) -> None:
     figure = curve_figure(record("first"))
     with pytest.raises(UsageError, match=r"--png is 'curves.jpg'; its name must end in \.png\."):
         save_png(figure, "curves.jpg")

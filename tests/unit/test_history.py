@@ -1,4 +1,4 @@
-"""The history reaches storage as it comes, goes on after a resume, and outlives a storage that fails."""
+"""The history is written during the run, continues after a resume, and survives storage failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrain.storage.open import open_store
 
 
 class Bucket:
-    """An object store in memory, as far as the history uses one; ``broken`` makes it refuse writes."""
+    """An in-memory object store with the methods that the history uses. If ``broken``, it refuses writes."""
 
     url = "s3://bucket/runs/first"
 
@@ -54,7 +54,7 @@ def steps(store: Any) -> list[int]:
 def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
@@ -63,7 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return open_store(str(tmp_path / "first")) if request.param == "folder" else Bucket()
 
 
-def test_rows_are_in_storage_while_the_run_goes_on(store: Any) -> None:
+def test_rows_are_written_during_the_run(store: Any) -> None:
     history = History(store)
     history.record(step_row(1))
     until(lambda: steps(store) == [1])
@@ -82,7 +82,7 @@ def test_close_writes_everything(store: Any) -> None:
     assert read_lines(store, "skipped.jsonl") == [{"key": "a.jpg", "reason": "truncated"}]
 
 
-def test_a_resumed_run_goes_on_after_its_checkpoint(store: Any) -> None:
+def test_a_resumed_run_continues_the_history_after_its_checkpoint(store: Any) -> None:
     first = History(store)
     for step in (10, 20, 30):
         first.record(step_row(step))
@@ -108,7 +108,7 @@ def test_a_rewind_before_the_first_row_empties_the_history(store: Any) -> None:
     assert steps(store) == []
 
 
-def test_half_a_line_left_by_a_kill_does_not_spoil_the_lines_after_it(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_removed_before_new_lines_are_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1, "epoch": 1}\n{"kind": "st')
     history = History(open_store(str(tmp_path)))
     history.record(step_row(2))
@@ -116,7 +116,7 @@ def test_half_a_line_left_by_a_kill_does_not_spoil_the_lines_after_it(tmp_path: 
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
-def test_a_folder_is_appended_to_and_a_bucket_is_rewritten_seldom(tmp_path: Path) -> None:
+def test_a_local_file_is_appended_and_an_object_is_rewritten_rarely(tmp_path: Path) -> None:
     folder = open_store(str(tmp_path))
     history = History(folder)
     history.record(step_row(1))
@@ -137,7 +137,7 @@ def test_a_folder_is_appended_to_and_a_bucket_is_rewritten_seldom(tmp_path: Path
     assert steps(bucket) == list(range(1, 51))
 
 
-def test_recording_outlives_a_storage_that_fails(store: Any) -> None:
+def test_rows_recorded_during_a_storage_failure_are_written_later(store: Any) -> None:
     history = History(store)
     history.record(step_row(1))
     history.flush()
@@ -153,7 +153,7 @@ def test_recording_outlives_a_storage_that_fails(store: Any) -> None:
 
 @contextlib.contextmanager
 def broken(store: Any) -> Iterator[None]:
-    """A storage that takes no metrics: a bucket that refuses, a folder with something else in the file's place."""
+    """Make the store refuse metrics: the bucket fails, or a folder has the name of the metrics file."""
     if isinstance(store, Bucket):
         store.broken = True
         yield
@@ -177,7 +177,7 @@ def test_an_image_is_listed_once_however_often_it_is_skipped(store: Any) -> None
     assert [row["key"] for row in read_lines(store, "skipped.jsonl")] == ["a.jpg", "b.jpg"]
 
 
-def test_every_line_is_json_even_where_the_loss_is_not_a_number(tmp_path: Path) -> None:
+def test_every_line_is_valid_json_even_if_a_metric_is_nan(tmp_path: Path) -> None:
     history = History(open_store(str(tmp_path)))
     history.record(step_row(1, loss=float("nan"), grad=float("inf")))
     history.close()

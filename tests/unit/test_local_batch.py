@@ -17,7 +17,7 @@ loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=5).fil
 
 
 def block(samples: Int64s) -> Block:
-    """Images whose pixels are the number of their sample; one in five cannot be read."""
+    """Make images whose pixels are their sample's number; one in five cannot be read."""
     images = (samples % 256).astype(np.uint8).reshape(-1, 1, 1, 1)
     return Block(images, np.where(samples % 5, samples, -1), samples)
 
@@ -37,7 +37,7 @@ def all_cached(partition: Partition, first_step: int, rows_per_block: int) -> li
 
 
 @given(st.integers(1, 150), st.integers(1, 60), st.integers(0, 2**64 - 1), loads, st.integers(1, 50), st.data())
-def test_workers_together_get_the_batches_of_one(
+def test_workers_together_get_the_same_batches_as_one(
     num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules at the steps where something changes."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rates(num_steps: int = 100, **options: Any) -> list[float]:
     return [0.8 * factor(config, step, STEPS_PER_EPOCH, num_steps) for step in range(num_steps)]
 
 
-def test_constant() -> None:
+def test_the_constant_schedule_keeps_the_rate() -> None:
     assert rates() == [0.8] * 100
 
 
@@ -26,7 +26,7 @@ def test_piecewise_drops_at_the_first_step_of_every_period() -> None:
     assert found == [0.8] * 30 + [0.4] * 30 + [0.2] * 30 + [0.1] * 10
 
 
-def test_cosine_falls_from_the_full_rate_to_nothing() -> None:
+def test_cosine_falls_from_the_full_rate_to_zero() -> None:
     found = rates(schedule="cosine")
     assert found[0] == 0.8
     assert found[25] == pytest.approx(0.8 * 0.8535533905932737)
@@ -41,7 +41,7 @@ def test_warm_up_rises_linearly_to_the_full_rate() -> None:
     assert found[5:] == [0.8] * 95
 
 
-def test_cosine_begins_where_the_warm_up_ends() -> None:
+def test_cosine_starts_at_the_end_of_the_warm_up() -> None:
     found = rates(schedule="cosine", warmup_epochs=2)
     assert found[19] == pytest.approx(0.8)
     assert found[20] == pytest.approx(0.8)
@@ -49,9 +49,9 @@ def test_cosine_begins_where_the_warm_up_ends() -> None:
     assert max(found) == pytest.approx(0.8)
 
 
-def test_piecewise_counts_epochs_from_the_beginning_of_the_run() -> None:
+def test_piecewise_counts_epochs_from_the_start_of_the_run() -> None:
     assert rates(schedule="piecewise", drop_period=3, warmup_epochs=1)[30] == pytest.approx(0.08)
 
 
-def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
+def test_a_run_shorter_than_its_warm_up_only_warms_up() -> None:
     assert rates(num_steps=5, schedule="cosine", warmup_epochs=1) == pytest.approx([0.08, 0.16, 0.24, 0.32, 0.4])

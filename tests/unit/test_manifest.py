@@ -1,3 +1,5 @@
+"""The manifest of a data set: which images it lists, its digest, its Parquet file, and train-test splits."""
+
 from __future__ import annotations
 
 import pickle
@@ -86,9 +88,9 @@ def test_images_without_labels_can_be_listed(store: Store) -> None:
     )
 
 
-def test_the_digest_is_of_keys_labels_and_sizes(store: Store) -> None:
+def test_the_digest_depends_on_keys_labels_and_sizes(store: Store) -> None:
     manifest = build_manifest(fill(store, *FILES))
-    store.put("cat/2.PNG", b"as many b")  # as long as before, so that the digest does not change
+    store.put("cat/2.PNG", b"as many b")  # The same size as before, so the digest does not change.
     assert build_manifest(store).digest == manifest.digest
     assert build_manifest(store).etags != manifest.etags
     store.put("owl/0.bmp", b"shorter")
@@ -111,7 +113,7 @@ def test_parquet_restores_a_manifest(store: Store) -> None:
     assert keys(selected) == [keys(manifest)[i] for i in (5, 0, 2)]
 
 
-def test_other_programs_read_the_parquet(store: Store, tmp_path: Path) -> None:
+def test_the_parquet_file_can_be_read_by_other_programs(store: Store, tmp_path: Path) -> None:
     manifest = build_manifest(fill(store, *FILES))
     (tmp_path / "manifest.parquet").write_bytes(manifest.to_parquet())
     table = pq.read_table(tmp_path / "manifest.parquet")
@@ -141,7 +143,7 @@ def test_an_edited_manifest_is_refused(store: Store) -> None:
         (["cat/1.jpg", "cat/2.jpg", "9.jpg"], r"All 3 images below .* are of one class, 'cat'"),
     ],
 )
-def test_what_is_not_a_data_set_is_refused(store: Store, paths: list[str], expected: str) -> None:
+def test_a_folder_that_is_not_a_data_set_is_refused(store: Store, paths: list[str], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         build_manifest(fill(store, *paths))
 
@@ -169,7 +171,7 @@ def test_test_images_take_the_labels_of_the_training_images(store: Store) -> Non
     assert one_class.labels.tolist() == [2]
 
 
-def test_test_classes_that_are_not_training_classes_are_refused(store: Store) -> None:
+def test_test_images_of_unknown_classes_are_refused(store: Store) -> None:
     with pytest.raises(UsageError, match=r"2 classes that the training images lack: elk, emu \(those have cat, owl\)"):
         build_manifest(fill(store, "owl/1.jpg", "emu/1.jpg", "elk/1.jpg"), classes=("cat", "owl"))
 

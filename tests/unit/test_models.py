@@ -21,7 +21,7 @@ def kinds(model: nn.Module) -> Counter[type]:
     return Counter(type(layer) for layer in model.modules() if not list(layer.children()))
 
 
-def test_digits_has_the_learnables_of_its_document() -> None:
+def test_digits_has_the_parameters_of_its_document() -> None:
     model = models.digits(num_classes=10, channels=1)
     assert len(list(model.parameters())) == 14
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
@@ -51,15 +51,17 @@ def test_digits_lstm_reads_rows_and_keeps_no_state() -> None:
     images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
     logits = model(images)
     assert logits.shape == (3, 10)
-    assert torch.equal(model(images), logits)  # no state is left of the previous batch
-    torch.testing.assert_close(torch.cat([model(image[None]) for image in images]), logits)  # nor of the previous image
+    assert torch.equal(model(images), logits)  # No state from the previous batch.
+    torch.testing.assert_close(
+        torch.cat([model(image[None]) for image in images]), logits
+    )  # Nor from the previous image.
     assert not torch.allclose(model(images.flip(2)), logits) and not torch.allclose(model(images.roll(1, 3)), logits)
     assert kinds(model)[nn.LSTM] == 1
 
 
 @pytest.mark.parametrize("build", [models.digits, models.digits_lstm, models.cifar10])
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 40, 24), (3, 9, 9)])
-def test_networks_take_other_sizes_and_channels(build: Any, channels: int, height: int, width: int) -> None:
+def test_networks_accept_other_sizes_and_channels(build: Any, channels: int, height: int, width: int) -> None:
     assert build(num_classes=4, channels=channels)(torch.zeros(2, channels, height, width)).shape == (2, 4)
 
 
@@ -67,12 +69,12 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_the_seed_alone_decides_the_weights() -> None:
+def test_the_initial_weights_depend_on_the_seed_only() -> None:
     torch.manual_seed(7)
     first = weights(build_model("raytrain.models:cifar10", 10, 3, seed=1))
     after = torch.rand(3)
     torch.manual_seed(7)
-    assert torch.equal(torch.rand(3), after)  # the global generator was not used
+    assert torch.equal(torch.rand(3), after)  # The global generator was not used.
     assert torch.equal(weights(build_model("raytrain.models:cifar10", 10, 3, seed=1)), first)
     assert not torch.equal(weights(build_model("raytrain.models:cifar10", 10, 3, seed=2)), first)
 
@@ -81,12 +83,12 @@ def test_the_seed_alone_decides_the_weights() -> None:
     ("name", "channels", "size"),
     [("resnet18", 3, 64), ("squeezenet1_1", 1, 64), ("googlenet", 3, 64), ("vit_b_16", 1, 224)],
 )
-def test_torchvision_networks_by_name(name: str, channels: int, size: int) -> None:
+def test_torchvision_networks_are_found_by_name(name: str, channels: int, size: int) -> None:
     model = build_model(name, 7, channels, seed=0).train()
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
 
 
-def test_a_network_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_network_is_found_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_networks.py").write_text(
         "from torch import nn\n"
         "def tiny(num_classes, channels):\n    return nn.Linear(channels, num_classes)\n"

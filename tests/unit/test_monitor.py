@@ -1,4 +1,4 @@
-"""What viewers and runs rely on: snapshots, stop requests, resumes, and the end of a run."""
+"""The monitor of a run: snapshots, stop requests, resumes, and the end of the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def texts(snapshot: Snapshot) -> list[str]:
     return [event.text for event in snapshot.events]
 
 
-def test_a_snapshot_says_how_the_run_stands(monitor: RunMonitor, clock: Clock) -> None:
+def test_a_snapshot_has_the_state_of_the_run(monitor: RunMonitor, clock: Clock) -> None:
     assert monitor.snapshot().status == "starting"
     monitor.started(num_workers=2, step=0)
     clock.now_s += 10
@@ -82,15 +82,15 @@ def test_a_snapshot_says_how_the_run_stands(monitor: RunMonitor, clock: Clock) -
     assert any("accuracy 0.6250" in text for text in texts(snapshot))
 
 
-def test_what_a_loop_logs_besides_is_kept(monitor: RunMonitor) -> None:
+def test_custom_metrics_of_a_loop_are_kept(monitor: RunMonitor) -> None:
     monitor.record(MetricRow(kind="step", step=1, epoch=1, metrics={"generator_loss": 0.5}))
     monitor.record(MetricRow(kind="evaluation", step=1, epoch=1, metrics={"recall": 0.25}))
     assert [row.metrics for row in monitor.snapshot().rows] == [{"generator_loss": 0.5}, {"recall": 0.25}]
 
 
-def test_the_time_left_follows_from_the_pace_so_far(monitor: RunMonitor, clock: Clock) -> None:
+def test_the_time_left_is_estimated_from_the_speed_so_far(monitor: RunMonitor, clock: Clock) -> None:
     monitor.started(num_workers=2, step=0)
-    clock.now_s += 300  # start-up: no part of the pace
+    clock.now_s += 300  # The start-up does not count.
     monitor.record(step_row(10))
     assert monitor.snapshot().time_left_s is None
     clock.now_s += 20
@@ -100,7 +100,7 @@ def test_the_time_left_follows_from_the_pace_so_far(monitor: RunMonitor, clock: 
     assert monitor.snapshot().time_left_s == pytest.approx(153)
 
 
-def test_a_viewer_gets_only_the_rows_that_it_lacks(monitor: RunMonitor) -> None:
+def test_a_viewer_gets_only_new_rows(monitor: RunMonitor) -> None:
     monitor.started(num_workers=1, step=0)
     monitor.record(step_row(1))
     first = monitor.snapshot()
@@ -110,7 +110,7 @@ def test_a_viewer_gets_only_the_rows_that_it_lacks(monitor: RunMonitor) -> None:
     assert monitor.snapshot(second.cursor).rows == ()
 
 
-def test_a_viewer_holds_the_same_rows_as_the_history_after_a_failure(monitor: RunMonitor, store: Store) -> None:
+def test_after_a_restart_a_viewer_has_the_same_rows_as_the_history(monitor: RunMonitor, store: Store) -> None:
     seen: list[MetricRow] = []
     cursor = RowCursor()
 
@@ -133,7 +133,7 @@ def test_a_viewer_holds_the_same_rows_as_the_history_after_a_failure(monitor: Ru
     assert read_metrics(store) == seen
 
 
-def test_a_resumed_run_goes_on_with_rows_and_clock(monitor: RunMonitor, store: Store, clock: Clock) -> None:
+def test_a_resumed_run_continues_its_rows_and_its_elapsed_time(monitor: RunMonitor, store: Store, clock: Clock) -> None:
     monitor.started(num_workers=1, step=0)
     for step in (10, 20, 30):
         clock.now_s += 60
@@ -151,7 +151,7 @@ def test_a_resumed_run_goes_on_with_rows_and_clock(monitor: RunMonitor, store: S
     resumed.finish("stopped")
 
 
-def test_a_stop_request_wakes_the_waiting_and_keeps_its_first_reason(monitor: RunMonitor) -> None:
+def test_a_stop_request_wakes_waiting_callers_and_the_first_reason_counts(monitor: RunMonitor) -> None:
     heard: list[StopRequest | None] = []
     waiting = threading.Thread(target=lambda: heard.append(monitor.wait_for_stop_request(timeout_s=30)))
     waiting.start()
@@ -163,11 +163,11 @@ def test_a_stop_request_wakes_the_waiting_and_keeps_its_first_reason(monitor: Ru
     assert texts(monitor.snapshot()) == ["stop requested: asked by raytrain stop"]
 
 
-def test_without_a_stop_request_the_waiting_ends_with_nothing(monitor: RunMonitor) -> None:
+def test_waiting_for_a_stop_request_returns_none_after_the_timeout(monitor: RunMonitor) -> None:
     assert monitor.wait_for_stop_request(timeout_s=0) is None
 
 
-def test_a_run_that_is_over_takes_no_stop_request(monitor: RunMonitor, clock: Clock) -> None:
+def test_a_run_that_has_ended_ignores_stop_requests(monitor: RunMonitor, clock: Clock) -> None:
     monitor.finish("finished")
     monitor.request_stop(StopRequest("too late"))
     clock.now_s += 60
@@ -176,7 +176,7 @@ def test_a_run_that_is_over_takes_no_stop_request(monitor: RunMonitor, clock: Cl
     assert snapshot.over
 
 
-def test_a_skipped_image_counts_once_and_the_first_is_told(monitor: RunMonitor, store: Store) -> None:
+def test_a_skipped_image_counts_once_and_only_the_first_is_an_event(monitor: RunMonitor, store: Store) -> None:
     monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("cat/b.jpg", "empty")])
     monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("dog/c.jpg", "empty")])
     snapshot = monitor.snapshot()
@@ -187,7 +187,7 @@ def test_a_skipped_image_counts_once_and_the_first_is_told(monitor: RunMonitor, 
     assert [image.key for image in read_skipped(store)] == ["cat/a.jpg", "cat/b.jpg", "dog/c.jpg"]
 
 
-def test_repeated_requests_are_counted_and_told_of_once(monitor: RunMonitor) -> None:
+def test_retries_are_counted_and_only_the_first_is_an_event(monitor: RunMonitor) -> None:
     monitor.retried(3)
     monitor.retried(4)
     snapshot = monitor.snapshot()
@@ -198,7 +198,7 @@ def test_repeated_requests_are_counted_and_told_of_once(monitor: RunMonitor) -> 
     monitor.finish("finished")
 
 
-def test_the_outcome_stands_even_where_the_history_cannot_be_written(monitor: RunMonitor, tmp_path: Path) -> None:
+def test_a_run_can_finish_although_its_history_cannot_be_written(monitor: RunMonitor, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl" / "in the way").mkdir(parents=True)
     monitor.record(step_row(1))
     monitor.finish("finished")
@@ -207,24 +207,24 @@ def test_the_outcome_stands_even_where_the_history_cannot_be_written(monitor: Ru
     assert any("history could not be written" in text for text in texts(snapshot))
 
 
-def test_a_storage_that_fails_is_told_once_and_so_is_its_return(monitor: RunMonitor, tmp_path: Path) -> None:
+def test_a_storage_failure_and_its_recovery_are_one_event_each(monitor: RunMonitor, tmp_path: Path) -> None:
     in_the_way = tmp_path / "metrics.jsonl" / "in the way"
     in_the_way.mkdir(parents=True)
     monitor.record(step_row(1))
-    told = until_events(monitor, 1)
-    assert "waits for storage" in told[0]
+    events = until_events(monitor, 1)
+    assert "waits for storage" in events[0]
     in_the_way.rmdir()
     in_the_way.parent.rmdir()
-    assert until_events(monitor, 2) == [*told, "the history is in storage again"]
+    assert until_events(monitor, 2) == [*events, "the history is in storage again"]
     monitor.finish("finished")
 
 
 def until_events(monitor: RunMonitor, num_events: int) -> list[str]:
     end = time.monotonic() + 20
-    while len(told := texts(monitor.snapshot())) < num_events:
-        assert time.monotonic() < end, told
+    while len(events := texts(monitor.snapshot())) < num_events:
+        assert time.monotonic() < end, events
         time.sleep(0.01)
-    return told
+    return events
 
 
 def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: Store) -> None:

@@ -57,7 +57,7 @@ def refused(line: str) -> str:
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
-    """The options that the run called first in ./runs was started with."""
+    """The options of an existing run called ``first`` in ./runs."""
     monkeypatch.chdir(tmp_path)
     config = RECIPES["cifar10"](name="first", data="s3://b/train", epochs=3, seed=7, workers=2, device="cpu", gpus="0")
     write_config(run_store("runs", "first"), config)
@@ -85,7 +85,7 @@ def test_a_resumed_run_keeps_its_own_options_however_they_are_typed(
     assert config.storage in ("runs", "./runs")
 
 
-def test_where_a_run_trains_is_decided_each_time(stored: TrainConfig) -> None:
+def test_workers_and_device_are_chosen_anew_for_each_resume(stored: TrainConfig) -> None:
     config = parsed("train cifar10 --name=first --resume --workers=3 --device cuda --gpus 0,1,2")
     assert (config.workers, config.device, config.gpus, config.seed) == (3, "cuda", "0,1,2", 7)
 
@@ -145,13 +145,13 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(line)
-    assert sentence in told
-    assert told.endswith(".") and len(told.splitlines()) == 1
+    error = refused(line)
+    assert sentence in error
+    assert error.endswith(".") and len(error.splitlines()) == 1
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_private_names_of_tyro_are_there() -> None:
+def test_the_private_names_of_tyro_exist() -> None:
     used = {
         "ParseErrorEvent": {"prog"},
         "UnrecognizedArgs": {"tokens"},

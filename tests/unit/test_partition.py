@@ -1,4 +1,4 @@
-"""The local batches of any workers are together the global batches, and their sizes follow the loads."""
+"""For any workers, the local batches together are the global batches, and their sizes follow the loads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_parts_of_a_batch_are_the_same_for_any_workers(
 
 
 def in_parts(partition: Partition, batch: GlobalBatch) -> list[list[int]]:
-    """A worker's samples in each part of a batch."""
+    """Return a worker's samples in each part of a batch."""
     ends = np.cumsum(partition.part_sizes(batch))
     samples = partition.local_samples(batch)
     assert len(samples) == ends[-1]
@@ -60,7 +60,7 @@ def in_parts(partition: Partition, batch: GlobalBatch) -> list[list[int]]:
 
 
 @given(st.integers(1, 60), st.integers(1, 30), seeds, loads, loads, st.data())
-def test_an_epoch_that_resumes_with_other_workers_uses_each_sample_once(
+def test_an_epoch_resumed_on_other_workers_uses_each_sample_once(
     num_samples: int, batch_size: int, seed: int, before: list[float], after: list[float], data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 1, seed)
@@ -77,9 +77,7 @@ def test_an_epoch_that_resumes_with_other_workers_uses_each_sample_once(
 
 
 @given(st.integers(0, 10**6), loads)
-def test_each_worker_gets_samples_by_its_load_and_the_remainder_goes_to_the_first(
-    num_samples: int, loads: list[float]
-) -> None:
+def test_sizes_follow_the_loads_and_the_first_workers_get_the_remainder(num_samples: int, loads: list[float]) -> None:
     counts = partition_sizes(num_samples, loads)
     assert sum(counts) == num_samples
     whole = [math.floor(num_samples * Fraction(load) / Fraction(sum(loads))) for load in loads]
@@ -88,7 +86,7 @@ def test_each_worker_gets_samples_by_its_load_and_the_remainder_goes_to_the_firs
     assert not any(count for count, load in zip(counts, loads, strict=True) if not load)
 
 
-def test_the_remainder_goes_to_the_first_workers() -> None:
+def test_the_first_workers_get_the_remainder() -> None:
     assert partition_sizes(10, [1, 1, 1, 1]) == [3, 3, 2, 2]
     assert partition_sizes(10, [1, 0, 2]) == [4, 0, 6]
     assert partition_sizes(2, [0, 1, 1, 1]) == [0, 1, 1, 0]

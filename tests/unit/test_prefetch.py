@@ -12,7 +12,7 @@ from raytrain.data.prefetch import Prefetch
 TIMEOUT_S = 20.0
 
 
-def test_the_items_come_in_order_and_the_end_comes_for_every_further_call() -> None:
+def test_items_come_in_order_and_every_further_call_raises_stop_iteration() -> None:
     prefetch = Prefetch(iter(range(100)), depth=3)
     assert list(prefetch) == list(range(100))
     assert list(prefetch) == []

@@ -1,4 +1,4 @@
-"""What raytrain uses of Ray without Ray documenting it is still there; if not, the failure says what it was used for."""
+"""The private APIs of Ray that raytrain uses exist; if one is missing, the error says what it was used for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_this_ray_has_every_private_api_that_raytrain_uses(api: PrivateApi) -> N
     assert api.load() is not None
 
 
-def test_one_that_is_gone_is_reported_in_a_sentence_with_its_purpose() -> None:
+def test_a_missing_private_api_is_reported_in_one_sentence_with_its_purpose() -> None:
     gone = PrivateApi("ray.train.v2._internal.no_such_module", "Callback", "end workers")
     with pytest.raises(
         ImportError, match=r"Ray [\d.]+ has no ray.train.v2._internal.no_such_module.Callback, which .* to end workers"

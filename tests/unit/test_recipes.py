@@ -13,7 +13,7 @@ from raytrain.recipes import RECIPES, alexnet_transfer, cifar10, custom, digits,
 from raytrain.training.model import build_model
 
 
-def test_cifar10_scales_with_the_workers_as_its_document_does() -> None:
+def test_cifar10_scales_with_the_workers_as_in_its_document() -> None:
     config = cifar10().scaled_to(num_workers=8)
     assert (config.batch_size, config.learning_rate, config.epochs) == (2048, pytest.approx(0.8), 50)
     assert (config.schedule, config.drop_factor, config.drop_period, config.weight_decay) == (

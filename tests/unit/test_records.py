@@ -1,4 +1,4 @@
-"""Runs in storage: their names, their documents, their list, and the request to stop."""
+"""Runs in storage: names, documents, the list of runs, and stop requests."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def fall_silent(store: Store, for_s: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["first", "1", "a.b_c-D", "x" * 100])
-def test_good_names(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     assert check_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/b", "-flag", "über", "a b", "x" * 101, "first\n"])
-def test_a_name_that_could_not_be_a_folder_is_refused(name: str) -> None:
+def test_a_name_that_cannot_be_a_folder_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="letters, digits"):
         check_name(name)
 
 
-def test_a_new_name_tells_the_recipe_and_is_good() -> None:
+def test_a_generated_name_is_valid_and_contains_the_recipe() -> None:
     assert check_name(new_name("digits")).startswith("digits-20")
 
 
-def test_documents_come_back_as_they_were_written(storage: str) -> None:
+def test_documents_are_read_as_they_were_written(storage: str) -> None:
     store = make_run(storage, "first", step=12, num_steps=100, epoch=2, num_epochs=9, num_workers=3)
     assert read_config(store) == TrainConfig(recipe="digits", batch_size=8, learning_rate=0.1)
     status = read_status(store)
@@ -65,7 +65,7 @@ def test_documents_come_back_as_they_were_written(storage: str) -> None:
     assert read_json(store, SUMMARY) == {"steps": 12}
 
 
-def test_a_run_that_fell_silent_was_interrupted(storage: str) -> None:
+def test_a_run_without_recent_status_updates_is_interrupted(storage: str) -> None:
     store = make_run(storage, "first", step=5)
     fall_silent(store, for_s=30)
     assert read_status(store).status == "running"
@@ -74,7 +74,7 @@ def test_a_run_that_fell_silent_was_interrupted(storage: str) -> None:
     assert read_status(store).step == 5
 
 
-def test_a_run_whose_process_is_gone_was_interrupted(storage: str) -> None:
+def test_a_run_whose_process_has_ended_is_interrupted(storage: str) -> None:
     store = make_run(storage, "first", step=5)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -83,13 +83,13 @@ def test_a_run_whose_process_is_gone_was_interrupted(storage: str) -> None:
         assert read_status(store).status == status
 
 
-def test_a_run_that_is_over_may_be_silent(storage: str) -> None:
+def test_a_run_that_has_ended_needs_no_status_updates(storage: str) -> None:
     store = make_run(storage, "first", "stopped")
     fall_silent(store, for_s=1e6)
     assert read_status(store).status == "stopped"
 
 
-def test_the_list_has_every_run_the_newest_first(storage: str) -> None:
+def test_all_runs_are_listed_newest_first(storage: str) -> None:
     old = make_run(storage, "old", "finished", step=100)
     write_json(old, SUMMARY, {"test_accuracy": 0.875})
     fall_silent(old, for_s=1000)
@@ -105,11 +105,11 @@ def test_the_list_has_every_run_the_newest_first(storage: str) -> None:
     assert {run.recipe for run in listed} == {"digits"}
 
 
-def test_a_storage_that_is_not_there_yet_holds_no_runs(storage: str) -> None:
+def test_a_storage_that_does_not_exist_has_no_runs(storage: str) -> None:
     assert list_runs(storage) == []
 
 
-def test_a_stop_request_is_heard_and_forgotten(storage: str) -> None:
+def test_a_stop_request_can_be_read_and_cleared(storage: str) -> None:
     store = make_run(storage, "first")
     assert read_stop_request(store) is None
     request_stop(storage, "first", StopRequest("enough seen"))
@@ -119,7 +119,7 @@ def test_a_stop_request_is_heard_and_forgotten(storage: str) -> None:
     assert read_stop_request(store) is None
 
 
-def test_an_unknown_run_is_refused_with_the_names_that_come_close(storage: str) -> None:
+def test_an_unknown_run_is_refused_with_similar_names(storage: str) -> None:
     with pytest.raises(UsageError, match="there are no runs yet"):
         request_stop(storage, "frist", StopRequest(""))
     make_run(storage, "first")
@@ -134,14 +134,14 @@ def test_an_unknown_run_is_refused_with_the_names_that_come_close(storage: str) 
 @pytest.mark.parametrize(
     ("status", "hint"), [("finished", "is finished at step 1,000."), ("stopped", "resume it with --resume")]
 )
-def test_a_run_that_is_over_cannot_be_stopped(storage: str, status: str, hint: str) -> None:
+def test_a_run_that_has_ended_cannot_be_stopped(storage: str, status: str, hint: str) -> None:
     store = make_run(storage, "first", status, step=1000)
     with pytest.raises(UsageError, match=hint):
         request_stop(storage, "first", StopRequest(""))
     assert read_stop_request(store) is None
 
 
-def test_a_run_that_was_interrupted_cannot_be_stopped(storage: str) -> None:
+def test_an_interrupted_run_cannot_be_stopped(storage: str) -> None:
     fall_silent(make_run(storage, "first"), for_s=90)
     with pytest.raises(UsageError, match="interrupted"):
         request_stop(storage, "first", StopRequest(""))

@@ -1,4 +1,4 @@
-"""What the commands print at the end: results of training, runs, evaluations and audits."""
+"""The tables that commands print: results of training, runs, evaluations and audits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raytrain.runs.status import RunStatus
 
 
 def text(renderable: RenderableType, width: int = 110) -> str:
-    """What is printed, with single blanks between the words."""
+    """Return the printed text, with single blanks between the words."""
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(renderable, highlight=False)
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
@@ -46,7 +46,7 @@ def result(status: str) -> TrainResult:
     )
 
 
-def test_a_run_that_is_not_finished_ends_with_the_command_that_resumes_it() -> None:
+def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
     config = cifar10(data="my images", workers=2, horizontal_flip=False, image_size=(8, 9))
     seen = text(result_page(config, result("stopped"))).replace("\n", " ")
     assert "status stopped" in seen and "test accuracy 0.9700" in seen and "workers 2" in seen
@@ -75,7 +75,7 @@ def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
     assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
 
 
-def test_the_json_of_a_run_has_its_rows_flat() -> None:
+def test_the_json_of_a_run_has_flat_metric_rows() -> None:
     document = run_record_json(record())
     assert document["metrics"] == [
         {"kind": "step", "step": 20, "epoch": 2, "elapsed_s": 60.0, "loss": 0.1, "generator": 2.0}
@@ -95,7 +95,7 @@ def test_an_evaluation_shows_classes_and_confusions() -> None:
     assert "cat dog 1 25.0%" in seen
 
 
-def test_of_many_classes_the_worst_are_shown() -> None:
+def test_only_the_worst_of_many_classes_are_shown() -> None:
     right = [label for label in range(30) for _ in range(label + 1)]
     wrong = [label for label in range(30) if label != 7]
     classes = [f"class-{label}" for label in range(30)]

@@ -1,4 +1,4 @@
-"""Transient failures are retried, with waits that grow and vary, and counted; other errors are raised at once."""
+"""Transient failures are retried and counted, with growing random waits; other errors are raised at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUSY = GenericError(
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Waits in seconds, recorded instead of slept."""
+    """The waits in seconds, which are recorded instead of slept."""
     recorded: list[float] = []
     monkeypatch.setattr("tenacity.nap.time.sleep", recorded.append)
     return recorded
@@ -46,7 +46,7 @@ def test_retries_are_counted_and_their_waits_grow_and_vary(waits: list[float]) -
 
 
 @pytest.mark.parametrize("policy", [FAIL_FAST, RetryPolicy(7, 60.0), RetryPolicy(0, 60.0)])
-def test_retries_end_after_their_number(policy: RetryPolicy, waits: list[float]) -> None:
+def test_retries_end_after_the_maximum_number_of_attempts(policy: RetryPolicy, waits: list[float]) -> None:
     operation = Fails(1000)
     with pytest.raises(GenericError):
         with_retries(operation, policy)
@@ -64,7 +64,7 @@ def test_the_time_of_the_first_attempt_counts(waits: list[float], monkeypatch: p
     monkeypatch.setattr(retry.time, "monotonic", lambda: clock["s"])
     with pytest.raises(GenericError):
         with_retries(slow, FAIL_FAST)
-    assert len(waits) == 1  # an attempt after 6 s, none after 12 s
+    assert len(waits) == 1  # One more attempt after 6 s, none after 12 s.
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def listens(url: str) -> bool:
     return True
 
 
-def test_what_is_written_is_in_the_folder_when_the_server_is_closed(tmp_path: Path) -> None:
+def test_written_objects_are_in_the_folder_when_the_server_is_closed(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     with S3Server(tmp_path) as server:
         bucket(server.environment()).put("a/b.bin", b"x" * 6_000_000)
@@ -53,7 +53,7 @@ def test_what_is_written_is_in_the_folder_when_the_server_is_closed(tmp_path: Pa
     assert not listens(server.endpoint_url)
 
 
-def test_a_wrong_secret_is_refused_and_keys_differ_at_each_start(tmp_path: Path) -> None:
+def test_a_wrong_secret_is_refused_and_each_server_has_new_credentials(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     with S3Server(tmp_path) as first, S3Server(tmp_path) as second:
         bucket(first.environment()).put("a", b"1")
@@ -62,7 +62,7 @@ def test_a_wrong_secret_is_refused_and_keys_differ_at_each_start(tmp_path: Path)
         assert first.environment()["AWS_SECRET_ACCESS_KEY"] != second.environment()["AWS_SECRET_ACCESS_KEY"]
 
 
-def test_the_secret_is_not_in_a_command_line(tmp_path: Path) -> None:
+def test_the_secret_is_in_no_command_line(tmp_path: Path) -> None:
     with S3Server(tmp_path) as server:
         secret = server.environment()["AWS_SECRET_ACCESS_KEY"]
         assert len(secret) >= 40 and secret not in repr(vars(server)["_process"].args) + repr(server)
@@ -75,7 +75,7 @@ def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the server with its parent on Linux only")
-def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     start = "from raytrain.demo.s3_server import S3Server; print(S3Server(sys.argv[1]).endpoint_url, flush=True)"
     program = f"import sys, time; {start}; time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -88,9 +88,9 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert eventually(lambda: not listens(url))
 
 
-def test_a_ctrl_c_of_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     with S3Server(tmp_path):
         (server,) = set(psutil.Process().children()) - before
-        assert os.getpgid(server.pid) != os.getpgid(0)  # a terminal sends Ctrl-C to the group in its foreground
+        assert os.getpgid(server.pid) != os.getpgid(0)  # A terminal sends Ctrl-C to its foreground process group.
     assert not server.is_running()

@@ -1,4 +1,4 @@
-"""The results of a scaling study, from histories whose percentages are known."""
+"""The results of a scaling study, computed from histories with known results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain.runs.metric_row import MetricRow
 def history(
     images_per_s: float, accuracies: Sequence[float], images: int = 1000, steps: int = 10, log_every: int = 1
 ) -> list[MetricRow]:
-    """A run at constant speed with one epoch per accuracy, evaluated after each. Evaluations take minutes."""
+    """Make the history of a run at constant speed, with one evaluated epoch per accuracy. Evaluations take minutes."""
     rows: list[MetricRow] = []
     for epoch, accuracy in enumerate(accuracies, start=1):
         for step in range(steps * (epoch - 1) + 1, steps * epoch + 1):
@@ -53,7 +53,7 @@ def test_the_gain_per_doubling_is_reported_for_each_size_and_for_all() -> None:
     assert (compared.images_per_s_gain, compared.time_gain) == (pytest.approx(0.7), pytest.approx(1 / 1.7 - 1))
 
 
-def test_sizes_may_be_any_numbers_in_any_order() -> None:
+def test_worker_counts_may_be_any_numbers_in_any_order() -> None:
     compared = scaling({9: history(900, [0.5]), 3: history(500, [0.5])})
     assert [size.workers for size in compared.sizes] == [3, 9]
     assert compared.sizes[1].images_per_s_gain == pytest.approx((900 / 500) ** (1 / 1.5849625) - 1)
@@ -71,11 +71,11 @@ def test_the_target_is_95_percent_of_the_best_final_accuracy_if_none_is_given() 
     assert compared.accuracy_spread == pytest.approx(0.2)
 
 
-def test_the_seconds_are_those_of_training_alone() -> None:
-    rows = history(100, [0.4, 0.8], log_every=4)  # the first epoch ends between two rows
+def test_evaluations_and_interruptions_do_not_count_as_training_time() -> None:
+    rows = history(100, [0.4, 0.8], log_every=4)  # The first epoch ends between two rows.
     assert curve(rows, "evaluation").seconds == pytest.approx([10, 20])
     assert curve(rows, "step").seconds == pytest.approx([4, 8, 12, 16, 20])
-    again = [  # interrupted over night
+    again = [  # Interrupted overnight.
         dataclasses.replace(row, elapsed_s=row.elapsed_s + 36_000) if row.step > 6 else row for row in rows
     ]
     assert curve(again, "evaluation") == curve(rows, "evaluation")

@@ -1,4 +1,4 @@
-"""The search space of a sweep: what --vary means, which points are tried, and what is refused."""
+"""The search space of a sweep: the syntax of --vary, the points that are tried, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain.experiments.sweep.trials import plan_sweep, trials_of
 POSITIVE = st.floats(1e-6, 1e6)
 
 
-def test_lists_make_every_combination() -> None:
+def test_lists_give_every_combination() -> None:
     space = parse(["learning-rate=0.01,0.1", "optimizer=sgd,adamw", "horizontal-flip=true,no"])
     assert space["learning_rate"] == Choices((0.01, 0.1))
     tried = points(space, None, 0)
@@ -28,7 +28,7 @@ def test_lists_make_every_combination() -> None:
 @given(
     low=POSITIVE, factor=st.floats(1.001, 1e6), log=st.booleans(), seed=st.integers(0, 2**31), count=st.integers(1, 8)
 )
-def test_a_range_of_numbers_is_kept_to(low: float, factor: float, log: bool, seed: int, count: int) -> None:
+def test_values_stay_within_their_range(low: float, factor: float, log: bool, seed: int, count: int) -> None:
     high = low * factor
     space = parse([f"weight-decay={'log:' if log else ''}{low!r}..{high!r}"])
     generator = random.Random(seed)
@@ -36,7 +36,7 @@ def test_a_range_of_numbers_is_kept_to(low: float, factor: float, log: bool, see
 
 
 @given(low=st.integers(1, 50), more=st.integers(1, 9), log=st.booleans(), seed=st.integers(0, 2**31))
-def test_whole_numbers_stay_whole_and_any_of_them_can_come(low: int, more: int, log: bool, seed: int) -> None:
+def test_whole_numbers_stay_whole_and_each_can_be_drawn(low: int, more: int, log: bool, seed: int) -> None:
     space = parse([f"epochs={'log:' if log else ''}{low}..{low + more}"])
     assert space["epochs"] == Range(low, low + more, log, whole=True)
     tried = [point["epochs"] for point in points(space, more + 1, seed)]
@@ -45,14 +45,14 @@ def test_whole_numbers_stay_whole_and_any_of_them_can_come(low: int, more: int, 
 
 
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 12))
-def test_points_are_different_and_the_seed_decides_them(seed: int, count: int) -> None:
+def test_points_are_different_and_depend_on_the_seed(seed: int, count: int) -> None:
     space = parse(["learning-rate=log:1e-4..1", "batch-size=64,128,256"])
     tried = points(space, count, seed)
     assert len({tuple(point.values()) for point in tried}) == count
     assert tried == points(space, count, seed)
 
 
-def test_a_logarithmic_range_favours_no_decade() -> None:
+def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
     tried = points(parse(["learning-rate=log:1e-4..1"]), 400, seed=0)
     decades = [math.floor(math.log10(float(point["learning_rate"]))) for point in tried]
     assert all(60 < decades.count(decade) < 140 for decade in (-4, -3, -2, -1))
@@ -75,7 +75,7 @@ def test_a_logarithmic_range_favours_no_decade() -> None:
         ("learning-rate=log:0..1", "starts above 0"),
     ],
 )
-def test_what_is_no_space_is_said_in_one_sentence(word: str, sentence: str) -> None:
+def test_a_wrong_search_space_is_refused_in_one_sentence(word: str, sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse([word])
     assert sentence in str(raised.value)
@@ -95,7 +95,7 @@ def config(**options: object) -> TrainConfig:
         (["epochs=1,2"], 0, "at least 1"),
     ],
 )
-def test_what_makes_no_sweep_is_refused(vary: list[str], trials: int | None, sentence: str) -> None:
+def test_an_invalid_sweep_is_refused(vary: list[str], trials: int | None, sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
         plan_sweep(config(), vary, trials)
     assert sentence in str(raised.value)
@@ -119,7 +119,7 @@ def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
         (["epochs=1,2"], {"cache": "none"}, "--cache is none"),
     ],
 )
-def test_options_that_no_trial_can_have_are_refused(vary: list[str], options: dict[str, object], sentence: str) -> None:
+def test_a_trial_with_invalid_options_is_refused(vary: list[str], options: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
         trials_of(plan_sweep(config(), vary, None), config(**options), "s")
     assert sentence in str(raised.value)

@@ -1,4 +1,4 @@
-"""The order of packed samples is as exact as that of other samples, and reads shard by shard."""
+"""The order of packed samples is an exact permutation too, and reads shard by shard."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def epoch_of(plan: BatchPlan, epoch: int = 0) -> np.ndarray:
 
 
 @given(layouts, batch_sizes, seeds, st.booleans())
-def test_every_epoch_is_a_permutation_however_samples_lie_in_shards(
+def test_every_epoch_is_a_permutation_for_any_shard_sizes(
     sizes: list[int], batch_size: int, seed: int, shuffle: bool
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed, shuffle=shuffle)
@@ -45,7 +45,7 @@ def test_every_epoch_is_a_permutation_however_samples_lie_in_shards(
 
 
 @given(layouts, batch_sizes, seeds, st.data())
-def test_a_position_is_found_alone_as_among_others_and_in_another_process(
+def test_a_position_has_the_same_sample_alone_and_among_others_and_in_another_process(
     sizes: list[int], batch_size: int, seed: int, data: st.DataObject
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
@@ -55,7 +55,9 @@ def test_a_position_is_found_alone_as_among_others_and_in_another_process(
 
 
 @given(layouts, batch_sizes, seeds, loads)
-def test_any_workers_see_the_same_batches(sizes: list[int], batch_size: int, seed: int, loads: list[float]) -> None:
+def test_any_number_of_workers_gets_the_same_batches(
+    sizes: list[int], batch_size: int, seed: int, loads: list[float]
+) -> None:
     plan = packed_plan(sizes, batch_size, seed)
     for step in {0, plan.steps_per_epoch - 1, plan.num_steps - 1}:
         batch = plan.batch(step)
@@ -64,7 +66,7 @@ def test_any_workers_see_the_same_batches(sizes: list[int], batch_size: int, see
 
 
 @given(layouts, batch_sizes, seeds, loads, st.integers(1, 700), st.data())
-def test_a_worker_that_begins_in_the_middle_reads_just_its_local_batches(
+def test_a_worker_that_starts_in_the_middle_reads_only_its_local_batches(
     sizes: list[int], batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
@@ -92,7 +94,7 @@ def test_a_cache_holds_each_packed_sample_once(
 def test_a_lane_continues_where_the_previous_batch_ended_and_has_the_same_columns_of_each(
     sizes: list[int], batch_size: int
 ) -> None:
-    """Except for the shorter batch that ends an epoch, which is divided over the lanes anew."""
+    """The shorter last batch of an epoch is an exception: it is divided over the lanes anew."""
     num_samples = sum(sizes)
     num_full = num_samples // batch_size
     in_lanes = lane_positions(np.arange(num_full * batch_size), num_samples, batch_size).reshape(num_full, batch_size)
@@ -109,7 +111,7 @@ def test_a_window_holds_all_samples_of_its_shards_and_no_others(sizes: list[int]
     laid_out[lane_positions(np.arange(plan.num_samples), plan.num_samples, batch_size)] = epoch_of(plan)
     shards = shard_of_sample(sizes)[laid_out]
     _, firsts = np.unique(shards, return_index=True)
-    order = np.argsort(firsts)  # the shards in the order in which they are read
+    order = np.argsort(firsts)  # The shards in reading order.
     for start in range(0, len(sizes), WINDOW_SHARDS):
         window, shards = np.split(shards, [sum(sizes[shard] for shard in order[start : start + WINDOW_SHARDS])])
         assert set(window.tolist()) == set(order[start : start + WINDOW_SHARDS].tolist())
@@ -125,7 +127,7 @@ def test_a_block_touches_few_shards(
     shuffle: bool,
     data: st.DataObject,
 ) -> None:
-    """At most the windows that the block's samples in each of the worker's lanes can lie in, and one more."""
+    """At most the windows that the block's samples can be in, for each lane of the worker, plus one."""
     plan = packed_plan(sizes, batch_size, seed, shuffle=shuffle)
     rank = data.draw(st.integers(0, num_workers - 1))
     order = WorkerOrder(Partition(plan, rank, [1] * num_workers), 0, rows_per_block)
@@ -137,9 +139,8 @@ def test_a_block_touches_few_shards(
     lanes_of_worker = min(num_lanes, local_batch_size * num_lanes // batch_size + 3)
     steps = -(-rows_per_block // local_batch_size) + 1
     windows = 2 + steps * -(-batch_size // num_lanes) // (WINDOW_SHARDS * min(sizes))
-    last_local_batch_size = -(
-        -(plan.num_samples % batch_size) // num_workers
-    )  # the shorter batch of an epoch may come from other lanes
+    # The shorter last batch of an epoch may come from other lanes.
+    last_local_batch_size = -(-(plan.num_samples % batch_size) // num_workers)
     assert (
         len(np.unique(shard_of_sample(sizes)[samples]))
         <= lanes_of_worker * windows * WINDOW_SHARDS + last_local_batch_size
@@ -147,14 +148,14 @@ def test_a_block_touches_few_shards(
 
 
 @given(st.integers(100, 300), st.integers(5, 30), st.sampled_from([2, 4, 8, 16]), seeds, st.booleans())
-def test_workers_read_shards_of_their_own(
+def test_each_worker_reads_mostly_its_own_shards(
     num_shards: int, shard_size: int, num_workers: int, seed: int, shuffle: bool
 ) -> None:
     sizes = [shard_size] * num_shards
     plan = packed_plan(sizes, 256, seed, shuffle=shuffle)
     orders = [WorkerOrder(Partition(plan, rank, [1] * num_workers), 0, 10**6) for rank in range(num_workers)]
     num_read = [len(np.unique(shard_of_sample(sizes)[order.samples(0)])) for order in orders]
-    # In addition to its own: the window at each end, and what the last, shorter batch takes from neighbouring lanes.
+    # In addition to its own: the window at each end, and samples of neighbouring lanes in the shorter last batch.
     assert max(num_read) <= num_shards / num_workers + 8 * WINDOW_SHARDS
 
 
@@ -163,7 +164,7 @@ def test_a_batch_is_mixed(seed: int) -> None:
     sizes = [50] * 200
     shards = shard_of_sample(sizes)[epoch_of(packed_plan(sizes, 256, seed))]
     for start in range(0, 9_800, 1_400):
-        assert len(np.unique(shards[start : start + 256])) >= NUM_LANES - 2  # two lanes may be in one window
+        assert len(np.unique(shards[start : start + 256])) >= NUM_LANES - 2  # Two lanes may be in one window.
 
 
 @given(seeds)
@@ -173,17 +174,17 @@ def test_other_epochs_and_seeds_have_other_orders(seed: int) -> None:
     orders = [epoch_of(plan, 0), epoch_of(plan, 1), epoch_of(packed_plan(sizes, 64, seed ^ 1))]
     for i, one in enumerate(orders):
         for other in orders[i + 1 :]:
-            assert (one == other).sum() < 15  # 1 is expected of two independent orders
+            assert (one == other).sum() < 15  # The expectation for independent orders is 1.
 
 
-def test_a_shard_meets_any_other_in_its_window_and_its_samples_any_order() -> None:
+def test_all_orders_of_shards_and_of_samples_in_a_window_occur() -> None:
     sizes = [2, 2, 2]
     drawn = [tuple(epoch_of(packed_plan(sizes, 6, seed)).tolist()) for seed in range(3_000)]
-    assert len(set(drawn)) == 3 * 24 * 2  # the shard that is alone at the end, the 4 samples before it, and its 2
+    assert len(set(drawn)) == 3 * 24 * 2  # 3 last shards, 24 orders of the 4 samples before, 2 of its own.
 
 
 @given(st.integers(1, 10**6), seeds, st.data())
-def test_a_huge_epoch_costs_an_array_of_its_shards_only(
+def test_a_huge_epoch_needs_only_an_array_of_its_shards(
     num_samples_a_shard: int, seed: int, data: st.DataObject
 ) -> None:
     shard_shuffle = ShardShuffle(np.full(10_000, num_samples_a_shard, np.int64))
@@ -198,7 +199,7 @@ def test_a_huge_epoch_costs_an_array_of_its_shards_only(
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), seeds)
-def test_ranges_of_their_own_are_permuted_each_within_itself(sizes: list[int], seed: int) -> None:
+def test_each_range_is_permuted_within_itself(sizes: list[int], seed: int) -> None:
     positions = np.concatenate([np.arange(size) for size in sizes])
     ranges = np.repeat(np.arange(len(sizes)), sizes)
     permuted = permute(positions, np.array(sizes)[ranges], key=seed, tweak=ranges)
@@ -211,4 +212,6 @@ def test_tweaks_give_independent_permutations() -> None:
     drawn = permute(np.tile(np.arange(4), 4_800), 4, key=0, tweak=np.repeat(np.arange(4_800), 4)).reshape(-1, 4)
     _, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(counts) == 24
-    assert ((counts - 200) ** 2 / 200).sum() < 55  # chi-square with 23 degrees of freedom: 1 in 5,000 by chance
+    assert (
+        (counts - 200) ** 2 / 200
+    ).sum() < 55  # Chi-square with 23 degrees of freedom: exceeded by chance 1 time in 5,000.

@@ -1,4 +1,4 @@
-"""Packed data sets: the same images, read shard by shard, by any number of workers."""
+"""Packed data sets contain the same images, and any number of workers can read them shard by shard."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def quietly(source: str | Path, destination: str | Path) -> PackResult:
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of some ten images, and none cached by another test."""
+    """Use shards of about ten images, and an empty shard cache."""
     monkeypatch.setattr(shard_files, "SHARD_BYTES", 5_000)
     monkeypatch.setattr(shard_files, "_cache", shard_files._ShardCache())
 
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """150 images of 3 classes, each a file of its own length and grey."""
+    """150 images of 3 classes, each with its own file size and shade of grey."""
     from PIL import Image
 
     for number in range(150):
@@ -68,7 +68,7 @@ def shards(images: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each file was read from a folder."""
+    """The number of reads of each local file."""
     counted: Counter[str] = Counter()
     get = FolderStore.get
 
@@ -89,7 +89,7 @@ def labelled_contents(manifest: Manifest) -> dict[str, tuple[str, bytes | Except
     }
 
 
-def test_packed_images_are_the_images(images: Path, shards: Path) -> None:
+def test_a_packed_data_set_has_the_same_images(images: Path, shards: Path) -> None:
     manifest = build_manifest(open_store(str(shards)))
     assert labelled_contents(manifest) == labelled_contents(build_manifest(open_store(str(images))))
     assert manifest.packing is not None and len(manifest.packing.shards) > 5
@@ -121,13 +121,13 @@ def test_classes_are_mixed_over_the_shards(shards: Path) -> None:
     )
 
 
-def test_a_packed_data_set_may_be_copied(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_a_packed_data_set_can_be_copied(images: Path, shards: Path, tmp_path: Path) -> None:
     shards.rename(tmp_path / "elsewhere")
     manifest = build_manifest(open_store(str(tmp_path / "elsewhere")))
     assert manifest.url == str(tmp_path / "elsewhere") and len(labelled_contents(manifest)) == 150
 
 
-def test_other_programs_read_the_shards(shards: Path) -> None:
+def test_the_shards_can_be_read_by_other_programs(shards: Path) -> None:
     table = pq.read_table(next((shards / "shards").iterdir()))
     assert table.column_names == ["key", "label", "image"]
     assert json.loads((table.schema.metadata or {})[b"raytrain.shard"]) == {"classes": ["cat", "dog", "owl"]}
@@ -148,14 +148,14 @@ def test_packing_again_writes_only_what_is_missing_or_damaged(images: Path, shar
     assert quietly(images, shards).num_written == 0
 
 
-def test_an_image_that_changed_makes_one_new_shard(images: Path, shards: Path) -> None:
+def test_a_changed_image_replaces_one_shard(images: Path, shards: Path) -> None:
     file = images / "dog" / "001.png"
     file.write_bytes(file.read_bytes()[::-1])
     assert quietly(images, shards).num_written == 1
     assert labelled_contents(build_manifest(open_store(str(shards))))["dog/001.png"] == ("dog", file.read_bytes())
 
 
-def test_an_interrupted_packing_is_no_data_set_yet(
+def test_an_interrupted_packing_leaves_no_usable_data_set(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = FolderStore.put
@@ -178,7 +178,7 @@ def test_an_interrupted_packing_is_no_data_set_yet(
 # Errors.
 
 
-def test_an_image_that_is_deleted_meanwhile_is_an_error(
+def test_an_image_deleted_during_packing_is_an_error(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = build_manifest(open_store(str(images)))
@@ -190,7 +190,7 @@ def test_an_image_that_is_deleted_meanwhile_is_an_error(
         quietly(images, tmp_path / "packed")
 
 
-def test_a_store_that_returns_something_else_is_an_error(
+def test_a_store_that_returns_other_bytes_is_an_error(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = FolderStore.put
@@ -201,7 +201,7 @@ def test_a_store_that_returns_something_else_is_an_error(
         quietly(images, tmp_path / "packed")
 
 
-def test_what_cannot_be_packed_is_refused(images: Path, shards: Path, tmp_path: Path) -> None:
+def test_data_that_cannot_be_packed_is_refused(images: Path, shards: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="packed already"):
         quietly(shards, tmp_path / "again")
     with pytest.raises(UsageError, match="cannot be packed into itself"):
@@ -217,7 +217,7 @@ def test_a_damaged_index_is_an_error(shards: Path) -> None:
 # Manifests.
 
 
-def test_labels_are_those_of_the_training_images(shards: Path) -> None:
+def test_test_images_have_the_labels_of_the_training_images(shards: Path) -> None:
     store = open_store(str(shards))
     assert {
         name for name, _ in labelled_contents(build_manifest(store, classes=("owl", "elk", "dog", "cat"))).values()
@@ -249,7 +249,7 @@ def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tm
     run_store = open_store(str(tmp_path / "run"))
     data = open_dataset(config, run_store)
     data.write(run_store)
-    (shards / PACKED_INDEX).unlink()  # a run that resumes has its own
+    (shards / PACKED_INDEX).unlink()  # A resumed run has its own.
     again = open_dataset(config, run_store)
     for one, other in ((data.train, again.train), (data.test, again.test)):
         assert (
@@ -258,7 +258,7 @@ def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tm
             and int(one.shard_shuffle.shard_sizes.sum()) == len(one)
         )
     assert len(data.train) + len(data.test) == 150
-    assert 0.2 < data.mean[0] < 0.4  # the greys are 0 to 149 of 255
+    assert 0.2 < data.mean[0] < 0.4  # The greys are 0 to 149 of 255.
 
 
 # Reading.
@@ -266,7 +266,7 @@ def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tm
 
 @pytest.fixture
 def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.ImageSet]:
-    """The input of a data task, without an object store; skipped images are recorded in ``coordinator.skipped``."""
+    """Make the input of a data task without Ray's object store; ``coordinator.skipped`` records skipped images."""
     monkeypatch.setattr(ingest, "_manifest", lambda manifest: manifest)
 
     def make(manifest: Manifest) -> ingest.ImageSet:
@@ -281,7 +281,7 @@ def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.Im
 def read_local_batches(
     images: ingest.ImageSet, plan: BatchPlan, num_workers: int, rows_per_block: int, first_step: int = 0
 ) -> list[list[LocalBatch]]:
-    """The local batches of all workers, as data tasks would read them one after the other."""
+    """Read the local batches of all workers, in the same way as the data tasks, one after the other."""
 
     def read(rank: int) -> list[LocalBatch]:
         partition = Partition(plan, rank, [1.0] * num_workers)
@@ -293,7 +293,7 @@ def read_local_batches(
 
 
 @pytest.mark.parametrize("first_step", [0, 4])
-def test_any_workers_read_the_same_batches_with_their_pixels(
+def test_any_number_of_workers_reads_the_same_batches_and_pixels(
     shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], first_step: int
 ) -> None:
     manifest = build_manifest(open_store(str(shards)))
@@ -327,7 +327,7 @@ def test_an_epoch_reads_each_shard_once(
     assert {path: reads[path] for path in manifest.packing.shards} == dict.fromkeys(manifest.packing.shards, 1)
 
 
-def test_the_cache_is_bounded_and_always_has_what_a_block_needs(
+def test_the_shard_cache_is_bounded_and_holds_all_shards_of_a_block(
     shards: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = build_manifest(open_store(str(shards)))
@@ -335,7 +335,7 @@ def test_the_cache_is_bounded_and_always_has_what_a_block_needs(
     of = manifest.packing.shard
     monkeypatch.setattr(shard_files, "_CACHE_BYTES", 3 * 5_700)
     store = open_store(str(shards))
-    for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # 1 is the least recently used one when 3 is read
+    for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # Shard 1 is the least recently used one when 3 is read.
         shard_files.read_packed(store, manifest.packing.select(np.flatnonzero(np.isin(of, numbers))))
     assert [reads[manifest.packing.shards[number]] for number in range(4)] == [1, 2, 1, 1]
     shard_files.read_packed(store, manifest.packing)
@@ -343,7 +343,7 @@ def test_the_cache_is_bounded_and_always_has_what_a_block_needs(
     assert [reads[path] for path in manifest.packing.shards[4:]] == [1] * (len(manifest.packing.shards) - 4)
 
 
-def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(
+def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
     shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]
 ) -> None:
     manifest = build_manifest(open_store(str(shards)))
@@ -361,7 +361,7 @@ def test_a_damaged_or_missing_shard_costs_its_images_and_is_listed(
     assert set(reasons.values()) == {"its shard is damaged; pack the images again", "the object is gone"}
 
 
-def test_held_out_packed_images_are_read_too(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
+def test_packed_test_images_are_read(shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]) -> None:
     train, test = train_test_split(build_manifest(open_store(str(shards))), 0.2, seed=1)
     plan = BatchPlan(len(test), 8, 1, 0, shuffle=False, shard_shuffle=test.shard_shuffle)
     by_rank = read_local_batches(image_set(test), plan, 2, 7)

@@ -29,7 +29,7 @@ OLD_SESSION, NEW_SESSION = (Credentials(f"ASIA{name}", "secret", "token") for na
 
 @pytest.fixture(params=["folder", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty store of either kind: both must behave alike."""
+    """An empty store of each kind: all must behave in the same way."""
     url = str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue("s3_url")
     return open_store(url)
 
@@ -43,7 +43,7 @@ def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = 
 
 
 def error_in_200(code: str) -> GenericError:
-    """What obstore raises if S3 answers the deletion of an object with status 200 and an error."""
+    """Make the exception of obstore for a deletion that S3 answers with status 200 and an error."""
     return GenericError(f"Generic S3 error: DeleteObjects request failed for key a: Words (code: {code})\n\nDebug")
 
 
@@ -52,13 +52,13 @@ def botocore_error(code: str) -> exceptions.ClientError:
 
 
 def sentence(raised: pytest.ExceptionInfo[StorageError]) -> str:
-    """Return what the user reads, and check that it is one line without secrets and debug output."""
+    """Return the error message, and check that it is one line without secrets and debug output."""
     text = str(raised.value)
     assert text.endswith(".") and "\n" not in text and "source:" not in text and "secret-one" not in text
     return text
 
 
-# Both kinds of store.
+# All kinds of store.
 
 
 def test_an_object_can_be_written_read_listed_and_deleted(store: Store) -> None:
@@ -124,7 +124,7 @@ def test_get_many_keeps_the_order_and_returns_errors_in_place(store: Store) -> N
 
 
 def test_a_reader_never_sees_a_partial_object(store: Store) -> None:
-    contents = [bytes([i]) * 6_000_000 for i in range(2)]  # a multipart upload
+    contents = [bytes([i]) * 6_000_000 for i in range(2)]  # A multipart upload.
     store.put("a", contents[0])
     written = threading.Event()
 
@@ -191,7 +191,7 @@ def test_a_partial_file_of_a_killed_writer_is_not_listed(tmp_path: Path) -> None
     assert [found.path for found in store.list()] == ["music.part"]
 
 
-def test_links_are_followed_but_cycles_are_not(tmp_path: Path) -> None:
+def test_symlinks_are_followed_except_in_cycles(tmp_path: Path) -> None:
     (tmp_path / "elsewhere/more").mkdir(parents=True)
     (tmp_path / "elsewhere/more/1.jpg").write_bytes(b"1")
     (tmp_path / "data/cat").mkdir(parents=True)
@@ -273,7 +273,10 @@ def test_the_more_specific_endpoint_takes_precedence(tmp_path: Path, monkeypatch
         assert settings is not None
         return settings.endpoint_url
 
-    config = "[default]\nendpoint_url = http://profile:1\nservices = mine\n[services mine]\ns3 =\n  endpoint_url = http://service:1\n"
+    config = (
+        "[default]\nendpoint_url = http://profile:1\nservices = mine\n"
+        "[services mine]\ns3 =\n  endpoint_url = http://service:1\n"
+    )
     assert endpoint() is None
     write_aws_configuration(tmp_path, monkeypatch, config, "")
     assert endpoint() == "http://service:1"
@@ -397,7 +400,7 @@ def test_an_error_of_the_credential_source_is_reported_unchanged() -> None:
         scripted(url, broken).get("a")
 
 
-# Errors that only a busy, broken or remote server sends.
+# Errors of a busy, broken or remote server.
 
 
 @pytest.mark.parametrize(
@@ -441,13 +444,13 @@ def test_a_download_that_breaks_off_is_retried() -> None:
         assert scripted(url).get("a") == b"0123456789"
 
 
-def test_a_multipart_upload_whose_answer_was_lost_is_repeated() -> None:
-    begun, done = Counter[str](), Counter[str]()
+def test_a_multipart_upload_whose_response_was_lost_is_retried() -> None:
+    started, done = Counter[str](), Counter[str]()
 
     def answer(request: Request) -> Answer:
         query = urlsplit(request.path).query
         if request.method == "POST" and "uploadId" not in query:
-            begun["uploads"] += 1
+            started["uploads"] += 1
             return Answer(body=b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
         if request.method == "POST":
             done["asked"] += 1
@@ -458,7 +461,7 @@ def test_a_multipart_upload_whose_answer_was_lost_is_repeated() -> None:
 
     with scripted_s3(answer) as (url, _):
         scripted(url).put("a", bytes(12_000_000))
-    assert (begun["uploads"], done["asked"]) == (2, 3)
+    assert (started["uploads"], done["asked"]) == (2, 3)
 
 
 def listing(keys: list[str], request: Request) -> bytes:
@@ -479,7 +482,7 @@ def listing(keys: list[str], request: Request) -> bytes:
     ).encode()
 
 
-def test_a_listing_that_breaks_off_continues_where_it_was() -> None:
+def test_an_interrupted_listing_continues_at_the_same_page() -> None:
     keys = [f"prefix/{folder}/{i:03d}" for folder in "abc" for i in range(150)]
     seen: dict[str, int] = {}
 
@@ -492,7 +495,7 @@ def test_a_listing_that_breaks_off_continues_where_it_was() -> None:
     assert [path for path in seen if "start-after" in path]
 
 
-def test_folder_markers_made_by_consoles_are_harmless() -> None:
+def test_folder_markers_of_s3_consoles_are_ignored() -> None:
     keys = ["prefix/", "prefix/cat/", "prefix/cat/1.jpg"]
     with scripted_s3(lambda request: Answer(body=listing(keys, request))) as (url, _):
         assert [found.path for found in scripted(url).list()] == ["cat", "cat/1.jpg"]
@@ -607,7 +610,7 @@ def test_revoked_credentials_are_reported_by_identity_without_endless_renewals()
         assert len(requests) <= 10 + 2 * 100 and len(asked) <= 1 + 100
 
 
-def test_one_process_has_one_client_for_a_store_and_its_copies() -> None:
+def test_a_store_and_its_copies_use_one_client_per_process() -> None:
     asked: list[int] = []
 
     def keys() -> Credentials:
@@ -659,7 +662,7 @@ def test_one_process_has_one_client_for_a_store_and_its_copies() -> None:
         (RuntimeError("odd {thing}\nmore"), r"cannot be used: RuntimeError: odd \{thing\}\.$"),
     ],
 )
-def test_other_errors_become_one_sentence_too(error: Exception, expected: str) -> None:
+def test_other_errors_become_one_sentence(error: Exception, expected: str) -> None:
     with pytest.raises(StorageError, match=expected) as raised:
         raise explain(error, "s3://bucket/data")
     assert sentence(raised)

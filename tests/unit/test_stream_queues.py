@@ -1,4 +1,4 @@
-"""Blocks come to each worker in its order, bounded, whatever the workers' shares, and a worker group that is over gets none."""
+"""Stream queues: each worker gets its blocks in order, queues are bounded, and an ended worker group gets none."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STREAM = Stream(group=0, number=0, dataset="train", first_step=0, num_workers=2)
 
 
 def opened(*streams: Stream) -> StreamQueues:
-    all_of_them = StreamQueues()
+    queues = StreamQueues()
     for stream in streams:
-        all_of_them.open(stream)
-    return all_of_them
+        queues.open(stream)
+    return queues
 
 
 @given(
@@ -33,10 +33,10 @@ def opened(*streams: Stream) -> StreamQueues:
     st.integers(0, 600),
 )
 @example(num_samples=55, batch_size=54, loads=[0.5, 0.5], rows_per_block=2, first=3)
-def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
+def test_the_read_order_never_runs_more_than_a_block_ahead_of_any_worker(
     num_samples: int, batch_size: int, loads: list[float], rows_per_block: int, first: int
 ) -> None:
-    """Else a bounded queue that is full would stand before the block that all of them wait for."""
+    """Otherwise a full queue could block the reader before the block for which all workers wait."""
     plan = BatchPlan(num_samples, batch_size, 2, seed=3)
     first_step = first % plan.num_steps
     orders = [WorkerOrder(Partition(plan, rank, loads), first_step, rows_per_block) for rank in range(len(loads))]
@@ -53,11 +53,11 @@ def test_no_worker_waits_for_a_block_while_others_have_more_than_they_can_hold(
                 rows_there[which] += len(orders[which].samples(number))
                 read[which] += 1
         ahead = [-(-(there - used) // rows_per_block) for there, used in zip(rows_there, rows_used, strict=True)]
-        assert max(ahead) <= 1  # what is left of the block that it began
+        assert max(ahead) <= 1  # The rest of the block that the worker is using.
     assert all(read[rank] == len(order) for rank, order in enumerate(orders) if order.partition.loads[rank])
 
 
-def test_a_worker_takes_its_own_in_order() -> None:
+def test_a_worker_gets_its_own_blocks_in_order() -> None:
     streams = opened(STREAM)
     for number in range(3):
         assert streams.push(STREAM, 0, [number], depth=8)
@@ -67,7 +67,7 @@ def test_a_worker_takes_its_own_in_order() -> None:
     assert streams.take(STREAM, 0, timeout_s=0) == []
 
 
-def test_a_full_queue_holds_up_who_fills_it() -> None:
+def test_a_full_queue_blocks_its_producer() -> None:
     streams = opened(STREAM)
     streams.push(STREAM, 0, [1], depth=1)
     with ThreadPoolExecutor() as pool:
@@ -77,7 +77,7 @@ def test_a_full_queue_holds_up_who_fills_it() -> None:
     assert streams.take(STREAM, 0, timeout_s=0) == [2]
 
 
-def test_a_stream_that_nobody_foresaw_is_asked_for_once() -> None:
+def test_an_unopened_stream_is_requested_once() -> None:
     streams = StreamQueues()
     with ThreadPoolExecutor() as pool:
         taken = [pool.submit(streams.take, STREAM, rank, 10.0) for rank in range(2)]
@@ -88,7 +88,7 @@ def test_a_stream_that_nobody_foresaw_is_asked_for_once() -> None:
     assert streams.requested(timeout_s=0) is None
 
 
-def test_a_new_worker_group_ends_the_streams_of_the_one_before() -> None:
+def test_a_new_worker_group_ends_the_streams_of_the_previous_one() -> None:
     streams = opened(STREAM)
     assert [streams.join_group(), streams.join_group()] == [0, 1]
     again = Stream(group=1, number=0, dataset="test", first_step=0, num_workers=3)
@@ -99,7 +99,7 @@ def test_a_new_worker_group_ends_the_streams_of_the_one_before() -> None:
         streams.take(STREAM, 0, timeout_s=0)
 
 
-def test_test_images_are_read_beside_the_training_images_and_again() -> None:
+def test_test_images_can_be_streamed_repeatedly_during_training() -> None:
     first, second = (Stream(0, number, "test", 0, 2) for number in range(2))
     streams = opened(STREAM, first)
     assert streams.push(STREAM, 0, [1], depth=1)
@@ -108,7 +108,7 @@ def test_test_images_are_read_beside_the_training_images_and_again() -> None:
     assert streams.take(STREAM, 0, timeout_s=0) == [1]
 
 
-def test_who_waits_hears_of_a_failure_after_what_came_before_it() -> None:
+def test_a_failure_is_raised_after_the_blocks_before_it() -> None:
     streams = opened(STREAM)
     streams.push(STREAM, 0, [1], depth=1)
     streams.fail(STREAM, "The bucket is gone.")
@@ -117,7 +117,7 @@ def test_who_waits_hears_of_a_failure_after_what_came_before_it() -> None:
         streams.take(STREAM, 0, timeout_s=10)
 
 
-def test_closing_lets_everybody_go() -> None:
+def test_closing_releases_blocked_producers() -> None:
     streams = opened(STREAM)
     streams.push(STREAM, 0, [1], depth=1)
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: the live table, the plain lines, the results, the figure."""
+"""The output of a sweep: the live table, the plain lines, the results and the figure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_table_shows_each_trial_with_its_values(tmp_path: Path) -> None:
     assert "1 running, 1 failed, 2 waiting" in seen
 
 
-def test_a_short_screen_shows_those_that_train(tmp_path: Path) -> None:
+def test_a_short_screen_shows_the_trials_that_are_training(tmp_path: Path) -> None:
     seen = text(live_table(trials(tmp_path), {"rates-03": TrialStatus(status="running")}, 1))
     assert "rates-03" in seen and "rates-00" not in seen
 
@@ -91,7 +91,7 @@ def result() -> SweepResult:
     )
 
 
-def test_the_results_begin_with_the_best_and_say_why_one_failed() -> None:
+def test_the_results_start_with_the_best_trial_and_show_the_error_of_a_failed_one() -> None:
     seen = text(results_table(result()))
     names = [line.split()[0] for line in seen.splitlines() if line.startswith(" rates-") and ":" not in line]
     assert names == ["rates-00", "rates-01", "rates-02", "rates-03", "rates-04"]
@@ -99,14 +99,14 @@ def test_the_results_begin_with_the_best_and_say_why_one_failed() -> None:
     assert "The best is rates-00: learning-rate=1 optimizer=sgd epochs=3" in seen
 
 
-def test_on_a_narrow_screen_no_value_is_cut() -> None:
+def test_no_value_is_cut_on_a_narrow_screen() -> None:
     lines = text(results_table(result()), width=80).splitlines()
     rows = {words[0]: words[1:4] for words in map(str.split, lines) if words and words[0].startswith("rates-0")}
     assert rows["rates-03"] == ["0.001", "adamw", "6"]
     assert "…" not in "".join(lines)
 
 
-def test_the_picture_has_the_curves_of_all_and_a_panel_for_each_varied_option(tmp_path: Path) -> None:
+def test_the_figure_has_the_curves_of_all_trials_and_a_panel_for_each_varied_option(tmp_path: Path) -> None:
     figure = sweep_figure(result())
     file = tmp_path / "sweep.png"
     figure.savefig(file, format="png")

@@ -18,7 +18,7 @@ input()
 """
 
 
-def test_a_folder_exists_as_long_as_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_folder_exists_as_long_as_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "raytrain-of-something-else").mkdir()
     with subprocess.Popen(
@@ -31,7 +31,7 @@ def test_a_folder_exists_as_long_as_its_process(tmp_path: Path, monkeypatch: pyt
         assert holder.stdout is not None
         held = Path(holder.stdout.readline().strip())
         (held / "note").write_text("of a run")
-        TemporaryFolder().remove()  # of another run on this machine
+        TemporaryFolder().remove()  # Belongs to another run on this machine.
         assert (held / "note").exists()
         holder.kill()
     with TemporaryFolder() as ours:

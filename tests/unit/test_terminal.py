@@ -1,4 +1,4 @@
-"""What a run looks like in the terminal: the live picture, the plain lines, the plots."""
+"""The terminal: the live dashboard, the plain lines without a terminal, and the plots."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def text(renderable: RenderableType, width: int = 110) -> str:
     return console.export_text()
 
 
-def test_the_picture_shows_how_the_run_stands() -> None:
+def test_the_dashboard_shows_the_state_of_the_run() -> None:
     rows = [step_row(10), step_row(230)]
     seen = text(
         dashboard(
@@ -106,7 +106,7 @@ def test_the_picture_shows_how_the_run_stands() -> None:
     assert "Ctrl-C stops with a checkpoint" in seen
 
 
-def test_the_picture_says_that_a_stop_was_requested() -> None:
+def test_the_dashboard_shows_a_stop_request() -> None:
     rows = [step_row(10)]
     assert "stopping" in text(dashboard(snapshot(rows, stop_request=StopRequest("Ctrl-C")), rows))
     over = text(dashboard(snapshot(rows, stop_request=StopRequest("Ctrl-C"), status="stopped"), rows))
@@ -115,7 +115,7 @@ def test_the_picture_says_that_a_stop_was_requested() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_picture_keeps_to_its_width_and_height(width: int) -> None:
+def test_the_dashboard_keeps_its_width_and_height(width: int) -> None:
     rows = [step_row(step) for step in range(10, 500, 10)]
     events = tuple(Event(k, 0.0, "something long that happened " * 20) for k in range(10))
     few, many = (
@@ -126,7 +126,7 @@ def test_the_picture_keeps_to_its_width_and_height(width: int) -> None:
     assert len(few.splitlines()) == len(many.splitlines())
 
 
-def test_a_loop_may_log_what_it_likes() -> None:
+def test_a_loop_may_log_any_metrics() -> None:
     row = MetricRow(kind="step", step=10, epoch=1, metrics={"generator_loss": 0.5})
     assert "step 10/1,000" in text(dashboard(snapshot([row]), [row]))
     terminal, out, _ = view()
@@ -134,12 +134,12 @@ def test_a_loop_may_log_what_it_likes() -> None:
     assert out.getvalue() == "step 10/1,000  epoch 1/10  00:01:20 left\n"
 
 
-def test_a_run_without_rows_has_a_picture_too() -> None:
+def test_a_run_without_metrics_has_a_dashboard() -> None:
     assert "starting" in text(dashboard(snapshot([], status="starting", time_left_s=None), []))
 
 
 def plotted(ys: list[float | None], height: int = 4) -> list[str]:
-    """The lines of cells of a plot of ``ys`` over 0, 1, 2 …, without axis and heading."""
+    """Return the lines of a plot of ``ys`` over 0, 1, 2, …, without axis and heading."""
     lines = text(Plot("loss", [Series("train", "cyan", range(len(ys)), ys)], height), width=28).splitlines()
     return [line.partition("┤" if "┤" in line else "│")[2] for line in lines[1:-1]]
 
@@ -157,18 +157,18 @@ def test_a_flat_line_and_a_single_point_are_drawn() -> None:
     assert sum(len(line.strip()) for line in plotted([1.0])) == 1
 
 
-def test_every_column_of_a_line_is_drawn_however_many_points_there_are() -> None:
+def test_a_line_has_no_gaps_for_any_number_of_points() -> None:
     for num_points in (2, 7, 10_000):
         lines = plotted([float(k % 7) for k in range(num_points)])
         assert all(any(line[column : column + 1].strip() for line in lines) for column in range(20))
 
 
-def test_losses_that_are_not_numbers_leave_the_rest_of_the_curve() -> None:
+def test_missing_and_nan_losses_are_left_out_of_a_curve() -> None:
     assert plotted([3.0, None, float("nan"), 0.0]) == plotted([3.0, 2.0, 1.0, 0.0])
     assert "train nan" not in text(curve_plots([step_row(1, loss=None)]))
 
 
-def test_axes_and_heading_carry_the_figures() -> None:
+def test_axes_and_heading_show_the_values() -> None:
     rows = [step_row(10, loss=2.5), step_row(1200, loss=0.5), evaluation_row(1200, 0.75, 0.8)]
     seen = text(curve_plots(rows))
     for part in ("loss", "train 0.500", "test 0.750", "2.5 ┤", "0.5 ┤", "10", "step 1,200", "●"):
@@ -180,7 +180,7 @@ def view() -> tuple[TerminalView, io.StringIO, Clock]:
     return TerminalView(Console(file=out, width=60), interval_s=10, clock=clock), out, clock
 
 
-def test_without_a_terminal_a_plain_line_comes_once_an_interval() -> None:
+def test_without_a_terminal_one_line_is_printed_per_interval() -> None:
     terminal, out, clock = view()
     terminal.update(snapshot([step_row(120)]))
     clock.now_s += 5
@@ -209,7 +209,7 @@ def test_without_a_terminal_each_event_is_one_line() -> None:
     ]
 
 
-def test_the_last_rows_are_printed_when_the_run_is_over() -> None:
+def test_the_last_step_is_printed_when_the_run_ends() -> None:
     terminal, out, _ = view()
     terminal.update(snapshot([step_row(120)]))
     terminal.update(snapshot([step_row(1000)], first_row=1, status="finished"))
@@ -217,17 +217,17 @@ def test_the_last_rows_are_printed_when_the_run_is_over() -> None:
 
 
 def screen(out: io.StringIO) -> str:
-    """What is on the screen at the end: what came after the last erased line, without control sequences."""
+    """Return the final text on the screen: the output after the last erased line, without control sequences."""
     return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue().rpartition("\x1b[2K")[2])
 
 
-def test_in_a_terminal_the_picture_is_drawn_in_place_and_stays() -> None:
+def test_in_a_terminal_the_dashboard_is_redrawn_in_place_and_stays() -> None:
     out = io.StringIO()
     with TerminalView(Console(file=out, force_terminal=True, width=100, height=40)) as terminal:
         assert "starting the workers" in out.getvalue()
         terminal.update(snapshot([step_row(120)]))
         terminal.update(snapshot([step_row(130)], first_row=1))
-    assert "\x1b[1A" in out.getvalue()  # the cursor goes up, to draw over the first picture
+    assert "\x1b[1A" in out.getvalue()  # The cursor goes up to overwrite the first dashboard.
     assert "step 130/1,000" in screen(out)
     assert "step 120/1,000" not in screen(out)
 
@@ -239,7 +239,7 @@ def test_a_run_that_never_started_leaves_nothing_on_the_screen() -> None:
     assert screen(out).strip() == ""
 
 
-# Several runs
+# Several runs.
 
 
 def record(name: str, rows: list[MetricRow]) -> RunRecord:
@@ -255,7 +255,7 @@ def record(name: str, rows: list[MetricRow]) -> RunRecord:
 
 
 @pytest.mark.parametrize("num_runs", [2, 3, 7])
-def test_compared_runs_are_named_in_full_however_many_there_are(num_runs: int) -> None:
+def test_names_of_compared_runs_are_never_cut(num_runs: int) -> None:
     names = [f"cifar10-rate-0.{number}-momentum" for number in range(num_runs)]
     rows = [
         step_row(10, loss=2.5),
@@ -270,13 +270,13 @@ def test_compared_runs_are_named_in_full_however_many_there_are(num_runs: int) -
     assert "…" not in seen
 
 
-def test_a_name_that_is_wider_than_its_plot_is_wrapped() -> None:
+def test_a_name_wider_than_its_plot_is_wrapped() -> None:
     seen = text(comparison_plots([record("x" * 60, [step_row(10)]), record("second", [])]), width=80)
     assert seen.count("x") >= 2 * 60
     assert max(map(len, seen.splitlines())) <= 80
 
 
-def test_a_study_shows_one_run_after_the_other_and_which_it_is() -> None:
+def test_a_study_prints_the_number_and_name_of_each_run() -> None:
     out = io.StringIO()
     with StudyTerminalView(["sizes-1", "sizes-2"], Console(file=out, width=60)) as view:
         view.update(snapshot([step_row(120)], name="sizes-1"))
@@ -293,15 +293,15 @@ def test_a_study_shows_one_run_after_the_other_and_which_it_is() -> None:
     ]
 
 
-def test_a_study_in_a_terminal_keeps_the_picture_of_each_run() -> None:
+def test_a_study_in_a_terminal_keeps_the_dashboard_of_each_run() -> None:
     out = io.StringIO()
     with StudyTerminalView(console=Console(file=out, force_terminal=True, width=100, height=40)) as view:
         view.update(snapshot([step_row(120)], name="sizes-1"))
         view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
-        assert "starting the workers" in screen(out)  # until the next run has a picture
+        assert "starting the workers" in screen(out)  # Until the first update of the next run.
         so_far = len(out.getvalue())
         view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
-        assert "finished" not in out.getvalue()[so_far:]  # a run that is over is not drawn again
+        assert "finished" not in out.getvalue()[so_far:]  # A run that has ended is not drawn again.
         view.update(snapshot([step_row(130)], name="sizes-2"))
     assert "sizes-2" in screen(out) and "step 130/1,000" in screen(out)
     assert "sizes-1" not in screen(out)

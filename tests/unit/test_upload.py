@@ -1,4 +1,4 @@
-"""Uploads: everything arrives, nothing is sent twice, and what did not arrive is reported."""
+"""Uploads: all files arrive, nothing is sent twice, and missing files are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
 
-LARGE = bytes(range(256)) * 24_000  # uploaded in several parts, so that its ETag is not the MD5 of the content
+LARGE = bytes(range(256)) * 24_000  # A multipart upload, whose ETag is not the MD5 of the content.
 
 
 def quiet() -> Console:
@@ -59,7 +59,7 @@ def test_images_arrive_with_their_classes(s3_url: str, tmp_path: Path) -> None:
 def test_a_second_upload_sends_only_what_is_missing_or_different(folder: Path, s3_url: str) -> None:
     upload(str(folder), s3_url, quiet())
     assert upload(str(folder), s3_url, quiet()).num_sent == 0
-    (folder / "cat" / "1.jpg").write_bytes(b"eno")  # as long as before
+    (folder / "cat" / "1.jpg").write_bytes(b"eno")  # The same size as before.
     (folder / "dog" / "large.png").write_bytes(LARGE[::-1])
     open_store(s3_url).delete("top.txt")
     assert upload(str(folder), s3_url, quiet()).num_sent == 3
