@@ -1,4 +1,4 @@
-"""Whatever happens to storage, a run resumes from its last whole checkpoint, or says why it cannot."""
+"""A run resumes from its last readable checkpoint whatever happened to its storage, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def path_of(step: int) -> str:
 
 
 def restored(store: Store, **identity: Any) -> tuple[int, list[str]]:
-    """The step from which a run would resume, after a look at its weights, and the events that it reports."""
+    """Return the step from which a run would resume and the events that it reports; check the weights."""
     events: list[str] = []
     checkpoints = open_checkpoints(store, **identity)
     checkpoint = checkpoints.load_newest(events.append, torch.device("cpu"))
@@ -57,7 +57,7 @@ def restored(store: Store, **identity: Any) -> tuple[int, list[str]]:
 
 
 class Malice:
-    """Makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -101,7 +101,7 @@ def test_a_truncated_newest_checkpoint_is_skipped(store: Store, kept: float) -> 
 @pytest.mark.parametrize(
     "damage", [lambda: b"words\n", foreign, archive, lambda: pickle.dumps({"state": 1}), lambda: bytes(1000)]
 )
-def test_a_foreign_file_is_skipped_and_refused_by_name(store: Store, damage: Callable[[], bytes]) -> None:
+def test_a_file_that_is_no_checkpoint_is_skipped_and_refused_by_name(store: Store, damage: Callable[[], bytes]) -> None:
     save(store, 10)
     store.put(path_of(20), damage())
     assert restored(store)[0] == 10
@@ -111,7 +111,7 @@ def test_a_foreign_file_is_skipped_and_refused_by_name(store: Store, damage: Cal
     assert "\n" not in str(raised.value) and "\x1b" not in str(raised.value)
 
 
-def test_a_malicious_checkpoint_runs_nothing(tmp_path: Path) -> None:
+def test_a_malicious_checkpoint_runs_no_code(tmp_path: Path) -> None:
     store, made = open_store(str(tmp_path / "run")), tmp_path / "made"
     save(store, 10)
     store.put(path_of(20), malicious(made))
@@ -120,10 +120,10 @@ def test_a_malicious_checkpoint_runs_nothing(tmp_path: Path) -> None:
         read_checkpoint(store, path_of(20))
     assert not made.exists()
     torch.load(io.BytesIO(malicious(made)), weights_only=False)
-    assert made.exists()  # it would have
+    assert made.exists()  # The file is indeed malicious.
 
 
-def test_without_one_whole_checkpoint_the_run_says_what_to_do(store: Store) -> None:
+def test_if_no_checkpoint_can_be_read_the_error_says_what_to_do(store: Store) -> None:
     assert open_checkpoints(store).newest_readable(pytest.fail) is None
     save(store, 10, 20)
     for step in (10, 20):
@@ -134,7 +134,7 @@ def test_without_one_whole_checkpoint_the_run_says_what_to_do(store: Store) -> N
         open_checkpoints(store).newest_readable(lambda text: None)
 
 
-def test_a_run_that_went_back_before_a_damaged_checkpoint_keeps_its_new_ones(store: Store) -> None:
+def test_checkpoints_saved_after_a_damaged_one_was_skipped_are_kept(store: Store) -> None:
     save(store, 10, 20)
     store.put(path_of(20), b"")
     save(store, 15, keep=1)
@@ -171,11 +171,11 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
     assert raised.match(difference)
 
 
-# Storage that takes no more.
+# Storage that cannot be written.
 
 
 def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseException) -> None:
-    """Files break off after so many bytes."""
+    """Make each file write fail after ``after_bytes`` bytes."""
 
     def write(file: str, data: bytes) -> None:
         Path(file).write_bytes(data[:after_bytes])
@@ -184,9 +184,7 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseEx
     monkeypatch.setattr("raytrain.storage.local._write_to_disk", write)
 
 
-def test_a_full_disk_is_an_error_and_keeps_the_last_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(str(tmp_path))
     save(store, 10)
     with monkeypatch.context() as full:
@@ -208,18 +206,16 @@ def save_until_error(checkpoints: Checkpoints) -> None:
         checkpoints.save({"model": {"weight": torch.zeros(1)}}, Progress(step=step))
 
 
-def test_a_checkpoint_that_could_not_be_written_is_an_error_at_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_checkpoint_write_is_reported_at_a_later_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = open_checkpoints(open_store(str(tmp_path)))
     failing_put(monkeypatch, 0, OSError(30, "Read-only file system"))
     with pytest.raises(StorageError, match="is on a read-only disk; choose another place"):
         save_until_error(checkpoints)
-    with suppress(StorageError):  # it may have been the last to be written
+    with suppress(StorageError):  # The last write may have failed too.
         checkpoints.close()
 
 
-def test_a_checkpoint_waits_for_the_rows_that_led_to_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_after_the_metrics_of_its_steps(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     checkpoints = open_checkpoints(store)
     seen: list[bool] = []
@@ -236,14 +232,14 @@ def test_a_checkpoint_waits_for_the_rows_that_led_to_it(tmp_path: Path) -> None:
     assert not store.exists(path_of(2))
 
 
-def test_a_writer_that_was_killed_leaves_the_last_whole_checkpoint(
+def test_a_writer_killed_during_a_write_leaves_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(str(tmp_path))
     save(store, 10)
     with monkeypatch.context() as killed:
         failing_put(killed, 500, SystemExit())
-        killed.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # nothing cleans up after a kill
+        killed.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # A killed process deletes nothing.
         with pytest.raises(SystemExit):
             FolderStore(str(tmp_path)).put(path_of(20), bytes(1000))
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "checkpoints"))
@@ -251,7 +247,7 @@ def test_a_writer_that_was_killed_leaves_the_last_whole_checkpoint(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
+def test_missing_write_permission_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StorageError, match="no permission for"):
         save(open_store(str(tmp_path)), 10)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(*args)`` on every rank of a default process group; returns its results by rank.
+    """Call ``function(*args)`` on every rank of a default process group, and return its results by rank.
 
     ``function`` is defined at the top of a module, so that it can be pickled. An error on any rank is raised here. The
     processes are forked from one that has imported what they need, because the imports take seconds.

@@ -20,15 +20,16 @@ def train_alone(
     rates: Iterable[float],
     label_smoothing: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Train on global batches, each given as parts that follow each other; loss, accuracy and count of each step.
+    """Train on global batches, and return the loss, accuracy and number of samples of each step.
 
-    A part is one slice, or several slices that are normalised separately.
+    A global batch is a sequence of parts (gradient accumulation), and a part is a sequence of slices, each normalised
+    with its own statistics.
     """
     rows = []
     for parts, rate in zip(batches, rates, strict=False):
         optimizer.param_groups[0]["lr"] = rate
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # also that of an empty batch
+            parameter.grad = torch.zeros_like(parameter)  # An empty batch has gradients of zero.
         count = sum(len(labels) for slices in parts for _, labels in slices)
         total = correct = 0.0
         for slices in parts:
@@ -46,8 +47,8 @@ def train_alone(
 
 
 class SliceBatchNorm(nn.BatchNorm2d):
-    """Normalises each slice with its own statistics, and joins them as MATLAB's "Train Network in Parallel with Custom
-    Training Loop" does: mean = Σ m_j·mean_j / M, variance = Σ m_j·[var_j + (mean_j - mean)²] / M.
+    """Normalises each slice with its own statistics, and combines them as in MATLAB's "Train Network in Parallel with
+    Custom Training Loop": mean = Σ m_j·mean_j / M, variance = Σ m_j·[var_j + (mean_j - mean)²] / M.
     """
 
     def __init__(self, width: int) -> None:
@@ -75,9 +76,9 @@ class SliceBatchNorm(nn.BatchNorm2d):
 
 
 def small_net(norm: Callable[[int], nn.Module], channels: int = 3, num_classes: int = 4) -> nn.Module:
-    """A few layers with everything that several workers could compute wrongly.
+    """A small network with convolutions, batch norm and a linear head.
 
-    No bias before a norm: its gradient is 0 except for rounding errors, which AdamW would magnify.
+    The convolutions have no bias: before a norm its gradient is only rounding error, which AdamW would amplify.
     """
     return nn.Sequential(
         nn.Conv2d(channels, 6, 3, padding=1, bias=False),

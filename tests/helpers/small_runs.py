@@ -22,7 +22,7 @@ CLASSES = ("blue", "green", "red")
 
 
 def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
-    """Noise, tinted by class: PNGs of 12x12 in three class folders."""
+    """Write 12x12 PNGs of noise, tinted by class, into three class folders."""
     random = np.random.default_rng(0)
     for channel, name in enumerate(reversed(CLASSES)):
         (folder / name).mkdir()
@@ -34,7 +34,7 @@ def make_images(folder: Path, num_images: int = NUM_IMAGES) -> Path:
 
 
 def put_images(images: Path, store: Store) -> None:
-    """Copy the images to another place."""
+    """Copy the images into a store."""
     folder = open_store(str(images))
     for found in folder.list():
         store.put(found.path, folder.get(found.path))
@@ -71,7 +71,7 @@ def assert_same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) 
 
 
 def loop_with(run: raytrain.Run, before_step: Callable[[raytrain.Run, raytrain.Batch], None]) -> None:
-    """The built-in loop, with a call of ``before_step`` for each batch."""
+    """Train like the built-in loop, and call ``before_step`` before each step."""
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
     for batch in run.batches():

@@ -1,4 +1,4 @@
-"""Batch norm over several processes against plain nn.BatchNorm in one."""
+"""Batch norm over several processes, compared with nn.BatchNorm in one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def network(case: Case) -> nn.Module:
 
 
 def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
-    """Images far from zero mean, each unlike the others, so that no slice has the statistics of the whole batch."""
+    """Return images with different means far from zero, so that no slice has the statistics of the whole batch."""
     generator = torch.Generator().manual_seed(step)
     n = sum(case.sizes)
     scale, shift = torch.rand(2, n, 1, 1, 1, generator=generator, dtype=torch.float64)
@@ -68,7 +68,7 @@ def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train_slice(case: Case) -> Outcome:
-    """What one rank computes on its slice of each batch; without a process group it is the only one."""
+    """Train this rank on its slice of each batch; without a process group it is the only rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = batchnorm.convert(network(case), case.mode)
     outputs, input_gradients = [], []
@@ -116,7 +116,7 @@ def outcome(model: nn.Module, outputs: list[Tensor], input_gradients: list[Tenso
 
 @dataclasses.dataclass
 class Recorder:
-    """A forward hook that keeps what a layer is given."""
+    """A forward hook that records the inputs of a layer."""
 
     seen: list[Tensor]
 
@@ -125,7 +125,7 @@ class Recorder:
 
 
 def train_whole(case: Case) -> Outcome:
-    """The reference: plain nn.BatchNorm2d and one process; for "aggregate" it sees one slice after another."""
+    """The reference: nn.BatchNorm2d in one process; for "aggregate" it gets one slice after another."""
     model = network(case)
     outputs, input_gradients = [], []
     for step in range(NUM_STEPS):
@@ -142,7 +142,7 @@ def train_whole(case: Case) -> Outcome:
             hook.remove()
         model.zero_grad()
         F.cross_entropy(logits, labels).backward()
-        for name, seen in inputs.items():  # the running statistics are those of all values together
+        for name, seen in inputs.items():  # The running statistics are those of all values together.
             model.get_submodule(name).load_state_dict(before.get_submodule(name).state_dict())
             model.get_submodule(name)(torch.cat(seen))
         descend(model)
@@ -169,7 +169,7 @@ def run_rank(cases: list[Case]) -> tuple[list[Outcome], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[tuple[list[Outcome], dict[str, Any]]]:
-    """All that two ranks are asked to do, in one set of processes, for starting them takes seconds."""
+    """The results of all cases with two ranks. They share their processes, which take seconds to start."""
     return run_in_processes(2, run_rank, CASES[2])
 
 
@@ -178,15 +178,15 @@ def corners(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> list[dict[
     return [corners for _, corners in two_ranks]
 
 
-def test_one_process_without_a_group_computes_what_the_plain_layer_does() -> None:
+def test_a_single_process_computes_what_torchs_layer_computes() -> None:
     check_all([[train_slice(case) for case in CASES[1]]], CASES[1])
 
 
-def test_two_ranks_compute_what_one_would(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> None:
+def test_two_ranks_compute_what_one_process_computes(two_ranks: list[tuple[list[Outcome], dict[str, Any]]]) -> None:
     check_all([outcomes for outcomes, _ in two_ranks], CASES[2])
 
 
-def test_three_ranks_compute_what_one_would() -> None:
+def test_three_ranks_compute_what_one_process_computes() -> None:
     check_all([outcomes for outcomes, _ in run_in_processes(3, run_rank, CASES[3])], CASES[3])
 
 
@@ -213,7 +213,7 @@ def check_all(by_rank: list[list[Outcome]], cases: list[Case]) -> None:
 
 
 def run_corners() -> dict[str, Any]:
-    """What two ranks do with batches that have no variance, under compilation, and with layers that are frozen."""
+    """Run batches without variance, compiled layers, frozen layers and mixed precision on this rank."""
     found: dict[str, Any] = {}
     for mode in MODES:
         layer = batchnorm.convert(nn.BatchNorm1d(2), mode)
@@ -241,14 +241,14 @@ def run_corners() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["nothing used", "one value"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_without_variance_leaves_the_running_statistics_alone(
+def test_a_batch_without_variance_does_not_change_the_running_statistics(
     corners: list[dict[str, Any]], mode: str, name: str
 ) -> None:
     for found in corners:
         output, gradient, state = found[f"{mode}, {name}"]
         assert output.isfinite().all() and gradient.isfinite().all()
         assert state["running_mean"].tolist() == [0, 0] and state["running_var"].tolist() == [1, 1]
-        assert state["num_batches_tracked"] == 0  # decides the weight of the next batch if momentum is None
+        assert state["num_batches_tracked"] == 0  # With momentum None, this is the weight of the next batch.
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -310,7 +310,7 @@ def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(corners: list[dic
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_revert_gives_back_the_plain_model(mode: Literal["sync", "aggregate"]) -> None:
+def test_revert_restores_the_original_model(mode: Literal["sync", "aggregate"]) -> None:
     model = nn.Sequential(
         nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.Unflatten(1, (2, 1, 2, 2)), nn.BatchNorm3d(2)
     )
@@ -330,6 +330,6 @@ def test_revert_gives_back_the_plain_model(mode: Literal["sync", "aggregate"]) -
     torch.testing.assert_close(model.state_dict(), learned)
 
 
-def test_a_wrong_shape_is_refused_as_by_the_plain_layer() -> None:
+def test_a_wrong_shape_is_refused_as_by_torchs_layer() -> None:
     with pytest.raises(ValueError, match="expected 4D input"):
         batchnorm.convert(nn.BatchNorm2d(2), "aggregate")(torch.randn(3, 2))

@@ -1,4 +1,4 @@
-"""N workers compute what one would: the built-in loop in gloo processes against a plain loop on global batches."""
+"""N workers compute what one computes: the built-in loop in gloo processes, compared with a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ Seen = tuple[int, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its options, its images (some of them unreadable), and the steps before a stop is requested."""
+    """One run: its options, its images (``bad`` ones cannot be read), and the steps before a stop request."""
 
     options: ResolvedConfig
     num_samples: int = 70
@@ -163,7 +163,7 @@ class Case:
 
 
 def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any]]:
-    """Run every case; processes cost seconds to start, runs milliseconds."""
+    """Run every case in this process. Runs take milliseconds, while processes take seconds to start."""
     results = {}
     for name, case in cases.items():
         recorder = Recorder(case.stop_after)
@@ -177,12 +177,12 @@ def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    """Of the first network that the loop of ``run`` has prepared, as it is trained on this worker."""
+    """Return the weights on this worker of the first network that the loop of ``run`` has prepared."""
     return run._models.wrapped[0].state_dict()
 
 
 def note_parts(run: Run) -> list[Seen]:
-    """Everything that the loop of ``run`` will be given, without placeholders."""
+    """Record the images that the loop of ``run`` gets, without the placeholders for unreadable ones."""
     parts, seen = run.parts, []
 
     def noted(batch: Batch) -> Iterator[Batch]:
@@ -195,13 +195,13 @@ def note_parts(run: Run) -> list[Seen]:
 
 
 def together(cases: dict[str, Case], world_size: int) -> list[dict[str, dict[str, Any]]]:
-    """Results of every case by rank."""
+    """Run every case on ``world_size`` workers, and return the results by rank and name."""
     with tempfile.TemporaryDirectory() as fresh:
         return run_in_processes(world_size, on_one_worker, cases, fresh)
 
 
 def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """What one process makes of a case of ``world_size`` workers, whose number matters only to batch norm of slices."""
+    """Train a case in one plain PyTorch process; ``world_size`` only matters to batch norm "aggregate"."""
     options = case.options
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(options, images(case.num_samples), folder, Recorder())
@@ -225,7 +225,7 @@ def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, An
 
 @torch.no_grad()
 def measured(model: nn.Module, case: Case) -> tuple[float, float]:
-    """Accuracy and loss on the images that can be read, all of them at once."""
+    """Return the accuracy and loss of all readable images in one batch."""
     block = images(case.num_samples, case.bad)
     labels = torch.from_numpy(block.labels)
     logits = model.eval()(Augment(case.options).evaluate(torch.from_numpy(block.images)))
@@ -235,7 +235,7 @@ def measured(model: nn.Module, case: Case) -> tuple[float, float]:
 
 
 def with_slice_batch_norm(model: nn.Module) -> nn.Module:
-    """The same network, with batch norm that sees one slice at a time."""
+    """Replace the batch norms of a network by those that normalise each slice."""
     for name, layer in model.named_children():
         if isinstance(layer, nn.BatchNorm2d):
             norm = SliceBatchNorm(layer.num_features)
@@ -247,28 +247,28 @@ def with_slice_batch_norm(model: nn.Module) -> nn.Module:
 def _batches(
     run: Run, block: Block, loads: tuple[float, ...]
 ) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """The global batches in parts (the remainder to the first), and each part in the workers' slices, if not empty."""
+    """Yield the global batches as parts (the first ones get the remainder) of workers' slices, without empty ones."""
     for step in range(run.plan.num_steps):
         batch = run.plan.batch(step)
         chosen = run.plan.samples(batch.epoch, np.arange(batch.start, batch.stop))
-        parts = [_apart(part, loads) for part in _apart(chosen, (1.0,) * run.config.accumulate)]
+        parts = [_split(part, loads) for part in _split(chosen, (1.0,) * run.config.accumulate)]
         readable = [[samples[block.labels[samples] >= 0] for samples in slices] for slices in parts]
         yield [
-            [_ready(run, block, samples, batch.epoch) for samples in slices if len(samples)]
+            [_augmented(run, block, samples, batch.epoch) for samples in slices if len(samples)]
             for slices in readable
             if any(map(len, slices))
         ]
 
 
-def _apart(samples: Any, loads: tuple[float, ...]) -> list[Any]:
-    """Cut in proportion to ``loads``, by the test's own rule: round down, then one more for the first that work."""
+def _split(samples: Any, loads: tuple[float, ...]) -> list[Any]:
+    """Split in proportion to ``loads``, rounded down, with one sample more for the first workers that are not idle."""
     sizes = [int(len(samples) * load / sum(loads) + 1e-9) for load in loads]
     for rank in [rank for rank, load in enumerate(loads) if load][: len(samples) - sum(sizes)]:
         sizes[rank] += 1
     return np.split(samples, np.cumsum(sizes)[:-1])
 
 
-def _ready(run: Run, block: Block, samples: Any, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _augmented(run: Run, block: Block, samples: Any, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
     pixels = run.augment.train(torch.from_numpy(block.images[samples]), torch.from_numpy(samples), epoch)
     return pixels, torch.from_numpy(block.labels[samples])
 
@@ -292,8 +292,8 @@ def assert_same(
         )
 
 
-def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
-    options = config(batch_size=16, optimizer="adamw", learning_rate=0.01)  # 5 steps an epoch, 10 in all
+def test_a_run_stopped_in_any_step_and_resumed_on_more_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
+    options = config(batch_size=16, optimizer="adamw", learning_rate=0.01)  # 5 steps per epoch, 10 in total.
     expected = alone(Case(options))
     rows = expected[1]
     stops = range(10)
@@ -314,7 +314,7 @@ def test_a_run_stopped_anywhere_and_resumed_on_other_workers_ends_with_the_same_
         assert [row.step for row in both if row.kind == "evaluation"] == [5, 10]
 
 
-def test_evaluation_counts_each_image_once_on_any_workers() -> None:
+def test_evaluation_counts_each_image_once_for_any_number_of_workers() -> None:
     case = Case(config(epochs=1, batch_size=16))
     accuracies = [
         together({"run": case}, world_size)[0]["run"]["outcome"].progress.test_accuracy for world_size in (1, 2)
@@ -328,11 +328,11 @@ def evaluate_first(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("stop_after", "loop"), [(4, train), (None, evaluate_first)])
-def test_a_run_says_that_it_has_started_before_it_asks_for_test_images(
+def test_a_run_reports_its_start_before_it_requests_test_images(
     stop_after: int | None, loop: Callable[[Run], None], tmp_path: Path
 ) -> None:
     options, recorder = config(batch_size=16), Recorder()
-    if stop_after is not None:  # at an epoch's last step, whose evaluation is made when the run resumes
+    if stop_after is not None:  # Stop in the last step of an epoch; the resumed run then makes its evaluation.
         on_one_worker({"half": Case(options, stop_after=stop_after, folder=str(tmp_path))}, "")
     run = make_run(options, images(70), str(tmp_path), recorder)
     asked, test = [], run.source.test

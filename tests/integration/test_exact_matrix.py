@@ -1,4 +1,4 @@
-"""N workers compute what one would, whatever the options; a run is reproducible; images do not depend on N at all."""
+"""With all kinds of options, N workers compute what one computes, and a repeated run is bitwise the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from tests.integration.test_exact import Case, Seen, alone, assert_same, config, measured, together
 
-# A row is a run, and every two values of two columns meet in some row: 17 runs of a million. They were chosen greedily:
-# of many random rows the one with the most new pairs, again and again; and of 60 such tables the shortest.
+# A row is a run. Every pair of values of two columns occurs in some row: 17 runs out of a million combinations. The
+# table was built greedily, always adding the random row with the most new pairs; of 60 such tables it is the shortest.
 ROWS = """
 batch images accumulate norm      optimizer loads  precision smoothing augment unreadable schedule  order
 1     3      1          aggregate momentum  even   float64   0.1       cropped some       cosine    plain
@@ -95,7 +95,7 @@ def case(row: dict[str, str], world_size: int) -> Case:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Several threads only wait for each other over arrays this small."""
+    """Use one thread: with arrays this small, several only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -104,19 +104,19 @@ def _one_thread() -> Iterator[None]:
 
 @functools.cache
 def results(world_size: int) -> list[dict[str, dict[str, Any]]]:
-    """Of all runs, by rank: all in one set of processes, because starting them takes seconds."""
+    """Return the results of all runs, by rank. They share their processes, which take seconds to start."""
     return together(cases(world_size), world_size)
 
 
-def test_every_two_values_meet_in_a_run() -> None:
-    there = {pair for row in RUNS for pair in itertools.combinations(zip(COLUMNS, row, strict=True), 2)}
+def test_every_pair_of_option_values_occurs_in_a_run() -> None:
+    covered = {pair for row in RUNS for pair in itertools.combinations(zip(COLUMNS, row, strict=True), 2)}
     for one, other in itertools.combinations(COLUMNS, 2):
         for pair in itertools.product(OPTIONS[one], OPTIONS[other]):
-            assert tuple(zip((one, other), pair, strict=True)) in there
+            assert tuple(zip((one, other), pair, strict=True)) in covered
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_workers_compute_what_one_would(world_size: int) -> None:
+def test_workers_compute_what_one_process_computes(world_size: int) -> None:
     for name, case in cases(world_size).items():
         model, rows = alone(case, world_size)
         for rank, by_name in enumerate(results(world_size)):
@@ -131,8 +131,8 @@ def test_workers_compute_what_one_would(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_repeats_itself_bit_by_bit(world_size: int) -> None:
-    again = together(dict(reversed(cases(world_size).items())), world_size)  # in other processes, after other runs
+def test_a_repeated_run_is_bitwise_the_same(world_size: int) -> None:
+    again = together(dict(reversed(cases(world_size).items())), world_size)  # In other processes, after other runs.
     for first, second in zip(results(world_size), again, strict=True):
         for name in first:
             torch.testing.assert_close(
@@ -142,7 +142,7 @@ def test_a_run_repeats_itself_bit_by_bit(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_any_workers_are_given_the_same_images_bit_by_bit(world_size: int) -> None:
+def test_any_number_of_workers_gets_bitwise_the_same_images(world_size: int) -> None:
     for name in cases(world_size):
         by_rank = [by_name[name]["seen"] for by_name in results(world_size)]
         one = results(1)[0][name]["seen"]

@@ -1,4 +1,4 @@
-"""Users' own loops: each a few lines, the same on any number of workers and after a stop; and their mistakes."""
+"""Custom loops: the same results on any number of workers and after a resume, and the mistakes that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, config, images, make_run, weights_of
 
-OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps an epoch
+OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch.
 NUM_IMAGES = 38
 
 
@@ -91,14 +91,14 @@ def metrics_of_its_own(run: Run) -> None:
 
 def evaluation_of_its_own(run: Run) -> None:
     def worst_class() -> dict[str, float]:
-        counts = torch.zeros(2, run.num_classes, dtype=torch.float64)  # right, all
+        counts = torch.zeros(2, run.num_classes, dtype=torch.float64)  # Correct and total images of each class.
         for batch in run.test_batches():
             right = model(batch.images).argmax(dim=1) == batch.labels
             counts += torch.stack(
                 [torch.bincount(batch.labels[which], minlength=run.num_classes) for which in (right, slice(None))]
             )
-        right, there_are = torch.tensor(run.total(counts.flatten())).view(2, -1)
-        return {"accuracy": (right.sum() / there_are.sum()).item(), "worst_class": (right / there_are).min().item()}
+        right, total = torch.tensor(run.total(counts.flatten())).view(2, -1)
+        return {"accuracy": (right.sum() / total.sum()).item(), "worst_class": (right / total).min().item()}
 
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
@@ -106,7 +106,7 @@ def evaluation_of_its_own(run: Run) -> None:
         run.backward(cross_entropy(model(batch.images), batch.labels))
         run.step(optimizer)
         if batch.step % 4 == 3:
-            run.evaluate()  # in the middle of an epoch
+            run.evaluate()  # In the middle of an epoch.
 
 
 SAME_ON_ANY_WORKERS = (
@@ -133,7 +133,7 @@ def mixup(run: Run) -> None:
 
 
 def two_optimizers_against_each_other(run: Run) -> None:
-    """A generator and a critic."""
+    """Train a generator and a critic."""
     generator = run.prepare(nn.Sequential(nn.Linear(4, 3 * 8 * 8), nn.Tanh(), nn.Unflatten(1, (3, 8, 8))))
     critic = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 1)))
     makes, judges = (run.prepare(torch.optim.Adam(model.parameters(), lr=0.001)) for model in (generator, critic))
@@ -145,7 +145,7 @@ def two_optimizers_against_each_other(run: Run) -> None:
         run.step(judges)
         run.backward(F.softplus(-critic(made)).sum())
         run.step(makes)
-        judges.zero_grad()  # the generator's loss went through the critic too
+        judges.zero_grad()  # The generator's loss also gave gradients to the critic.
         run.log(critic_loss=fake + real)
 
 
@@ -153,7 +153,7 @@ SAME_AFTER_A_STOP = (*SAME_ON_ANY_WORKERS, mixup, two_optimizers_against_each_ot
 
 
 def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int | None = None) -> dict[str, Any]:
-    """Weights and history by loop."""
+    """Train with each loop, and return the weights, metrics and outcome by the loop's name."""
     results = {}
     for loop in loops:
         recorder = Recorder(stop_after)
@@ -167,7 +167,7 @@ def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two workers make of all loops, without a stop."""
+    """The results of all loops on two workers without a stop."""
     return run_in_processes(2, train_with, list(SAME_AFTER_A_STOP), str(tmp_path_factory.mktemp("two")))[0]
 
 
@@ -176,7 +176,7 @@ def assert_same_weights(name: str, ours: list[Tensor], theirs: list[Tensor], tol
         assert (one.double() - other.double()).abs().max().item() <= tolerance, name
 
 
-def test_they_compute_the_same_on_any_workers(on_two: dict[str, Any], tmp_path: Path) -> None:
+def test_custom_loops_compute_the_same_on_any_number_of_workers(on_two: dict[str, Any], tmp_path: Path) -> None:
     for name, alone in train_with(list(SAME_ON_ANY_WORKERS), str(tmp_path)).items():
         assert_same_weights(name, on_two[name]["weights"], alone["weights"], 1e-10)
         for ours, theirs in zip(on_two[name]["rows"], alone["rows"], strict=True):
@@ -185,7 +185,7 @@ def test_they_compute_the_same_on_any_workers(on_two: dict[str, Any], tmp_path: 
                 assert ours.value(what) == pytest.approx(theirs.value(what), abs=1e-9), (name, what)
 
 
-def test_they_resume_after_a_stop_as_if_there_had_been_none(on_two: dict[str, Any], tmp_path: Path) -> None:
+def test_custom_loops_end_with_the_same_weights_after_a_stop_and_resume(on_two: dict[str, Any], tmp_path: Path) -> None:
     loops = list(SAME_AFTER_A_STOP)
     stopped = run_in_processes(2, train_with, loops, str(tmp_path), 4)[0]
     assert all(result["outcome"].status == "stopped" for result in stopped.values())
@@ -194,7 +194,7 @@ def test_they_resume_after_a_stop_as_if_there_had_been_none(on_two: dict[str, An
         assert_same_weights(name, result["weights"], on_two[name]["weights"], 0.0)
 
 
-def test_what_they_measure_is_in_the_history(on_two: dict[str, Any]) -> None:
+def test_custom_metrics_are_in_the_history(on_two: dict[str, Any]) -> None:
     steps = [row for row in on_two["metrics_of_its_own"]["rows"] if row.kind == "step"]
     assert len(steps) == 12
     assert all(row.accuracy <= row.metrics["in_two"] <= 1 for row in steps)
@@ -241,7 +241,7 @@ def test_a_loop_that_returns_early_on_all_workers_writes_a_checkpoint(tmp_path: 
 
 
 def one_returns(folder: str) -> str:
-    """The error on worker 1, which returns in the middle of a run."""
+    """Train with a loop that returns early on worker 1; return the error message of this worker."""
 
     def loop(run: Run) -> None:
         model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
@@ -263,8 +263,8 @@ def one_returns(folder: str) -> str:
     return "nothing"
 
 
-@pytest.mark.slow  # the worker that continues waits a minute for the other
-def test_a_loop_that_returns_on_some_workers_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.slow  # The other worker waits a minute for the one that returned.
+def test_a_loop_that_returns_early_on_some_workers_is_refused(tmp_path: Path) -> None:
     _, error = run_in_processes(2, one_returns, str(tmp_path))
     assert error.startswith("After step 5 the loop returned on 1 of 2 workers")
 
@@ -310,7 +310,9 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_backward, "run.step without run.backward"),
     ],
 )
-def test_a_mistake_is_an_error_in_the_first_step(body: Callable[..., None], sentence: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
+    body: Callable[..., None], sentence: str, tmp_path: Path
+) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
@@ -319,7 +321,7 @@ def test_a_mistake_is_an_error_in_the_first_step(body: Callable[..., None], sent
     assert run.progress.step == 0
 
 
-def test_a_resumed_loop_prepares_what_its_checkpoint_holds(tmp_path: Path) -> None:
+def test_a_loop_that_prepares_other_objects_than_its_checkpoint_has_is_refused(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder(stop_after=2))
     to_the_end(run)
     run.finish()

@@ -52,17 +52,17 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_head_of_every_family_is_found(name: str) -> None:
-    # Without memory for the weights, but for regnet, which computes its widths with tensors.
+    # The meta device needs no memory for weights; regnet cannot use it because it computes its widths with tensors.
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         model = build_model(name, 7, 3, seed=0)
     assert find_head(model, 7) == HEADS[name]
 
 
-def test_a_network_without_a_head_has_none() -> None:
+def test_no_head_is_found_in_a_network_without_one() -> None:
     assert find_head(nn.Sequential(nn.Linear(3, 7), nn.ReLU()), 5) is None
 
 
-# Weights
+# Loading weights.
 
 
 def options(**values: Any) -> TrainConfig:
@@ -89,7 +89,7 @@ def of_head(state: dict[str, Tensor], *, inside: bool = True) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("num_classes", [5, 7])
-def test_all_is_loaded_but_a_head_of_another_shape(tmp_path: Path, num_classes: int) -> None:
+def test_all_weights_are_loaded_except_a_head_of_another_shape(tmp_path: Path, num_classes: int) -> None:
     before = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
     state = loaded(options(weights=save(before, tmp_path / "weights.pt")), num_classes)
     fresh = build_model("squeezenet1_1", num_classes, 3, seed=0).state_dict()
@@ -98,7 +98,7 @@ def test_all_is_loaded_but_a_head_of_another_shape(tmp_path: Path, num_classes: 
 
 
 @pytest.mark.parametrize("classes", [("0", "1", "2"), ("0", "1", "other")])
-def test_the_head_of_a_run_is_kept_for_the_same_classes_alone(tmp_path: Path, classes: tuple[str, ...]) -> None:
+def test_the_head_of_a_run_is_kept_only_for_the_same_classes(tmp_path: Path, classes: tuple[str, ...]) -> None:
     before = build_model("squeezenet1_1", 3, 3, seed=1).state_dict()
     checkpoints = Checkpoints(open_store(str(tmp_path)), Identity("squeezenet1_1", classes, "", 4, 0), 1)
     checkpoints.save({"model": before}, Progress())
@@ -109,20 +109,20 @@ def test_the_head_of_a_run_is_kept_for_the_same_classes_alone(tmp_path: Path, cl
     assert_equal(of_head(state), of_head(fresh if "other" in classes else before))
 
 
-def test_weights_without_a_head_leave_it_fresh(tmp_path: Path) -> None:
+def test_weights_may_lack_the_head(tmp_path: Path) -> None:
     before = of_head(build_model("squeezenet1_1", 5, 3, seed=1).state_dict(), inside=False)
     state = loaded(options(weights=save(before, tmp_path / "weights.pt")), 5)
     assert_equal(of_head(state, inside=False), before)
 
 
-def test_weights_lie_in_s3(s3_url: str, tmp_path: Path) -> None:
+def test_weights_can_be_loaded_from_s3(s3_url: str, tmp_path: Path) -> None:
     before = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
     save(before, tmp_path / "weights.pt")
     open_store(s3_url).put("all/weights.pt", (tmp_path / "weights.pt").read_bytes())
     assert_equal(loaded(options(weights=f"{s3_url}/all/weights.pt"), 5), before)
 
 
-def test_default_weights_are_torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_weights_are_those_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.models import SqueezeNet1_1_Weights
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -135,15 +135,15 @@ def test_default_weights_are_torchvisions(tmp_path: Path, monkeypatch: pytest.Mo
     assert_equal(of_head(state), of_head(build_model("squeezenet1_1", 7, 3, seed=0).state_dict()))
 
 
-def test_default_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_of_default_weights_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # A port on which nothing listens.
     with pytest.raises(StorageError, match=r"squeezenet1_1 cannot be downloaded .*give --weights FILE"):
         initial_weights(options(weights="DEFAULT"), (), first_step=0)
 
 
 class Code:
-    """What is unpickled leaves a trace."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -153,7 +153,7 @@ class Code:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
-def test_what_holds_no_weights_is_refused(tmp_path: Path, num_bytes: int) -> None:
+def test_a_file_without_weights_is_refused(tmp_path: Path, num_bytes: int) -> None:
     whole = tmp_path / "whole.pt"
     save({"weight": torch.zeros(100)}, whole)
     (tmp_path / "broken.pt").write_bytes(whole.read_bytes()[:num_bytes])
@@ -168,7 +168,7 @@ def test_code_in_weights_is_not_run(tmp_path: Path) -> None:
         initial_weights(options(weights=place), (), first_step=0)
     assert not trace.exists()
     torch.load(place, weights_only=False)
-    assert trace.exists()  # it would have been
+    assert trace.exists()  # The file does contain code.
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_weights_of_another_network_are_refused(
         loaded(options(weights=save(state, tmp_path / "weights.pt")), 5)
 
 
-def test_weights_that_are_not_there() -> None:
+def test_missing_weights_are_reported() -> None:
     with pytest.raises(UsageError, match=r"--weights nowhere\.pt: there is no such file"):
         initial_weights(options(weights="nowhere.pt"), (), first_step=0)
     with pytest.raises(UsageError, match="--weights DEFAULT are torchvision's"):
         initial_weights(options(weights="DEFAULT", model="raytrain.models:digits"), (), first_step=0)
 
 
-# Layers that stay, and a head that learns faster
+# Frozen layers, and the learning rate of the head.
 
 
 def small() -> nn.Module:
@@ -219,7 +219,7 @@ def test_frozen_layers_stay_in_eval_mode() -> None:
     ]
 
 
-def test_layers_that_cannot_be_frozen() -> None:
+def test_unknown_layers_and_freezing_everything_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"--freeze laier1: the network has no such layer \(did you mean layer1.*conv1, bn1, relu"
     ):
@@ -247,7 +247,7 @@ TRANSFER = config(
 
 
 def given_weights() -> dict[str, Tensor]:
-    """Of a network that has seen other classes, with batch norm statistics of its own."""
+    """Return weights of a network for other classes, with batch norm statistics."""
     from tests.helpers.reference_loop import small_net
 
     torch.manual_seed(3)
@@ -264,9 +264,9 @@ def transferred(folder: str) -> dict[str, Tensor]:
 
 
 def transferred_alone(folder: str) -> dict[str, Tensor]:
-    """The same in plain PyTorch."""
+    """Do the same as ``transferred`` in plain PyTorch."""
     run = make_run(TRANSFER, images(70), folder, Recorder())
-    model = run.build_model().double()  # for its head
+    model = run.build_model().double()  # Its fresh head is used below.
     model.load_state_dict(
         {**given_weights(), **{name: value for name, value in model.state_dict().items() if name.startswith("9.")}}
     )
@@ -283,7 +283,7 @@ def transferred_alone(folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_workers_transfer_as_one_would(tmp_path: Path, world_size: int) -> None:
+def test_workers_compute_the_same_transfer_as_one_process(tmp_path: Path, world_size: int) -> None:
     with tempfile.TemporaryDirectory() as fresh:
         results = run_in_processes(world_size, transferred, fresh) if world_size > 1 else [transferred(fresh)]
     expected = transferred_alone(str(tmp_path))
@@ -292,11 +292,11 @@ def test_workers_transfer_as_one_would(tmp_path: Path, world_size: int) -> None:
     assert_equal(results[0]["1.running_mean"], given_weights()["1.running_mean"].double())  # type: ignore[arg-type]
 
 
-# Whole runs on photographs
+# Whole runs on photographs.
 
 
 def half(folder: Path, into: Path, wanted: slice) -> Path:
-    """``folder`` with some of its classes only."""
+    """Link some of the class folders of ``folder`` in ``into``."""
     into.mkdir()
     for name in sorted(path.name for path in folder.iterdir())[wanted]:
         (into / name).symlink_to(folder / name)
@@ -304,7 +304,7 @@ def half(folder: Path, into: Path, wanted: slice) -> Path:
 
 
 def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
-    """Train without Ray in this process; the newest checkpoint."""
+    """Train in this process without Ray, and return the newest checkpoint."""
     words = [
         "custom",
         "--data",
@@ -329,7 +329,7 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
     return read_checkpoint(store, newest)
 
 
-def test_a_run_starts_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
+def test_a_run_can_start_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
     first, second = (
         half(cifar10_folder / "train", tmp_path / name, part) for name, part in (("a", slice(4)), ("b", slice(4, 7)))
     )
@@ -349,12 +349,12 @@ def test_a_run_starts_with_the_weights_of_another(cifar10_folder: Path, tmp_path
     assert [group["initial_lr"] for group in checkpoint.state["optimizer"]["param_groups"]] == pytest.approx(
         [0.01, 0.2]
     )
-    weights.unlink()  # a run that resumes has its own
+    weights.unlink()  # A resumed run uses its own checkpoint.
     resumed = run_on(second, tmp_path, "second", "--resume", "--epochs", "2")
     assert resumed.progress.step == 2 * checkpoint.progress.step
 
 
-def test_a_run_resumes_with_the_layers_that_it_froze(cifar10_folder: Path, tmp_path: Path) -> None:
+def test_a_run_cannot_be_resumed_with_other_frozen_layers(cifar10_folder: Path, tmp_path: Path) -> None:
     run_on(cifar10_folder / "test", tmp_path, "run", "--freeze", "conv1", "--max-steps", "1")
     settings = read_config(run_store(str(tmp_path), "run"))
     with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was started with \('conv1',\)"):

@@ -1,4 +1,4 @@
-"""The documents of a run while it trains: others see it once it can be resumed, hear that it is alive, and read how it ended."""
+"""The documents of a run during training: when it becomes visible, its heartbeat, and its final summary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def monitor(store: Store) -> RunMonitor:
     return RunMonitor("first", num_steps=100, steps_per_epoch=40, history=History(store))
 
 
-def test_a_run_is_listed_once_it_has_begun(store: Store, config: ResolvedConfig, tmp_path: Path) -> None:
+def test_a_run_is_listed_once_it_has_started(store: Store, config: ResolvedConfig, tmp_path: Path) -> None:
     recorder = RunRecorder(store, num_steps=100, first_step=40)
     assert run_names(open_store(str(tmp_path))) == []
     recorder.begin(config)
@@ -46,7 +46,7 @@ def test_a_run_is_listed_once_it_has_begun(store: Store, config: ResolvedConfig,
     assert (status.status, status.step, status.num_steps) == ("starting", 40, 100)
 
 
-def test_an_old_stop_request_is_forgotten_unless_the_run_restarts_itself(
+def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(
     store: Store, config: ResolvedConfig, tmp_path: Path
 ) -> None:
     recorder = RunRecorder(store, num_steps=100)
@@ -86,7 +86,7 @@ def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -
     assert (read_status(store).status, read_status(store).step) == ("stopped", 50)
 
 
-def test_a_run_whose_workers_said_nothing_ends_with_what_the_monitor_knows(store: Store, monitor: RunMonitor) -> None:
+def test_if_the_workers_report_no_result_it_is_taken_from_the_monitor(store: Store, monitor: RunMonitor) -> None:
     monitor.started(num_workers=1, step=0)
     monitor.record(MetricRow(kind="step", step=30, epoch=1, samples_seen=240))
     monitor.record(MetricRow(kind="evaluation", step=30, epoch=1, metrics={"accuracy": 0.5, "loss": 1.5}))

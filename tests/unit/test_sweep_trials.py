@@ -1,4 +1,4 @@
-"""The trials of a sweep: what is planned, resumed and refused, how results are read, and when a trial stops early."""
+"""The trials of a sweep: planning, resuming, refused options, results, and early stopping."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_trial(trial: Trial, accuracies: list[float], **summary: object) -> Non
         write_json(trial.store, SUMMARY, dict(summary))
 
 
-def test_results_come_from_storage_the_best_first(tmp_path: Path) -> None:
+def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     four = trials(tmp_path)
     write_trial(four[0], [0.2, 0.6, 0.4], status="finished", steps=9)
     write_trial(four[1], [0.5, 0.7], status="stopped", stop_reason="Ctrl-C")
@@ -71,7 +71,7 @@ def test_results_come_from_storage_the_best_first(tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_trials_that_were_stopped_or_failed_are_resumed(summary: dict[str, Any], over: bool, tmp_path: Path) -> None:
+def test_stopped_and_failed_trials_are_resumed(summary: dict[str, Any], over: bool, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     if summary:
         write_json(store, SUMMARY, summary)
@@ -79,7 +79,7 @@ def test_trials_that_were_stopped_or_failed_are_resumed(summary: dict[str, Any],
 
 
 def started(storage: Path) -> TrainConfig:
-    """The options with which a sweep that was started before is resumed."""
+    """Start a sweep in storage, and return the options that resume it."""
     options = config(storage)
     store = run_store(str(storage), "rates")
     write_config(store, options)
@@ -87,7 +87,7 @@ def started(storage: Path) -> TrainConfig:
     return config(storage, resume=True)
 
 
-def test_a_sweep_is_resumed_with_the_points_that_it_started_with(tmp_path: Path) -> None:
+def test_a_sweep_is_resumed_with_its_original_points(tmp_path: Path) -> None:
     options = started(tmp_path)
     before = plan_sweep(config(tmp_path), VARY, None)
     assert plan_sweep(options, [], None) == plan_sweep(options, VARY, None) == before
@@ -95,7 +95,7 @@ def test_a_sweep_is_resumed_with_the_points_that_it_started_with(tmp_path: Path)
         plan_sweep(options, ["epochs=1,2"], None)
 
 
-def test_a_sweep_is_not_taken_for_a_run_nor_a_run_for_a_sweep(tmp_path: Path) -> None:
+def test_a_sweep_cannot_be_used_as_a_run_nor_a_run_as_a_sweep(tmp_path: Path) -> None:
     options = started(tmp_path)
     write_trial(trials(tmp_path)[0], [])
     with pytest.raises(UsageError, match="'rates-00' is not a sweep"):
@@ -107,7 +107,7 @@ def test_a_sweep_is_not_taken_for_a_run_nor_a_run_for_a_sweep(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("accuracy", "stops"), [(0.5, True), (0.65, False)])
-def test_trials_are_compared_with_those_that_were_over_before(accuracy: float, stops: bool) -> None:
+def test_trials_are_compared_with_trials_finished_before_the_resume(accuracy: float, stops: bool) -> None:
     from raytrain.backends.ray.trials.early_stopping import EarlyStopping
 
     requests: dict[int, StopRequest] = {}
@@ -136,7 +136,7 @@ def test_a_trial_whose_process_died_gets_a_summary(tmp_path: Path) -> None:
     assert not waiting.store.exists(SUMMARY)
 
 
-def test_in_python_it_has_the_options_of_the_command() -> None:
+def test_the_python_function_has_the_options_of_the_command() -> None:
     of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"options", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
     assert of_command == {"vary", "trials", "early_stopping"} and of_command < set(of_function)
