@@ -166,7 +166,7 @@ def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
         run.problems += [f"left behind: {name}" for name in left_behind(run.head, usual)]
         verdicts.append(verdict)
         print(
-            f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'no effect'}",
+            f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'no problems'}",
             flush=True,
         )
     kept = [*grown(before, lasting(first.head)), *forgotten(first.folder / "tmp")]
