@@ -102,7 +102,7 @@ def test_revoked_credentials_end_a_run_with_one_sentence_and_new_ones_resume_it(
         raytrain.train(wanted, loop=loop)
     sentence = str(raised.value)
     said = re.search(
-        r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.* go on with --name run .* --resume\.$",
+        r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.* resume with --name run .* --resume\.$",
         sentence,
     )
     assert said, sentence

@@ -132,7 +132,7 @@ def test_a_run_on_a_full_or_read_only_disk_keeps_its_last_checkpoint(
     said = str(raised.value)
     before, after = sentence.split("{}")
     assert said.startswith(f"Run 'run' failed: {before}{disk}/runs/run/") and after in said and "\n" not in said
-    assert said.endswith(f"Its last checkpoint is kept: go on with --name run --storage {disk}/runs --resume.")
+    assert said.endswith(f"Its last checkpoint is kept: resume with --name run --storage {disk}/runs --resume.")
     assert max(whole_steps(options.storage)) in (3, 6)  # The disk fails while the checkpoint of step 6 is written.
     free(disk)
     resumed = raytrain.train(dataclasses.replace(options, resume=True))

@@ -228,7 +228,7 @@ def test_wrong_settings_are_refused_before_anything_starts(
 
 
 def test_the_name_of_an_existing_run_is_refused(undisturbed: raytrain.TrainResult, images: Path) -> None:
-    with pytest.raises(UsageError, match="already; go on with it with --resume"):
+    with pytest.raises(UsageError, match="already; resume it with --resume"):
         raytrain.train(config(images, Path(undisturbed.run_dir).parent))
 
 

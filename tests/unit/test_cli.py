@@ -280,7 +280,7 @@ def test_bad_usage_is_the_same_sentence_in_a_narrow_terminal_with_colours(
 
 @pytest.mark.parametrize(
     ("error", "exit_code"),
-    [(TrainingFailed("The workers died; --resume goes on."), 1), (StorageError("No such bucket: b."), 2)],
+    [(TrainingFailed("The workers died; --resume continues."), 1), (StorageError("No such bucket: b."), 2)],
 )
 def test_an_expected_error_is_one_sentence(
     error: Exception, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
