@@ -110,7 +110,7 @@ def test_a_preemption_notice_makes_a_checkpoint_before_the_node_is_removed(
     events = [text for text in summary["events"] if "taken away" in text or text.startswith("training on")]
     assert events == [
         "training on 2 workers",
-        "a node of the workers will be taken away: a checkpoint now",
+        "a node of the workers will be taken away: writing a checkpoint now",
         "training on 1 worker, resuming after step 8",
     ]
     assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
