@@ -19,7 +19,12 @@ Pixels = npt.NDArray[np.uint8]
 _JPEG = b"\xff\xd8\xff"
 _HEADER_BYTES = 4096
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
-_MAX_PIXELS = 1 << 27  # more than cameras have; half a gigabyte in memory
+_MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded: there are as many readers as CPUs
+_MAX_JPEG_PIXELS = 1 << 28  # phones have 200 million; a large JPEG is decoded at a fraction of its size
+_MAX_JPEG_SCANS = 64  # encoders write at most about 16; each costs the time of a whole image, and hardly a byte
+_MAX_SCANNED_PIXELS = 1 << 30  # over all scans of an image; about two seconds
+_START_OF_SCAN = b"\xff\xda"  # not within compressed data, where a zero follows each 0xff
+_COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: three components of 16 bits
 
 
 class BadImage(ValueError):
@@ -73,10 +78,14 @@ def decode(data: bytes, shape: ImageShape) -> Pixels:
 
     The image is what a browser shows on a white page: rotated as EXIF says, white where it is transparent, the first
     picture of an animation. 16 bits a channel become 8. Raises :class:`BadImage` for anything else, also for a
-    truncated file and an image of more than 134 million pixels.
+    truncated file, and before decoding for an image that would take more than 512 MiB of memory: more than 268 million
+    pixels of a JPEG (89 million of a progressive one of up to 12 scans), 67 million of a PNG, GIF or BMP (44 million
+    if it has transparency), 26 million of a WebP.
     """
     if not data:
         raise BadImage("the file is empty")
+    if data.startswith(_JPEG):
+        _check_scans(data)
     if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
         pixels = _decode_jpeg(data, shape)
         if pixels is not None:
@@ -97,6 +106,12 @@ def _require_bytes(data: bytes | Exception) -> bytes:
     return data
 
 
+def _check_scans(data: bytes) -> None:
+    num_scans = data.count(_START_OF_SCAN)
+    if num_scans > _MAX_JPEG_SCANS:
+        raise BadImage(f"the JPEG has {num_scans:,} scans; at most {_MAX_JPEG_SCANS} are read")
+
+
 def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
     """Decode with libjpeg-turbo, which is fast. None if Pillow must decode the file, or say what is wrong with it."""
     import simplejpeg
@@ -104,11 +119,14 @@ def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
     colours = "GRAY" if shape.channels == 1 else "RGB"
     try:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
-        if int(height) * int(width) > _MAX_PIXELS or colour_space in ("CMYK", "YCCK"):
+        if colour_space in ("CMYK", "YCCK"):
             return None
+        _check_jpeg_size(data, int(width), int(height))
         pixels = simplejpeg.decode_jpeg(
             data, colours, min_height=shape.height, min_width=shape.width, fastdct=False, fastupsample=False
         )
+    except BadImage:
+        raise
     except ValueError:
         return None
     return pixels if pixels.shape[:2] == (shape.height, shape.width) else _resize(pixels, shape)
@@ -126,9 +144,7 @@ def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
 
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > _MAX_PIXELS:
-                raise BadImage(f"the image is too large: {width:,} × {height:,} pixels")
+            _check_size(image, data, shape)
             image.load()
             _rotate_upright(image)
             converted = _convert(image, "L" if shape.channels == 1 else "RGB")
@@ -143,6 +159,54 @@ def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
         raise BadImage("the file is not an image that can be read") from None
     except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def _check_jpeg_size(data: bytes, width: int, height: int) -> None:
+    """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
+    limit = _MAX_JPEG_PIXELS
+    if width * height > _MAX_SCANNED_PIXELS // _MAX_JPEG_SCANS and _is_read_in_scans(data):
+        num_scans = max(1, data.count(_START_OF_SCAN))
+        limit = min(_MAX_IMAGE_BYTES // _COEFFICIENT_BYTES, _MAX_SCANNED_PIXELS // num_scans)
+    _check_pixels(width, height, limit)
+
+
+def _is_read_in_scans(data: bytes) -> bool:
+    """Whether a JPEG is progressive, or has components in scans of their own; also if its header is unusual."""
+    position, num_components = 2, 0
+    while position + 9 < len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xDA:  # a scan, and the number of its components
+            return data[position + 4] < num_components
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame
+            if marker not in (0xC0, 0xC1):
+                return True
+            num_components = data[position + 9]
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return True
+
+
+def _check_size(image: Any, data: bytes, shape: ImageShape) -> None:
+    """Raise BadImage if the image, of which only the header was read, would need too much memory."""
+    limit = _MAX_IMAGE_BYTES // _bytes_per_pixel(image)
+    if image.format in ("JPEG", "MPO"):
+        _check_jpeg_size(data, *image.size)
+        if image.width * image.height > limit:
+            image.draft(None, (shape.width, shape.height))  # decodes at a fraction of the size
+    _check_pixels(*image.size, limit)
+
+
+def _bytes_per_pixel(image: Any) -> int:
+    """Memory that Pillow needs at its peak, as measured: for the decoder's copies, rotation and a white background."""
+    if image.format == "WEBP":
+        return 20
+    if image.has_transparency_data or "progressive" in image.info:
+        return 12
+    return 8
+
+
+def _check_pixels(width: int, height: int, limit: int) -> None:
+    if width * height > limit:
+        raise BadImage(f"the image is too large: {width:,} × {height:,} pixels, and at most {limit:,} are decoded")
 
 
 def _rotate_upright(image: Any) -> None:
