@@ -24,6 +24,7 @@ PACKED_INDEX = "packed.parquet"
 """The manifest of a packed data set, stored beside its shards."""
 
 _METADATA = b"raytrain.manifest"
+_TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,12 +164,14 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Mani
 
     Raises:
         StorageError: the store cannot be listed.
-        UsageError: there are no images, no class folders, only one class, or classes that are not in ``classes``.
+        UsageError: there are no images, no class folders, only one class, classes that are not in ``classes``, or both
+            training and test images.
     """
     packed = open_packed(store)
     if packed is not None:
         return _relabelled(packed, classes)
     images = _list_files(store)
+    _refuse_splits(images)
     names = [_parent_name(key) for key in images.keys.to_pylist()]
     found = tuple(sorted(set(names) - {""}))
     _check_classes(found, classes, images)
@@ -262,6 +265,22 @@ def _check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, imag
             f"{images.url} has {len(unknown):,} classes that the training images lack: {_first_names(unknown)} (those "
             f"have {_first_names(classes or ())}); rename or remove their folders."
         )
+
+
+def _refuse_splits(images: Manifest) -> None:
+    """Raise UsageError if there are training and test images, which would become one data set of the same classes."""
+    classes: dict[str, set[str]] = {}
+    for key in images.keys.to_pylist():
+        top, _, rest = key.partition("/")
+        if top in ("train", *_TEST_FOLDERS):
+            classes.setdefault(top, set()).add(_parent_name(rest))
+    for test in _TEST_FOLDERS:
+        if (classes.get("train", set()) & classes.get(test, set())) - {""}:
+            url = images.url.rstrip("/")
+            raise UsageError(
+                f"{url} contains train/ and {test}/, which would become one data set; give --data {url}/train "
+                f"--test-data {url}/{test}."
+            )
 
 
 def _is_image(path: str) -> bool:

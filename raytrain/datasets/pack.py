@@ -13,6 +13,7 @@ from raytrain.data.manifest import PACKED_INDEX, Manifest, build_manifest
 from raytrain.data.shards import assign_shards, encode_shard, images_by_shard, is_shard_of
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
+from raytrain.storage.local import refuse_links_out
 from raytrain.storage.open import open_store
 
 _NUM_CONCURRENT_SHARDS = 4  # each fetches its images with all of the store's threads
@@ -47,7 +48,7 @@ def pack(source: str, destination: str, console: Console | None = None) -> PackR
         console: shows the progress bar; by default standard error.
 
     Raises:
-        UsageError: ``source`` is not a data set of images, or it is packed already.
+        UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it.
         StorageError: a store cannot be used, an image changed meanwhile, or a shard is not what was written.
     """
     images_store, packed_store = open_store(source), open_store(destination)
@@ -56,6 +57,7 @@ def pack(source: str, destination: str, console: Console | None = None) -> PackR
         raise UsageError(f"The images in {source} are packed already; give the folder that they were packed from.")
     if images_store.url == packed_store.url:
         raise UsageError(f"{source} cannot be packed into itself; give another folder for the shards.")
+    refuse_links_out(images_store, images.keys.to_pylist())
     packed_store.check_writable()
     packed = assign_shards(images, packed_store.url)
     shards = images_by_shard(packed)

@@ -12,6 +12,7 @@ from rich.progress import track
 
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store, StoredObject, threads
+from raytrain.storage.local import refuse_links_out
 from raytrain.storage.open import open_store
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     A file that is already there with the same content is not sent again, so that an interrupted upload can be resumed.
 
     Raises:
-        UsageError: ``url`` is not an s3:// URL, or there is no file to copy.
+        UsageError: ``url`` is not an s3:// URL, there is no file to copy, or a link leads out of the folder.
         StorageError: the folder or S3 cannot be used, or a file did not arrive unchanged.
     """
     if "://" not in url:
@@ -56,11 +57,12 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
 
 
 def _file_sizes(source: Store) -> dict[str, int]:
-    """Bytes of each file that is not hidden and not in a hidden folder."""
+    """Bytes of each file that is not hidden and not in a hidden folder; refuses links that lead out of the folder."""
     source.check_readable()
     sizes_bytes = {stored.path: stored.size_bytes for stored in source.list() if "/." not in f"/{stored.path}"}
     if not sizes_bytes:
         raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")
+    refuse_links_out(source, sorted(sizes_bytes))
     return sizes_bytes
 
 

@@ -84,12 +84,17 @@ class S3Server:
         command = [_rclone(), "serve", "s3", *options, str(self.directory)]
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
-            env=os.environ | {"RCLONE_AUTH_KEY": f'"{self._access_key_id},{self._secret_access_key}"'},
+            env=_environment() | {"RCLONE_AUTH_KEY": f'"{self._access_key_id},{self._secret_access_key}"'},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
         )
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without the user's AWS credentials, and without options for rclone."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
 
 
 def _rclone() -> str:

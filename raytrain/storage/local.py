@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
+from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import ObjectChanged, Store, StoredObject
 from raytrain.storage.credentials import CredentialSource
 from raytrain.storage.error_sentences import explain
@@ -28,7 +31,8 @@ class FolderStore(Store):
 
     def get(self, path: str, etag: str = "") -> bytes:
         try:
-            with open(self._file(path), "rb", buffering=0) as file:
+            with open(self._file(path), "rb", buffering=0, opener=_open_at_once) as file:
+                _check_file(file.fileno(), f"{self.url}/{path}")
                 data = file.readall()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise FileNotFoundError(f"{self.url}/{path}") from None
@@ -111,6 +115,35 @@ class FolderStore(Store):
             yield
         except OSError as error:
             raise explain(error, f"{self.url}/{path}".rstrip("/")) from error
+
+
+def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
+    """Raise UsageError if links in a folder lead to files outside it, which are not meant to be copied elsewhere."""
+    if not isinstance(store, FolderStore):
+        return
+    inside = os.path.join(os.path.realpath(store.url), "")
+    real_folder = cache(os.path.realpath)
+
+    def leads_out(path: str) -> bool:
+        folder, name = os.path.split(os.path.join(store.url, path))
+        file = os.path.join(real_folder(folder), name)
+        return not (os.path.realpath(file) if os.path.islink(file) else file).startswith(inside)
+
+    outside = [path for path in paths if leads_out(path)]
+    if outside:
+        raise UsageError(
+            f"{len(outside):,} of {len(paths):,} files in {store.url} are links that lead out of it, such as "
+            f"{outside[0]}; remove them, or copy what they lead to with cp -rL to a new folder and give that."
+        )
+
+
+def _open_at_once(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would block
+
+
+def _check_file(descriptor: int, url: str) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise StorageError(f"{url} is not a file but a pipe or a device; remove it.")
 
 
 def _write_to_disk(file: str, data: bytes) -> None:

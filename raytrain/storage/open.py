@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from raytrain.errors import UsageError
 from raytrain.storage.base import S3Settings, Store
@@ -36,16 +36,17 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
 
 
 def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
-        clean = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    """Raise UsageError unless ``url`` can be used; it is shown only if it cannot contain credentials."""
+    scheme, _, rest = url.partition("://")
+    bucket = rest.partition("/")[0]
+    if "?" in url or "@" in bucket or (scheme.lower() == "s3" and not re.fullmatch(r"[\w.-]*", bucket)):
         raise UsageError(
-            f"A URL must not contain credentials; write {clean} and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "or use a profile."
+            "A URL must not contain credentials, a port or a query; write s3://bucket/prefix and set AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, or use a profile."
         )
-    if parts.scheme != "s3":
-        raise UsageError(f"{url!r} is not a supported URL; give s3://bucket/prefix or a folder.")
-    if not parts.netloc:
+    if scheme != "s3":
+        raise UsageError("A URL must start with s3://; give s3://bucket/prefix or a folder.")
+    if not bucket:
         raise UsageError(f"{url!r} has no bucket; write s3://bucket/prefix.")
-    if "//" in url.removeprefix("s3://"):
+    if "//" in rest:
         raise UsageError(f"{url!r} contains two consecutive slashes; write s3://bucket/prefix with single slashes.")

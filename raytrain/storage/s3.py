@@ -282,6 +282,11 @@ def resolve_settings(url: str) -> S3Settings:
 
 
 def _checked_endpoint(endpoint_url: str | None) -> str | None:
+    if endpoint_url is not None and ("@" in endpoint_url or "?" in endpoint_url):  # not shown: it may be secret
+        raise UsageError(
+            "AWS_ENDPOINT_URL must look like https://host or http://host:port, without a user name, a password or a "
+            "query; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead."
+        )
     if endpoint_url is not None and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url):
         raise UsageError(f"AWS_ENDPOINT_URL is {endpoint_url!r}; it must look like https://host or http://host:port.")
     return endpoint_url

@@ -1,0 +1,220 @@
+"""Folders with links, pipes and other surprises in them."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from raytrain.cli.main import main
+from raytrain.config import TrainConfig
+from raytrain.data.dataset import open_dataset
+from raytrain.data.manifest import build_manifest
+from raytrain.datasets.pack import pack
+from raytrain.datasets.upload import upload
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.open import open_store
+from raytrain.storage.tempdir import TemporaryFolder
+from tests.helpers.small_runs import make_images
+
+SECRET = b"[default]\naws_secret_access_key = hunter2\n"
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Images in three class folders, and beside them, outside, a file with credentials."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "home" / "aws").mkdir(parents=True)
+    (tmp_path / "home" / "aws" / "credentials.png").write_bytes(SECRET)
+    return make_images(tmp_path / "images", 9)
+
+
+# Links that leave the folder. What only reads images follows them; what copies files elsewhere does not.
+
+
+def link_file(folder: Path, tmp_path: Path) -> None:
+    (folder / "red" / "x.png").symlink_to(tmp_path / "home/aws/credentials.png")
+
+
+def link_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "owl").symlink_to(tmp_path / "home" / "aws")
+
+
+def link_through_a_link(folder: Path, tmp_path: Path) -> None:
+    (folder / "red" / ".hidden").symlink_to(tmp_path / "home")
+    (folder / "red" / "x.png").symlink_to("../red/.hidden/aws/credentials.png")
+
+
+def link_to_a_sibling_of_the_same_beginning(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").rename(tmp_path / "images2")
+    (folder / "red" / "x.png").symlink_to("../../images2/aws/credentials.png")
+
+
+LINKS = [link_file, link_folder, link_through_a_link, link_to_a_sibling_of_the_same_beginning]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_upload_does_not_follow_links_out_of_the_folder(link, folder: Path, tmp_path: Path, s3_url: str) -> None:
+    link(folder, tmp_path)
+    with pytest.raises(
+        UsageError,
+        match=r"1 of 10 files in .*images are links that lead out of it, such as (red/x|owl/credentials).png",
+    ):
+        upload(str(folder), s3_url, quiet())
+    assert list(open_store(s3_url).list()) == []
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_packing_does_not_follow_links_out_of_the_folder(link, folder: Path, tmp_path: Path) -> None:
+    link(folder, tmp_path)
+    with pytest.raises(UsageError, match="1 of 10 files in .*images are links that lead out of it"):
+        pack(str(folder), str(tmp_path / "packed"), quiet())
+    assert not (tmp_path / "packed").exists()
+
+
+def test_upload_follows_links_within_the_folder(folder: Path, tmp_path: Path, s3_url: str) -> None:
+    (folder / "red" / "again.png").symlink_to("../blue/000.png")
+    (folder / "crimson").symlink_to("red")
+    (tmp_path / "elsewhere").symlink_to(folder)
+    assert upload(str(tmp_path / "elsewhere"), s3_url, quiet()).num_files == 9 + 1 + 4
+    assert pack(str(tmp_path / "elsewhere"), str(tmp_path / "packed"), quiet()).num_images == 14
+
+
+def test_a_data_set_that_consists_of_links_can_be_trained_on(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "some").mkdir()
+    for name in ("red", "blue"):
+        (tmp_path / "some" / name).symlink_to(folder / name)
+    assert len(build_manifest(open_store(str(tmp_path / "some")))) == 6
+
+
+def test_the_command_refuses_it(folder: Path, tmp_path: Path, s3_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    link_file(folder, tmp_path)
+    assert main(["upload", str(folder), s3_url]) == 2
+    assert "cp -rL" in capsys.readouterr().err
+
+
+# Pipes and devices.
+
+
+@pytest.mark.timeout(20)
+def test_pipes_and_devices_are_no_files(folder: Path) -> None:
+    os.mkfifo(folder / "red" / "pipe.png")
+    (folder / "red" / "endless.png").symlink_to("/dev/zero")
+    store = open_store(str(folder))
+    assert len(build_manifest(store)) == 9
+    for name in ("red/pipe.png", "red/endless.png"):
+        with pytest.raises(StorageError, match=f"{name} is not a file but a pipe or a device; remove it"):
+            store.get(name)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_as_index_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "packed.parquet")
+    with pytest.raises(StorageError, match=r"packed.parquet is not a file but a pipe or a device"):
+        build_manifest(open_store(str(folder)))
+
+
+# Temporary folders.
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "tmp"
+
+
+def abandoned(temporary: Path) -> Path:
+    """The folder of a process that was killed."""
+    code = "import os; from raytrain.storage.tempdir import TemporaryFolder; folder = TemporaryFolder(); print(folder.path, flush=True); os._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code], env={"TMPDIR": str(temporary)}, stdout=subprocess.PIPE)
+    return Path(os.fsdecode(done.stdout.strip().rpartition(b"\n")[2])) if done.stdout else pytest.fail("no folder")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_instead_of_a_lock_holds_nobody_up(temporary: Path) -> None:
+    for name in ("raytrain-abcdefgh", "raytrain-other"):
+        (temporary / name).mkdir()
+        os.mkfifo(temporary / name / "lock")
+    with TemporaryFolder() as ours:
+        assert ours.exists()
+    assert len(list(temporary.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["raytrain-runs", "raytrain-abcdefgh"])
+@pytest.mark.parametrize("content", ["", "of mine"])
+def test_a_users_own_folder_is_kept(name: str, content: str, temporary: Path) -> None:
+    (temporary / name).mkdir()
+    (temporary / name / "lock").write_text(content)
+    (temporary / name / "results.csv").write_text("a year's work")
+    TemporaryFolder().remove()
+    assert (temporary / name / "results.csv").exists()
+
+
+def test_links_to_folders_and_locks_are_not_followed(temporary: Path, tmp_path: Path) -> None:
+    kept = abandoned(temporary)
+    kept = kept.rename(tmp_path / "kept")
+    (temporary / "raytrain-abcdefgh").symlink_to(kept)
+    (temporary / "raytrain-abcdefgi").mkdir(mode=0o700)
+    (temporary / "raytrain-abcdefgi" / "lock").symlink_to(kept / "lock")
+    TemporaryFolder().remove()
+    assert (kept / "lock").exists() and (temporary / "raytrain-abcdefgi").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_folders_of_other_users_are_kept(temporary: Path) -> None:
+    folder = abandoned(temporary)
+    os.chown(folder, 12345, 12345)
+    TemporaryFolder().remove()
+    assert folder.exists()
+
+
+def test_the_folder_of_a_killed_process_is_still_removed(temporary: Path) -> None:
+    folder = abandoned(temporary)
+    assert folder.exists()
+    TemporaryFolder().remove()
+    assert not folder.exists()
+
+
+# Training and test images in one folder.
+
+
+@pytest.mark.parametrize("test", ["test", "val", "validation"])
+def test_a_folder_of_training_and_test_images_is_not_one_data_set(
+    test: str, folder: Path, tmp_path: Path, s3_url: str
+) -> None:
+    (tmp_path / "both").mkdir()
+    shutil.copytree(folder, tmp_path / "both" / "train")
+    shutil.copytree(folder, tmp_path / "both" / test)
+    both = str(tmp_path / "both")
+    advice = f"give --data {both}/train --test-data {both}/{test}"
+    with pytest.raises(UsageError, match=f"{both} contains train/ and {test}/, .*; {advice}"):
+        open_dataset(TrainConfig(data=both, batch_size=2, learning_rate=1), open_store(str(tmp_path / "run")))
+    with pytest.raises(UsageError, match=advice):
+        pack(both, str(tmp_path / "packed"), quiet())
+    upload(both, s3_url, quiet())
+    with pytest.raises(UsageError, match=f"give --data {s3_url}/train --test-data {s3_url}/{test}"):
+        build_manifest(open_store(s3_url))
+    apart = TrainConfig(data=f"{both}/train", test_data=f"{both}/{test}", batch_size=2, learning_rate=1)
+    assert len(open_dataset(apart, open_store(str(tmp_path / "run"))).train) == 9
+
+
+def test_classes_called_train_and_test_stay_classes(folder: Path) -> None:
+    (folder / "red").rename(folder / "train")
+    (folder / "blue").rename(folder / "test")
+    assert build_manifest(open_store(str(folder))).classes == ("green", "test", "train")
+    (folder / "train" / "steam").mkdir()
+    (folder / "train" / "000.png").rename(folder / "train" / "steam" / "000.png")
+    (folder / "test" / "pencil").mkdir()
+    (folder / "test" / "000.png").rename(folder / "test" / "pencil" / "000.png")
+    assert build_manifest(open_store(str(folder))).classes == ("green", "pencil", "steam", "test", "train")
