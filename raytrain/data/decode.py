@@ -189,10 +189,10 @@ def _check_size(image: Any, data: bytes, shape: ImageShape) -> None:
     """Raise BadImage if the image, of which only the header was read, would need too much memory."""
     limit = _MAX_IMAGE_BYTES // _bytes_per_pixel(image)
     if image.format in ("JPEG", "MPO"):
-        _check_jpeg_size(data, *image.size)
+        _check_jpeg_size(data, image.width, image.height)
         if image.width * image.height > limit:
             image.draft(None, (shape.width, shape.height))  # decodes at a fraction of the size
-    _check_pixels(*image.size, limit)
+    _check_pixels(image.width, image.height, limit)
 
 
 def _bytes_per_pixel(image: Any) -> int:

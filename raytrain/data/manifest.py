@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ PACKED_INDEX = "packed.parquet"
 """The manifest of a packed data set, stored beside its shards."""
 
 _METADATA = b"raytrain.manifest"
+_SHARD_PATH = re.compile(r"shards/\d{6,}-[0-9a-f]{16}\.parquet")  # as pack names them; never outside the folder
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
@@ -133,10 +135,12 @@ class Manifest:
                 num_ignored=metadata["num_ignored"],
                 packing=_packing(table, metadata),
             )
-        except (pa.ArrowInvalid, OSError, KeyError, TypeError) as error:
+            _check_values(manifest)
+            digest = metadata["digest"]
+        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
             sentence = f"The manifest is damaged ({error}); delete it, and the images will be listed again."
             raise StorageError(sentence) from None
-        if manifest.digest != metadata["digest"]:
+        if manifest.digest != digest:
             raise StorageError(
                 "The manifest was changed after it was written; delete it, and the images will be listed again."
             )
@@ -243,6 +247,32 @@ def _packing(table: pa.Table, metadata: dict[str, Any]) -> Packing | None:
     if "shards" not in metadata:
         return None
     return Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Raise ValueError unless all that the columns say is possible: the manifest may be a stranger's."""
+    if not all(isinstance(name, str) for name in manifest.classes) or len(set(manifest.classes)) < len(
+        manifest.classes
+    ):
+        raise ValueError("the classes are not different names")
+    _check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, len(manifest.classes))
+    _check_range("size_bytes", manifest.sizes_bytes, 0)
+    if manifest.packing is not None:
+        _check_packing(manifest.packing)
+
+
+def _check_packing(packing: Packing) -> None:
+    if bad := [path for path in packing.shards if not _SHARD_PATH.fullmatch(path)]:
+        raise ValueError(f"{bad[0]!r} is not the path of a shard")
+    _check_range("shard", packing.shard, 0, len(packing.shards))
+    _check_range("row", packing.row, 0)
+    if (np.diff(packing.shard) < 0).any():
+        raise ValueError("the shards are not in order")
+
+
+def _check_range(name: str, values: npt.NDArray[Any], start: int, stop: int = 1 << 62) -> None:
+    if values.dtype.kind != "i" or ((values < start) | (values >= stop)).any():
+        raise ValueError(f"a {name} is out of range")
 
 
 def _num_held_out(num_images: int, fraction: float) -> int:

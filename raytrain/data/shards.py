@@ -22,6 +22,7 @@ SHARD_BYTES = 1 << 20
 
 _CACHE_BYTES = 128 << 20
 _METADATA = b"raytrain.shard"
+_DAMAGED = "its shard is damaged; pack the images again"
 _PACKING_KEY = 0x7061636B  # an arbitrary constant: the same images are always packed in the same order
 
 
@@ -125,16 +126,31 @@ def _image_column(data: bytes | Exception) -> pa.Array | Exception:
 
 
 def _parse(data: bytes, columns: list[str]) -> pa.Table:
-    source = pa.BufferReader(data)
     try:
-        table = pq.read_table(source, columns=columns, page_checksum_verification=True, use_threads=False)
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        _check_uncompressed(file.metadata)
+        table = file.read(columns, use_threads=False).select(columns).combine_chunks()
     except (pa.ArrowInvalid, OSError, KeyError):
-        raise DamagedShard("its shard is damaged; pack the images again") from None
-    return table.combine_chunks()
+        raise DamagedShard(_DAMAGED) from None
+    image = table.schema.field("image")
+    if image.type != pa.binary() or table["image"].null_count or not len(table):
+        raise DamagedShard(_DAMAGED)
+    return table
+
+
+def _check_uncompressed(metadata: pq.FileMetaData) -> None:
+    """Raise ArrowInvalid if the file may unpack to much more than its size, as none that raytrain wrote does."""
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
+                raise pa.ArrowInvalid(f"{column.path_in_schema} is compressed")
 
 
 def _image(images: pa.Array | Exception, row: int) -> bytes | Exception:
-    return images if isinstance(images, Exception) else images[row].as_py()
+    if isinstance(images, Exception):
+        return images
+    return images[row].as_py() if row < len(images) else DamagedShard(_DAMAGED)
 
 
 def _shard_path(number: int, images: Manifest) -> str:

@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import ssl
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from obstore.exceptions import InvalidPathError
 from obstore.store import S3Store
 
 from raytrain.errors import StorageError, UsageError
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
 
 T = TypeVar("T")
+
+_log = logging.getLogger("raytrain")
 
 _RENEW_BEFORE_EXPIRY = timedelta(minutes=5)
 _CLIENT: ClientConfig = {
@@ -51,6 +56,7 @@ _RETRY_PARTS: RetryConfig = {
         "base": 2,
     },
 }
+_UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 _NO_RETRIES: RetryConfig = {**_RETRY_PARTS, "max_retries": 0}
 
 
@@ -89,10 +95,18 @@ class BucketStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         prefix = prefix.strip("/")
-        folders, objects = self._split(prefix)
-        for listed in (objects, *threads().map(self._list_folder, folders)):
+        unusable: list[str] = []
+        folders, objects = self._split(prefix, unusable)
+        for listed in (objects, *threads().map(self._list_folder, folders, repeat(unusable))):
             # Consoles create an empty object as a marker for the folder itself.
             yield from (_stored(found) for found in listed if found["path"] != prefix)
+        if unusable:
+            _log.warning(
+                "%s objects below %s are left out, because their names cannot be used, such as %r; rename them.",
+                f"{len(unusable):,}",
+                f"{self.url}/{prefix}".rstrip("/"),
+                unusable[0],
+            )
 
     def with_credentials(self, credentials: CredentialSource) -> BucketStore:
         return dataclasses.replace(self, credentials=credentials, connection_id=uuid.uuid4().hex)
@@ -101,7 +115,8 @@ class BucketStore(Store):
         return dataclasses.replace(self, retry_policy=FAIL_FAST)
 
     def check_readable(self) -> None:
-        self.fail_fast()._call("", lambda client: next(iter(client.list()), None))
+        with suppress(_UnusableNames):
+            self.fail_fast()._call("", lambda client: next(iter(client.list()), None))
 
     def check_writable(self) -> None:
         store = self.fail_fast()
@@ -109,25 +124,43 @@ class BucketStore(Store):
         store.put(name, b"")
         store.delete(name)
 
-    def _split(self, prefix: str) -> tuple[list[str], list[ObjectMeta]]:
+    def _split(self, prefix: str, unusable: list[str]) -> tuple[list[str], list[ObjectMeta]]:
         """Return subfolders that can be listed concurrently, and the objects above them."""
         folders, objects = [prefix], []
         while len(folders) == 1:
             (folder,) = folders
-            listed = self._call(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
+            try:
+                listed = self._call(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
+            except _UnusableNames:
+                return [], [*objects, *self._list_any_names(folder, unusable)]
             folders = list(listed["common_prefixes"])
             objects += listed["objects"]
         return folders, objects
 
-    def _list_folder(self, folder: str) -> Sequence[ObjectMeta]:
+    def _list_folder(self, folder: str, unusable: list[str]) -> Sequence[ObjectMeta]:
         objects: list[ObjectMeta] = []
 
         def resume(client: S3Store) -> None:
             for page in client.list(folder, offset=objects[-1]["path"] if objects else None):
                 objects.extend(page)
 
-        self._call(folder, resume)
+        try:
+            self._call(folder, resume)
+        except _UnusableNames:
+            return self._list_any_names(folder, unusable)
         return objects
+
+    def _list_any_names(self, folder: str, unusable: list[str]) -> Sequence[ObjectMeta]:
+        """List with botocore: obstore returns nothing if one name cannot be used. Adds such names to ``unusable``."""
+        bucket, root = _bucket_and_root(self.url)
+        prefix = f"{root}{folder}/" if folder else root
+        found: list[ObjectMeta] = []
+        with self._explained(folder, _connection(self)):
+            for page in _botocore_client(self).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+                found += [_object_meta(entry, root) for entry in page.get("Contents", [])]
+        named = [each for each in found if each["path"]]  # without the marker of the store's own folder
+        unusable += [each["path"] for each in named if _UNUSABLE_NAME.search(each["path"])]
+        return [each for each in named if not _UNUSABLE_NAME.search(each["path"])]
 
     def _call(self, path: str, operation: Callable[[S3Store], T]) -> T:
         """Send a request; once more with new credentials if S3 refuses these."""
@@ -151,8 +184,14 @@ class BucketStore(Store):
             if s3_error_code(error) != "NoSuchBucket":
                 raise FileNotFoundError(url) from None
             raise connection.explained(error, url) from error
+        except InvalidPathError as error:
+            raise _UnusableNames(str(connection.explained(error, url))) from error
         except Exception as error:
             raise connection.explained(error, url) from error
+
+
+class _UnusableNames(StorageError):
+    """An object's name, or one in a listing, cannot be used."""
 
 
 class _Connection:
@@ -185,10 +224,10 @@ class _Connection:
             options["allow_http"] = settings.endpoint_url.startswith("http://")
         if certificates := os.environ.get("AWS_CA_BUNDLE"):
             options["root_certificate"] = _read_certificates(certificates)
-        bucket, _, prefix = self._store.url.removeprefix("s3://").partition("/")
+        bucket, root = _bucket_and_root(self._store.url)
         return S3Store(
             bucket,
-            prefix=prefix or None,
+            prefix=root.rstrip("/") or None,
             config=config,
             client_options=options,
             retry_config=_RETRY_PARTS if self._store.multipart else _NO_RETRIES,
@@ -252,6 +291,38 @@ def _cached_connection(store: BucketStore) -> _Connection:
 
 
 _connection_lock = threading.Lock()  # the cache alone would let concurrent threads create a connection each
+
+
+def _bucket_and_root(url: str) -> tuple[str, str]:
+    """Return the bucket, and what the names of all objects below ``url`` start with."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return bucket, prefix and f"{prefix}/"
+
+
+def _botocore_client(store: BucketStore) -> Any:
+    import botocore.session  # pyright: ignore[reportMissingTypeStubs]
+    from botocore.config import Config  # pyright: ignore[reportMissingTypeStubs]
+
+    credentials = _required(store.credentials())
+    return botocore.session.Session().create_client(
+        "s3",
+        region_name=store.settings.region or "us-east-1",
+        endpoint_url=store.settings.endpoint_url,
+        aws_access_key_id=credentials.access_key_id,
+        aws_secret_access_key=credentials.secret_access_key,
+        aws_session_token=credentials.session_token,
+        config=Config(s3={"addressing_style": "path"}, retries={"mode": "standard", "max_attempts": 5}),
+    )
+
+
+def _object_meta(entry: dict[str, Any], root: str) -> ObjectMeta:
+    return {
+        "path": entry["Key"].removeprefix(root).removesuffix("/"),
+        "size": entry["Size"],
+        "e_tag": entry.get("ETag"),
+        "last_modified": entry["LastModified"],
+        "version": None,
+    }
 
 
 def _read_certificates(file: str) -> bytes:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ from raytrain.storage.tempdir import TemporaryFolder
 from tests.helpers.small_runs import make_images
 
 SECRET = b"[default]\naws_secret_access_key = hunter2\n"
+
+
+Link = Callable[[Path, Path], None]
 
 
 def quiet() -> Console:
@@ -64,7 +68,7 @@ LINKS = [link_file, link_folder, link_through_a_link, link_to_a_sibling_of_the_s
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_upload_does_not_follow_links_out_of_the_folder(link, folder: Path, tmp_path: Path, s3_url: str) -> None:
+def test_upload_does_not_follow_links_out_of_the_folder(link: Link, folder: Path, tmp_path: Path, s3_url: str) -> None:
     link(folder, tmp_path)
     with pytest.raises(
         UsageError,
@@ -75,9 +79,9 @@ def test_upload_does_not_follow_links_out_of_the_folder(link, folder: Path, tmp_
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_packing_does_not_follow_links_out_of_the_folder(link, folder: Path, tmp_path: Path) -> None:
+def test_packing_does_not_follow_links_out_of_the_folder(link: Link, folder: Path, tmp_path: Path) -> None:
     link(folder, tmp_path)
-    with pytest.raises(UsageError, match="1 of 10 files in .*images are links that lead out of it"):
+    with pytest.raises(UsageError, match=r"1 of 10 files in .*images are links that lead out of it"):
         pack(str(folder), str(tmp_path / "packed"), quiet())
     assert not (tmp_path / "packed").exists()
 
@@ -134,11 +138,20 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tmp"
 
 
+MAKE_A_FOLDER = """
+import os
+from raytrain.storage.tempdir import TemporaryFolder
+folder = TemporaryFolder()
+print(folder.path, flush=True)
+os._exit(0)
+"""
+
+
 def abandoned(temporary: Path) -> Path:
     """The folder of a process that was killed."""
-    code = "import os; from raytrain.storage.tempdir import TemporaryFolder; folder = TemporaryFolder(); print(folder.path, flush=True); os._exit(0)"
-    done = subprocess.run([sys.executable, "-c", code], env={"TMPDIR": str(temporary)}, stdout=subprocess.PIPE)
-    return Path(os.fsdecode(done.stdout.strip().rpartition(b"\n")[2])) if done.stdout else pytest.fail("no folder")
+    command, environment = [sys.executable, "-c", MAKE_A_FOLDER], {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip())
 
 
 @pytest.mark.timeout(20)

@@ -53,7 +53,7 @@ def blank(side: int, format: str, mode: str = "RGB", **options: Any) -> Callable
         pytest.param(lambda: png(8_000, 8_000, 8, TRANSPARENT_PNG, b""), id="transparent png"),
         pytest.param(lambda: png(9_000, 9_000, 8, 2, b""), id="png"),
         pytest.param(blank(6_000, "WEBP", lossless=True), id="webp"),
-        pytest.param(blank(6_000, "WEBP", save_all=True, append_images=[Image.new("RGB", (6_000,) * 2, "red")])),
+        pytest.param(blank(6_000, "WEBP", save_all=True, append_images=[Image.new("RGB", [6_000, 6_000], "red")])),
         pytest.param(blank(9_000, "GIF", "P"), id="gif"),
         pytest.param(lambda: jpeg_bomb(10_000, progressive=True), id="progressive jpeg"),
         pytest.param(lambda: jpeg_bomb(10_000, progressive=True, exif=EXIF), id="progressive jpeg with exif"),

@@ -61,7 +61,6 @@ STRANGE = {
     "shard out of range": with_packing(shard=np.full(9, 1, INT)),
     "shards out of order": with_packing(shards=(GOOD, GOOD.replace("0-", "1-")), shard=np.array([1] + [0] * 8, INT)),
     "row below 0": with_packing(row=np.array([-1, *range(8)], INT)),
-    "row that is no number": with_packing(row=np.array(["a"] * 9)),
     "row in floats": with_packing(row=np.linspace(0, 8, 9)),
     "label out of range": with_labels(0, 1, 2, 3, 0, 1, 2, 0, 1),
     "label below 0": with_labels(0, 1, 2, -1, 0, 1, 2, 0, 1),
@@ -135,7 +134,4 @@ def test_a_shard_that_unpacks_to_far_more_than_its_size_costs_its_images(packed:
     assert shard.stat().st_size < 1 << 20
     assert reasons(packed) == {"its shard is damaged; pack the images again"}
     shard.write_bytes(encode_shard(manifest, [b"x"] * 9))
-    from raytrain.data import shards
-
-    shards._cache._columns.clear()
     assert reasons(packed) == {"the file is not an image that can be read"}

@@ -67,7 +67,7 @@ def test_a_password_in_the_endpoint_is_refused_without_showing_it(
     name: str, endpoint_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, endpoint_url)
-    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL.* without a user name, a password or a query") as raised:
+    with pytest.raises(UsageError, match=r"AWS_ENDPOINT_URL.* without a user name, a password or a query") as raised:
         open_store("s3://bucket")
     assert SECRET not in str(raised.value)
 

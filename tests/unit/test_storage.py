@@ -501,15 +501,6 @@ def test_folder_markers_of_s3_consoles_are_ignored() -> None:
         assert [found.path for found in scripted(url).list()] == ["cat", "cat/1.jpg"]
 
 
-def test_an_invalid_object_name_is_reported() -> None:
-    with scripted_s3(lambda request: Answer(body=listing(["prefix/a//b.jpg"], request))) as (url, _):
-        with pytest.raises(
-            StorageError, match=r"An object below s3://bucket/prefix/a has a name that cannot be used"
-        ) as raised:
-            list(scripted(url).list())
-        assert sentence(raised)
-
-
 def test_expired_credentials_are_renewed_once_for_all_threads() -> None:
     asked: list[Credentials] = []
 
