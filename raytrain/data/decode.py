@@ -21,8 +21,8 @@ _HEADER_BYTES = 4096
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
 _MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded: there are as many readers as CPUs
 _MAX_JPEG_PIXELS = 1 << 28  # phones have 200 million; a large JPEG is decoded at a fraction of its size
-_MAX_JPEG_SCANS = 64  # encoders write at most about 16; each costs the time of a whole image, and hardly a byte
-_MAX_SCANNED_PIXELS = 1 << 30  # over all scans of an image; about two seconds
+_MAX_SCANNED_PIXELS = 1 << 30  # over all scans of a JPEG, which may be many in few bytes; about two seconds
+_MIN_SCAN_BYTES = 10
 _START_OF_SCAN = b"\xff\xda"  # not within compressed data, where a zero follows each 0xff
 _COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: three components of 16 bits
 
@@ -84,8 +84,6 @@ def decode(data: bytes, shape: ImageShape) -> Pixels:
     """
     if not data:
         raise BadImage("the file is empty")
-    if data.startswith(_JPEG):
-        _check_scans(data)
     if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
         pixels = _decode_jpeg(data, shape)
         if pixels is not None:
@@ -104,12 +102,6 @@ def _require_bytes(data: bytes | Exception) -> bytes:
     if isinstance(data, Exception):
         raise data
     return data
-
-
-def _check_scans(data: bytes) -> None:
-    num_scans = data.count(_START_OF_SCAN)
-    if num_scans > _MAX_JPEG_SCANS:
-        raise BadImage(f"the JPEG has {num_scans:,} scans; at most {_MAX_JPEG_SCANS} are read")
 
 
 def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
@@ -163,11 +155,14 @@ def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
 
 def _check_jpeg_size(data: bytes, width: int, height: int) -> None:
     """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
-    limit = _MAX_JPEG_PIXELS
-    if width * height > _MAX_SCANNED_PIXELS // _MAX_JPEG_SCANS and _is_read_in_scans(data):
+    num_pixels = width * height
+    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
         num_scans = max(1, data.count(_START_OF_SCAN))
-        limit = min(_MAX_IMAGE_BYTES // _COEFFICIENT_BYTES, _MAX_SCANNED_PIXELS // num_scans)
-    _check_pixels(width, height, limit)
+        if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
+            raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
+        _check_pixels(width, height, _MAX_IMAGE_BYTES // _COEFFICIENT_BYTES)
+    elif num_pixels > _MAX_JPEG_PIXELS:
+        _check_pixels(width, height, _MAX_JPEG_PIXELS)
 
 
 def _is_read_in_scans(data: bytes) -> bool:

@@ -66,7 +66,7 @@ def test_an_image_that_would_take_half_a_gigabyte_is_refused_by_its_header(
     large: Callable[[], bytes], tmp_path: Path
 ) -> None:
     (tmp_path / "large").write_bytes(large())
-    with pytest.raises(BadImage, match=r"the image is too large: [\d,]+ × [\d,]+ pixels, and at most [\d,]+ are"):
+    with pytest.raises(BadImage, match=r"the image is too large: [\d,]+ × [\d,]+ pixels"):
         decode((tmp_path / "large").read_bytes(), SHAPE)
     assert peak_bytes(tmp_path / "large") < 16 << 20
 
@@ -102,15 +102,15 @@ def peak_bytes(file: Path) -> int:
 
 
 def test_a_progressive_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
-    with pytest.raises(BadImage, match="the JPEG has 510 scans; at most 64 are read"):
+    with pytest.raises(BadImage, match=r"too large: 2,000 × 2,000 pixels in 510 scans of a JPEG"):
         decode(many_scans(2_000, 500), SHAPE)
-    with pytest.raises(BadImage, match="has 510 scans"):
+    with pytest.raises(BadImage, match="in 510 scans"):
         decode(many_scans(2_000, 500).replace(b"\xff\xdb", b"\xff\xe1\0\x08Exif\0\0\xff\xdb", 1), SHAPE)
 
 
 def test_a_large_progressive_jpeg_may_have_fewer_scans() -> None:
     assert decode(many_scans(4_000, 40), SHAPE).shape == (32, 32, 3)
-    with pytest.raises(BadImage, match=r"too large: 6,000 × 6,000 pixels, and at most 21,\d+,\d+ are decoded"):
+    with pytest.raises(BadImage, match="too large: 6,000 × 6,000 pixels in 50 scans"):
         decode(many_scans(6_000, 40), SHAPE)
 
 
@@ -135,12 +135,12 @@ def test_costly_files_count_as_images_that_cannot_be_read(tmp_path: Path) -> Non
     for name, data in {
         "a/1.png": good,
         "a/2.png": png(9_000, 9_000, 8, 2, b""),
-        "b/3.jpg": many_scans(500, 99),
+        "b/3.jpg": many_scans(4_000, 99),
     }.items():
         store.put(name, data)
     images, bad = ImageReader(store, SHAPE).read(build_manifest(store))
     assert len(images) == 3 and list(bad) == [1, 2]
-    assert bad[1].startswith("the image is too large: 9,000 × 9,000 pixels") and "109 scans" in bad[2]
+    assert bad[1].startswith("the image is too large: 9,000 × 9,000 pixels") and "in 109 scans" in bad[2]
 
 
 def test_a_picture_drawn_from_a_large_photograph_is_upright() -> None:
