@@ -29,7 +29,8 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: --model may name a module in the current folder
+    # --model may name a module in the current folder. It comes last: a folder of a stranger may hold a torch.py.
+    sys.path.append(os.getcwd())
     # From the words themselves: an error may be that the parser rejects them.
     debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
     if debug:

@@ -42,6 +42,7 @@ def predict(
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
+    trust: bool = False,
 ) -> PredictionResult:
     """Predict the class of every image below ``data`` with a run's best checkpoint, and write a row for each.
 
@@ -56,12 +57,14 @@ def predict(
         storage: where the run is stored.
         workers: processes that share the work; by default as many as fit.
         address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
+        trust: whether a network that is a function of the run's author may run.
 
     Raises:
-        UsageError, StorageError: there is no such run, the data cannot be read, or the file cannot be written.
+        UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot
+            be written.
     """
     check_output(output, (".parquet", ".csv"))
-    trained = open_trained_run(run, storage)
+    trained = open_trained_run(run, storage, trust=trust)
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
         raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")

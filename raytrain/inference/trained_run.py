@@ -15,21 +15,26 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import decoded_shape
 from raytrain.data.manifest import Manifest
 from raytrain.inference.predictor import Predictor
+from raytrain.inference.trusted_config import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint
-from raytrain.runs.documents import open_run, read_resolved_config
+from raytrain.runs.documents import open_run
 from raytrain.runs.layout import CLASSES
 from raytrain.storage.base import Store
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run with a checkpoint. ``checkpoint`` is the path of its best one within the run's store."""
+    """A run with a checkpoint. ``checkpoint`` is the path of its best one within the run's store.
+
+    ``trust`` allows its network to be a function of whoever wrote the run.
+    """
 
     name: str
     store: Store
     config: ResolvedConfig
     classes: tuple[str, ...]
     checkpoint: str
+    trust: bool
 
     def predict(
         self, images: Store, manifest: Manifest, *, workers: int | None, address: str | None, top_k: int = 1
@@ -55,15 +60,17 @@ class TrainedRun:
                 manifest,
                 decoded_shape(self.config),
                 run_store=self.store,
-                load_predictor=partial(Predictor, run=self.name, top_k=top_k),
+                load_predictor=partial(Predictor, run=self.name, top_k=top_k, trust=self.trust),
                 placement=place(options, hardware()),
             )
             return pa.concat_tables(tables)
 
 
-def open_trained_run(run: str, storage: str) -> TrainedRun:
-    """Open a run that has a checkpoint. Raises UsageError if there is no such run or it has no checkpoint."""
+def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:
+    """Open a run that has a checkpoint. Raises UsageError if there is no such run, it has no checkpoint, or its network
+    is a function of its author's and the user does not ``trust`` the run.
+    """
     store = open_run(storage, run)
     checkpoint = require_checkpoint(store, run)
     classes = tuple(json.loads(store.get(CLASSES)))
-    return TrainedRun(run, store, read_resolved_config(store), classes, checkpoint)
+    return TrainedRun(run, store, read_trusted_config(store, trust=trust), classes, checkpoint, trust)
