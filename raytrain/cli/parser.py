@@ -33,10 +33,10 @@ _MARKERS = (
 _CONSTRUCTORS = ConstructorRegistry()
 
 
-@_CONSTRUCTORS.primitive_rule
+@_CONSTRUCTORS.primitive_rule  # pyright: ignore[reportUnknownMemberType]
 def _none_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
     """Every option that may be None takes the word none, in any case; tyro itself knows only ``None``."""
-    if type_info.type is not type(None):
+    if type_info.type is not type(None):  # pyright: ignore[reportUnknownMemberType]
         return None
     return PrimitiveConstructorSpec(
         nargs=1,

@@ -68,8 +68,8 @@ def load(run: str, *, storage: str = "./runs", trust: bool = False) -> Classifie
 
 def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:
     """The same as :func:`load`, from the ``store`` of the run."""
-    path = require_checkpoint(store, run)
     config = read_trusted_config(store, trust=trust)
+    path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)
     classifier = Classifier(config, checkpoint.identity.classes, path)
     classifier.network.load_state_dict(checkpoint.state["model"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import pyarrow as pa
 
@@ -14,11 +15,13 @@ from raytrain.backends.ray.placement import hardware, place
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import decoded_shape
 from raytrain.data.manifest import Manifest
+from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trusted_config import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import open_run
 from raytrain.runs.layout import CLASSES
+from raytrain.runs.stored_values import matches
 from raytrain.storage.base import Store
 
 
@@ -71,6 +74,16 @@ def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:
     is a function of its author's and the user does not ``trust`` the run.
     """
     store = open_run(storage, run)
+    config = read_trusted_config(store, trust=trust)
     checkpoint = require_checkpoint(store, run)
-    classes = tuple(json.loads(store.get(CLASSES)))
-    return TrainedRun(run, store, read_trusted_config(store, trust=trust), classes, checkpoint, trust)
+    return TrainedRun(run, store, config, _read_classes(store), checkpoint, trust)
+
+
+def _read_classes(store: Store) -> tuple[str, ...]:
+    try:
+        classes: object = json.loads(store.get(CLASSES))
+    except (FileNotFoundError, ValueError, RecursionError):
+        classes = None
+    if not matches(classes, list[str]):
+        raise UsageError(f"{store.url}/{CLASSES} cannot be used: it must be a JSON list of the names of the classes.")
+    return tuple(cast(list[str], classes))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 
 def matches(value: object, hint: Any) -> bool:
-    """Whether ``value``, of JSON and tuples, is of the type ``hint``. A float is finite, and may be a whole number."""
+    """Whether ``value``, of JSON and tuples, is of the type ``hint``. A float may be a whole number, but not NaN."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return matches(value, parts[0])
@@ -24,7 +23,7 @@ def matches(value: object, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and _match(cast(tuple[object, ...], value), parts)
     if hint is float:
-        return type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max  # not so for NaN
+        return type(value) in (int, float) and value == value
     return hint is Any or type(value) is hint
 
 

@@ -136,7 +136,7 @@ def _read_sweep(store: Store) -> Sweep:
 
 
 def _check_networks(stored: Sweep, config: TrainConfig, typed: Space) -> None:
-    """Raise UsageError if a stored point names an own function that neither ``config`` nor the ``typed`` --vary does."""
+    """Raise UsageError if a stored point names an own function that neither ``config`` nor ``typed`` does."""
     models = typed.get("model")
     named = {config.model, *(models.values if isinstance(models, Choices) else ())}
     for point in stored.points:
