@@ -16,7 +16,7 @@ from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
 from raytrain.runs.documents import read_config
 from raytrain.runs.history import History, read_metrics
 from raytrain.runs.layout import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.status import read_status
 from raytrain.runs.stop_request import read_stop_request

@@ -30,8 +30,8 @@ from raytrain.display.png import save_png
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
 from raytrain.inference import predict
+from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
-from raytrain.inference.metrics import score
 from raytrain.runs.documents import write_json
 from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
 from raytrain.runs.snapshot import Event, Snapshot
