@@ -9,15 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 from annotated_types import Interval
 
 from raytrain.errors import UsageError, flag
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
@@ -198,15 +194,6 @@ class TrainConfig:
     def to_json(self) -> str:
         """The options as indented JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The inverse of :meth:`to_json`."""
-        values: dict[str, Any] = json.loads(text)
-        restored: dict[str, Any] = {
-            name: tuple(cast(list[Any], value)) if isinstance(value, list) else value for name, value in values.items()
-        }
-        return cls(**restored)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 import raytrain
 from raytrain.backends.torchrun_environment import is_first_process
@@ -25,6 +25,11 @@ Data = Annotated[str, arg(help="Images: s3://bucket/prefix or a folder.")]
 Png = Annotated[str | None, arg(help="PNG file to draw the curves into.")]
 RunName = Annotated[Positional[str], arg(help="Name of the run.")]
 Storage = Annotated[str, arg(help="Where runs are stored: a folder or s3://bucket/prefix.")]
+Trust = Annotated[FlagCreatePairsOff[bool], arg(help="Run the network also if it is code of whoever wrote the run.")]
+TrustResumed = Annotated[
+    FlagCreatePairsOff[bool],
+    arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run."),
+]
 Workers = Annotated[int | None, arg(help="Number of worker processes; by default as many as fit.")]
 
 
@@ -37,7 +42,7 @@ class Outcome:
     exit_code: int = 0
 
 
-def train(options: RecipeOptions) -> Outcome:
+def train(options: RecipeOptions, trust: TrustResumed = False) -> Outcome:
     """Train a recipe's network on labelled images.
 
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
@@ -95,6 +100,7 @@ def sweep(
         bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")
     ] = True,
     png: Annotated[str | None, arg(help="PNG file for the plot; by default NAME.png.")] = None,
+    trust: TrustResumed = False,
 ) -> Outcome:
     """Train several runs with different options at once, on the same images in memory, and find the best.
 
@@ -109,7 +115,14 @@ def sweep(
 
     check_output(png or f"{config.name}.png", (".png",), "--png")
     with SweepTerminalView() as view:
-        result = raytrain.sweep(config, vary=vary, trials=trials, early_stopping=early_stopping, view=view.update)
+        result = raytrain.sweep(
+            config,
+            vary=vary,
+            trials=trials,
+            early_stopping=early_stopping,
+            view=view.update,
+            trust=trust,
+        )
     picture = (png or f"{result.name}.png") if any(trial.evaluations for trial in result.trials) else None
     if picture is not None:
         save_png(sweep_figure(result), picture)
@@ -135,6 +148,7 @@ def evaluate(
     storage: Storage = "./runs",
     workers: Workers = None,
     address: Address = None,
+    trust: Trust = False,
 ) -> Outcome:
     """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
 
@@ -147,7 +161,7 @@ def evaluate(
 
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
-    result = raytrain.evaluate(run, data, storage=storage, workers=workers, address=address)
+    result = raytrain.evaluate(run, data, storage=storage, workers=workers, address=address, trust=trust)
     save_png(confusion_figure(result), picture)
     return Outcome(evaluation_page(result, picture), {**result.summary(), "picture": picture})
 
@@ -160,6 +174,7 @@ def predict(
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
     workers: Workers = None,
     address: Address = None,
+    trust: Trust = False,
 ) -> Outcome:
     """Classify images, labelled or not, and write one row per image.
 
@@ -167,7 +182,9 @@ def predict(
     """
     from raytrain.display.key_value_table import key_value_table
 
-    result = raytrain.predict(run, data, output, storage=storage, top_k=top_k, workers=workers, address=address)
+    result = raytrain.predict(
+        run, data, output, storage=storage, top_k=top_k, workers=workers, address=address, trust=trust
+    )
     return Outcome(key_value_table(result.summary()), result.summary())
 
 
@@ -176,6 +193,7 @@ def export(
     output: Annotated[str, arg(help="File to write: .pt2 (torch.export) or .onnx.")],
     data: Annotated[str | None, arg(help="Images to check the file on; by default random pixels.")] = None,
     storage: Storage = "./runs",
+    trust: Trust = False,
 ) -> Outcome:
     """Write a run's network with its preprocessing into one file that works without raytrain, and check the file.
 
@@ -183,7 +201,7 @@ def export(
     """
     from raytrain.display.key_value_table import key_value_table
 
-    result = raytrain.export(run, output, data=data, storage=storage)
+    result = raytrain.export(run, output, data=data, storage=storage, trust=trust)
     return Outcome(key_value_table(result.summary()), result.summary())
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 from raytrain.backends.torchrun_environment import is_first_process
 from raytrain.cli.commands import COMMANDS, Outcome
 from raytrain.cli.parser import parse
+from raytrain.display.formatting import one_line, printable
 from raytrain.errors import RaytrainError, TrainingFailed
 from raytrain.runs.json_lines import plain
 
@@ -29,7 +30,8 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0 done, 1 failed, 2 bad usage or input, 130 aborted."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: --model may name a module in the current folder
+    # --model may name a module in the current folder. It comes last: a folder of a stranger may hold a torch.py.
+    sys.path.append(os.getcwd())
     # From the words themselves: an error may be that the parser rejects them.
     debug = "--debug" in argv or os.environ.get("RAYTRAIN_DEBUG", "0") not in ("", "0")
     if debug:
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            print(printable(traceback.format_exc()), file=sys.stderr)
         return _print_error(error, as_json="--json" in argv)
     if is_first_process():
         _print_outcome(outcome, as_json="--json" in argv)
@@ -53,9 +55,9 @@ def _print_outcome(outcome: Outcome, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plain(outcome.document), default=str), flush=True)
         return
-    from rich.console import Console
+    from raytrain.display.console import PlainConsole
 
-    Console().print(outcome.text, highlight=False)
+    PlainConsole().print(outcome.text, highlight=False)
 
 
 def _print_error(error: Exception, as_json: bool) -> int:
@@ -65,7 +67,7 @@ def _print_error(error: Exception, as_json: bool) -> int:
     """
     sentence = str(error) if isinstance(error, RaytrainError) else _unexpected(error)
     if is_first_process() or not isinstance(error, TrainingFailed):
-        print(f"raytrain: {sentence}", file=sys.stderr, flush=True)
+        print(f"raytrain: {one_line(sentence)}", file=sys.stderr, flush=True)
     if as_json and is_first_process():
         print(json.dumps({**getattr(error, "summary", {}), "status": "failed", "error": sentence}), flush=True)
     return getattr(error, "exit_code", 1)

@@ -18,6 +18,9 @@ from raytrain.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from tyro._arguments import ArgumentDefinition
 
+NONE = "none"
+"""The word for None as the value of an option."""
+
 
 @contextmanager
 def as_usage_errors(flags: Iterable[str]) -> Generator[None]:
@@ -56,7 +59,7 @@ def _name(argument: ArgumentDefinition) -> str:
 
 def _form(argument: ArgumentDefinition) -> str:
     """What the values of an argument look like, as the help shows it: ``INT INT``."""
-    return (argument.lowered.metavar or "").strip("{}")
+    return (argument.lowered.metavar or "").removeprefix(f"{NONE}|").strip("{}")
 
 
 def _unknown(words: Sequence[str], flags: Iterable[str]) -> str:

@@ -11,11 +11,14 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, subcommand
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from raytrain.cli.parse_errors import as_usage_errors
+from raytrain.cli.parse_errors import NONE, as_usage_errors
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
+from raytrain.runs.layout import CONFIG
+from raytrain.training.user_function import names_own_function, stored_function_error
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -23,11 +26,30 @@ Commands = Mapping[str, Callable[..., T]]
 
 _MARKERS = (
     tyro.conf.CascadeSubcommandArgs,
-    tyro.conf.DisallowNone,
     tyro.conf.OmitArgPrefixes,
     tyro.conf.OmitSubcommandPrefixes,
     tyro.conf.PositionalMetavarFromFieldName,
 )
+_CONSTRUCTORS = ConstructorRegistry()
+
+
+@_CONSTRUCTORS.primitive_rule  # pyright: ignore[reportUnknownMemberType]
+def _none_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
+    """Every option that may be None takes the word none, in any case; tyro itself knows only ``None``."""
+    if type_info.type is not type(None):  # pyright: ignore[reportUnknownMemberType]
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=NONE,
+        instance_from_str=_none,
+        is_instance=lambda value: value is None,
+        str_from_instance=lambda value: [NONE],
+    )
+
+
+def _none(words: list[str]) -> None:
+    if words[0].lower() != NONE:
+        raise ValueError(f"{words[0]!r} is not {NONE}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +90,8 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
         # A second time: what was not typed is now as the run has it, and no longer as the recipe has it.
         stored = _stored_options(command.func.__name__, options, defaults[options.recipe])
         command = _parse(argv, commands, {**defaults, options.recipe: stored})
+        if not command.keywords.get("trust"):
+            _check_functions(options, command.keywords["options"])
     return command
 
 
@@ -94,7 +118,7 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Tr
     )
     flags = (flag(name) for command in chosen.values() for name in _option_names(command))
     with as_usage_errors(flags):
-        line = tyro.cli(_CommandLine[choice], prog="raytrain", args=list(argv), config=_MARKERS)
+        line = tyro.cli(_CommandLine[choice], prog="raytrain", args=list(argv), config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
 
@@ -120,6 +144,15 @@ def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -
         )
     machines = {name: getattr(recipe, name) for name in ("workers", "worker_load", "device", "gpus", "address")}
     return dataclasses.replace(stored, **machines, storage=options.storage, resume=False)
+
+
+def _check_functions(typed: RecipeOptions, resumed: RecipeOptions) -> None:
+    """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
+    for option in ("model", "loop"):
+        name = getattr(resumed, option)
+        if names_own_function(name) and name != getattr(typed, option):
+            document = f"{resumed.storage}/{resumed.name}/{CONFIG}"
+            raise stored_function_error(option, name, document, may_be_named=True)
 
 
 def _choice(subcommands: Iterable[Any]) -> Any:

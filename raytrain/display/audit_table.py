@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raytrain.display.formatting import one_line
+
 if TYPE_CHECKING:
     from raytrain.diagnostics.audit import AuditResult, EpochAudit
 
@@ -40,4 +42,6 @@ def _verdict(result: AuditResult) -> list[Text]:
 
 
 def _faults(epoch: EpochAudit) -> list[Text]:
-    return [Text(f"  {fault} in epoch {epoch.epoch}: {key}") for fault in _FAULTS for key in getattr(epoch, fault)]
+    return [
+        Text(f"  {fault} in epoch {epoch.epoch}: {one_line(key)}") for fault in _FAULTS for key in getattr(epoch, fault)
+    ]

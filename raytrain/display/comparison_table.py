@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.display.curve_plots import comparison_plots
-from raytrain.display.formatting import UNKNOWN, format_option
+from raytrain.display.formatting import UNKNOWN, format_option, one_line
+from raytrain.display.run_tables import problem_lines
 from raytrain.display.styles import run_styles
 from raytrain.experiments.compare import compare_records
 from raytrain.runs.records import RunRecord
@@ -40,8 +41,9 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     table.add_section()
     for name, (label, text) in _RESULTS.items():
         table.add_row(label, *(_text(getattr(run, name), text) for run in runs))
-    return Group(table, comparison_plots(records), Text())
+    problems = (problem_lines(record.name, record.problems) for record in records if record.problems)
+    return Group(table, *problems, comparison_plots(records), Text())
 
 
 def _text(value: object, text: str) -> str:
-    return UNKNOWN if value is None else text.format(value)
+    return UNKNOWN if value is None else one_line(text.format(value))

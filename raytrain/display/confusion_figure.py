@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytrain.display.formatting import format_optional
+from raytrain.display.formatting import format_optional, one_line
 from raytrain.display.png import GREY
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def _name_classes(axes: Axes, classes: Sequence[str], cell_points: float) -> Non
     """Write the classes along both sides, as many of them as can be read. A cell is ``cell_points`` wide."""
     size = min(10.0, max(5.5, 0.7 * cell_points))
     places = range(0, len(classes), math.ceil(1.2 * size / cell_points))
-    names = [classes[place] for place in places]
-    axes.set_xticks(places, names, rotation=90, fontsize=size)
-    axes.set_yticks(places, names, fontsize=size)
+    names = [one_line(classes[place]) for place in places]
+    axes.set_xticks(places, names, rotation=90, fontsize=size, parse_math=False)  # a $ is a $
+    axes.set_yticks(places, names, fontsize=size, parse_math=False)
     axes.tick_params(length=0)
     axes.spines[:].set_color("#bbbbbb")
     axes.set_xlabel("predicted class", labelpad=10)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import format_count, format_gigabytes
+from raytrain.display.formatting import format_count, format_gigabytes, one_line
 from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _findings(report: DoctorReport) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     for mark, style, findings in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
         for finding in findings:
-            grid.add_row(Text(mark, style), Text(_which_nodes(finding, len(report.nodes)) + finding.sentence))
+            grid.add_row(Text(mark, style), Text(_which_nodes(finding, len(report.nodes)) + one_line(finding.sentence)))
     if report.ok:
         grid.add_row(Text("✓", "green"), "Nothing prevents training.")
     return grid

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import format_optional
+from raytrain.display.formatting import format_optional, one_line
 from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ def _classes(scores: Sequence[ClassScore]) -> RenderableType:
     for score in worst_first[:_NUM_CLASSES_SHOWN]:
         bar = Bar(1, 0, score.accuracy or 0, width=_BAR_WIDTH, color="cyan")
         table.add_row(
-            Text(score.name), f"{score.images:,}", f"{score.right:,}", format_optional(score.accuracy, ".4f"), bar
+            Text(one_line(score.name)),
+            f"{score.images:,}",
+            f"{score.right:,}",
+            format_optional(score.accuracy, ".4f"),
+            bar,
         )
     num_more = len(scores) - _NUM_CLASSES_SHOWN
     if num_more <= 0:
@@ -59,5 +63,10 @@ def _confusions(result: EvaluationResult) -> RenderableType:
     sizes = {score.name: score.images for score in result.per_class}
     for confusion in result.confusions:
         fraction = confusion.images / sizes[confusion.truth]
-        table.add_row(Text(confusion.truth), Text(confusion.answer), f"{confusion.images:,}", f"{fraction:.1%}")
+        table.add_row(
+            Text(one_line(confusion.truth)),
+            Text(one_line(confusion.answer)),
+            f"{confusion.images:,}",
+            f"{fraction:.1%}",
+        )
     return table

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import cast
 
 UNKNOWN = "–"
+_LINE_ENDS = re.compile("[\t\n\u2028\u2029]")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Besides the control characters: marks that reverse the direction of text, and halves of characters."""
+
+
+def one_line(text: str) -> str:
+    """Text from outside (a name, a message) as part of one line: with ␊ for a new line, and as :func:`printable`."""
+    return printable(_LINE_ENDS.sub(_picture, text))
+
+
+def printable(text: str) -> str:
+    """Lines of text that no terminal obeys: with ␛ for an escape character, and so on."""
+    return _CONTROLS.sub(_picture, text)
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
 
 
 def format_duration(seconds: float) -> str:
@@ -32,13 +51,15 @@ def format_value(value: object) -> str:
     if isinstance(value, float):
         spec = ".1e" if 0 < abs(value) < 1e-4 else ".4f" if abs(value) < 10 else ",.1f"
         return f"{value:{spec}}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(str(value))
 
 
 def format_option(value: object) -> str:
     """The value of an option as a user types it; the values of a tuple are separated by blanks."""
     values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-    return " ".join(UNKNOWN if one is None else f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+    return " ".join(
+        UNKNOWN if one is None else f"{one:g}" if isinstance(one, float) else one_line(str(one)) for one in values
+    )
 
 
 def format_count(number: float, noun: str) -> str:

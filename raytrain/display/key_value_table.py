@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import RenderableType
 from rich.table import Table
 
-from raytrain.display.formatting import format_value
+from raytrain.display.formatting import format_value, one_line
 
 
 def key_value_table(values: Mapping[str, object]) -> RenderableType:
@@ -16,5 +16,5 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
     grid.add_column(style="dim")
     for name, value in values.items():
         if value is not None and not isinstance(value, (list, tuple, dict)):
-            grid.add_row(name.removeprefix("num_").replace("_", " "), format_value(value))
+            grid.add_row(one_line(name.removeprefix("num_").replace("_", " ")), format_value(value))
     return grid

@@ -8,6 +8,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 
+from raytrain.display.console import PlainConsole
+from raytrain.display.formatting import one_line
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -24,7 +27,7 @@ class LiveView:
     """
 
     def __init__(self, console: Console | None, waiting: str) -> None:
-        self._console = console or Console()
+        self._console = console or PlainConsole()
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(Spinner("dots", waiting), console=self._console, transient=True)
@@ -42,7 +45,7 @@ class LiveView:
 
     def _print(self, line: str) -> None:
         """Print a line as it is, without wrapping it; a live picture stays below it."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self, picture: RenderableType, *, keep: bool) -> None:
         """Draw ``picture`` in place of the last one; with ``keep``, it stays on the screen when the view ends."""

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from raytrain.backends.handle import RunHandle
+from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot, View
@@ -64,7 +63,7 @@ class NotebookView:
 
 def dashboard_html(snapshot: Snapshot, rows: list[MetricRow]) -> str:
     """The picture of a run as HTML, with its colours."""
-    console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
+    console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
     console.print(dashboard(snapshot, rows))
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 

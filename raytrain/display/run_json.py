@@ -11,14 +11,20 @@ from raytrain.runs.records import RunInfo, RunRecord
 def run_info_json(run: RunInfo) -> dict[str, Any]:
     """One run of the list."""
     status = dataclasses.asdict(run.status)
-    return {"name": run.name, "recipe": run.recipe, **status, "test_accuracy": run.test_accuracy}
+    return {
+        "name": run.name,
+        "recipe": run.recipe,
+        **status,
+        "test_accuracy": run.test_accuracy,
+        "problems": run.problems,
+    }
 
 
 def run_record_json(record: RunRecord) -> dict[str, Any]:
     """Everything about one run."""
     return {
         "name": record.name,
-        "config": dataclasses.asdict(record.config),
+        "config": record.config and dataclasses.asdict(record.config),
         "status": dataclasses.asdict(record.status),
         "summary": record.summary,
         "metrics": [row.to_json() for row in record.metrics],
@@ -27,4 +33,5 @@ def run_record_json(record: RunRecord) -> dict[str, Any]:
             for stored in record.checkpoints
         ],
         "skipped": [dataclasses.asdict(image) for image in record.skipped],
+        "problems": record.problems,
     }

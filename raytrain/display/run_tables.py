@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from datetime import datetime
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from raytrain.config import TrainConfig
 from raytrain.display.curve_plots import curve_heading, curve_plots
-from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value
+from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value, one_line
 from raytrain.display.key_value_table import key_value_table
 from raytrain.display.styles import status_style
 from raytrain.display.train_command import train_command
@@ -29,7 +28,7 @@ def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
     lines: list[RenderableType] = [key_value_table(result.summary())]
     if result.status != "finished":
         command = train_command(dataclasses.replace(config, name=result.name))
-        lines += [Text(), Text.assemble("Resume with  ", (f"{command} --resume", "bold"), overflow="fold")]
+        lines += [Text(), Text.assemble("Resume with  ", (f"{one_line(command)} --resume", "bold"), overflow="fold")]
     return Group(*lines)
 
 
@@ -45,21 +44,29 @@ def runs_table(runs: Sequence[RunInfo], storage: str) -> RenderableType:
     for run in runs:
         status = run.status
         table.add_row(
-            run.name,
-            run.recipe,
-            Text(status.status, style=status_style(status.status)),
+            one_line(run.name),
+            one_line(run.recipe),
+            Text(one_line(status.status), style=status_style(status.status)),
             f"{status.epoch}/{status.num_epochs}",
             f"{status.step:,}/{status.num_steps:,}",
             format_value(run.test_accuracy),
-            format_time(datetime.fromisoformat(status.heartbeat_at)) if status.heartbeat_at else UNKNOWN,
+            format_time(status.heartbeat) if status.heartbeat else UNKNOWN,
         )
-    return table
+    return Group(table, *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+
+
+def problem_lines(name: str, problems: Sequence[str]) -> RenderableType:
+    """What of the documents of a run cannot be used."""
+    return Group(*(Text(one_line(f"! {name}: {problem}"), style="yellow") for problem in problems))
 
 
 def run_page(record: RunRecord) -> RenderableType:
     """Everything about one run."""
     parts: list[RenderableType] = [_title(record.name, record.status)]
-    parts += [Text(train_command(record.config), style="dim", overflow="fold")]
+    if record.config:
+        parts += [Text(one_line(train_command(record.config)), style="dim", overflow="fold")]
+    if record.problems:
+        parts += [problem_lines(record.name, record.problems)]
     if record.metrics:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
@@ -75,7 +82,7 @@ def run_page(record: RunRecord) -> RenderableType:
 def _title(name: str, status: RunStatus) -> Text:
     at = f" at step {status.step:,}/{status.num_steps:,}, epoch {status.epoch}/{status.num_epochs}"
     return Text.assemble(
-        (name, "bold"), "  ", (status.status, status_style(status.status)), at if status.num_steps else ""
+        (name, "bold"), "  ", (one_line(status.status), status_style(status.status)), at if status.num_steps else ""
     )
 
 
@@ -84,7 +91,7 @@ def _checkpoints(record: RunRecord) -> RenderableType:
     table.add_column("size", justify="right")
     table.add_column("written")
     for stored in record.checkpoints:
-        table.add_row(stored.path, f"{stored.size_bytes / 1e6:,.1f} MB", format_time(stored.modified))
+        table.add_row(one_line(stored.path), f"{stored.size_bytes / 1e6:,.1f} MB", format_time(stored.modified))
     return table
 
 
@@ -94,4 +101,4 @@ def _skipped(record: RunRecord) -> RenderableType:
     if num_more:
         lines.append(f"and {num_more:,} more in skipped.jsonl")
     title = Text(f"{format_count(len(record.skipped), 'image')} skipped", style="yellow")
-    return Group(title, *(Text(f"  {line}") for line in lines))
+    return Group(title, *(Text(f"  {one_line(line)}") for line in lines))

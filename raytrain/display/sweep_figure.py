@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from raytrain.display.formatting import one_line
 from raytrain.display.png import GREY, ORANGE, plain_axes
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
@@ -43,7 +44,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     for place, name in enumerate(names, start=1):
         _against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
     best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
-    figure.suptitle("".join([result.name, *best]), x=0.01, ha="left", weight="bold", fontsize=10)
+    figure.suptitle("".join([result.name, *best]), x=0.01, ha="left", weight="bold", fontsize=10, parse_math=False)
     return figure
 
 
@@ -94,6 +95,6 @@ def _number_axis(axes: Axes, numbers: Sequence[float]) -> Sequence[float]:
 def _name_axis(axes: Axes, names: Sequence[str]) -> Sequence[float]:
     """Prepare the x axis for names; gives the place of each."""
     different = list(dict.fromkeys(names))
-    axes.set_xticks(range(len(different)), different)
+    axes.set_xticks(range(len(different)), list(map(one_line, different)), parse_math=False)
     axes.set_xlim(-0.5, len(different) - 0.5)
     return [different.index(name) for name in names]

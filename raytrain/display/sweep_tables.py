@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import UNKNOWN, format_optional
+from raytrain.display.formatting import UNKNOWN, format_optional, one_line
 from raytrain.display.styles import status_style
 from raytrain.errors import option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
@@ -101,7 +101,9 @@ def _accuracy_text(accuracy: float | None, best: float) -> Text:
 
 
 def _reason(trial: TrialResult) -> Text:
-    return Text.assemble(f" {trial.name} ", (trial.status, status_style(trial.status)), f": {trial.reason}")
+    return Text.assemble(
+        f" {trial.name} ", (trial.status, status_style(trial.status)), f": {one_line(str(trial.reason))}"
+    )
 
 
 def _conclusion(result: SweepResult) -> list[Text]:

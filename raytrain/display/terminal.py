@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard, plot_height
 from raytrain.display.formatting import format_duration
 from raytrain.display.live_view import LiveView
@@ -72,7 +73,7 @@ class StudyTerminalView:
 
     def __init__(self, run_names: Sequence[str] = (), console: Console | None = None) -> None:
         self._run_names = run_names
-        self._console = console or Console()
+        self._console = console or PlainConsole()
         self._view = TerminalView(self._console)
         self._name: str | None = None
         self._over = False

@@ -59,7 +59,7 @@ def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
 
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:
     """See :func:`compare`; the documents of the runs have been read already."""
-    options = differing_options([record.config for record in records])
+    options = differing_options([record.config for record in records if record.config])
     return [_compared(record, options) for record in records]
 
 
@@ -78,7 +78,7 @@ def _compared(record: RunRecord, options: Sequence[str]) -> ComparedRun:
     steps = rows[-1].step if rows else 0
     return ComparedRun(
         name=record.name,
-        options={name: getattr(record.config, name) for name in options},
+        options={name: getattr(record.config, name, None) for name in options},
         status=record.status.status,
         steps=steps,
         epochs=round(steps / steps_per_epoch(rows), 2),

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import decoded_shape
 from raytrain.data.decode import decode
+from raytrain.inference.trusted_config import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint
-from raytrain.runs.documents import open_run, read_resolved_config
+from raytrain.runs.documents import open_run
 from raytrain.storage.base import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
@@ -56,19 +57,20 @@ class Classifier(nn.Module):
         return [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
 
 
-def load(run: str, *, storage: str = "./runs") -> Classifier:
+def load(run: str, *, storage: str = "./runs", trust: bool = False) -> Classifier:
     """Load the network of ``run`` onto the CPU, with the weights of its best checkpoint.
 
-    If no checkpoint was evaluated, it is the newest one. Raises UsageError if there is no such run or it has no
-    checkpoint.
+    If no checkpoint was evaluated, it is the newest one. Raises UsageError if there is no such run, if it has no
+    checkpoint, or if its network is a function of its author's own: that function runs only with ``trust``.
     """
-    return load_classifier(open_run(storage, run), run)
+    return load_classifier(open_run(storage, run), run, trust=trust)
 
 
-def load_classifier(store: Store, run: str) -> Classifier:
+def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:
     """The same as :func:`load`, from the ``store`` of the run."""
+    config = read_trusted_config(store, trust=trust)
     path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)
-    classifier = Classifier(read_resolved_config(store), checkpoint.identity.classes, path)
+    classifier = Classifier(config, checkpoint.identity.classes, path)
     classifier.network.load_state_dict(checkpoint.state["model"])
     return classifier.eval()

@@ -27,7 +27,13 @@ class EvaluationResult(Scores):
 
 
 def evaluate(
-    run: str, data: str, *, storage: str = "./runs", workers: int | None = None, address: str | None = None
+    run: str,
+    data: str,
+    *,
+    storage: str = "./runs",
+    workers: int | None = None,
+    address: str | None = None,
+    trust: bool = False,
 ) -> EvaluationResult:
     """Measure a run's best checkpoint on labelled images, each used exactly once.
 
@@ -37,11 +43,13 @@ def evaluate(
         storage: where the run is stored.
         workers: processes that share the work; by default as many as fit.
         address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
+        trust: whether a network that is a function of the run's author may run.
 
     Raises:
-        UsageError, StorageError: there is no such run, or the data cannot be read or has other classes.
+        UsageError, StorageError: there is no such run, it is not trusted, or the data cannot be read or has other
+            classes.
     """
-    trained = open_trained_run(run, storage)
+    trained = open_trained_run(run, storage, trust=trust)
     images = open_store(data)
     manifest = build_manifest(images, classes=trained.classes)
     table = trained.predict(images, manifest, workers=workers, address=address)

@@ -54,7 +54,9 @@ class ExportResult:
         return {**asdict(self), "classes": list(self.classes)}
 
 
-def export(run: str, output: str, *, data: str | None = None, storage: str = "./runs") -> ExportResult:
+def export(
+    run: str, output: str, *, data: str | None = None, storage: str = "./runs", trust: bool = False
+) -> ExportResult:
     """Write the network of a run's best checkpoint, preprocessing included, to a file that runs without raytrain.
 
     The file takes the same input as the network of :func:`raytrain.load`: any number of decoded images, uint8
@@ -68,15 +70,17 @@ def export(run: str, output: str, *, data: str | None = None, storage: str = "./
             ``torch.export.load(file).module()``.
         data: images to compare on; by default random pixels.
         storage: where the run is stored.
+        trust: whether a network that is a function of the run's author may run.
 
     Raises:
-        UsageError: there is no such run, the network cannot be exported, or packages for ONNX are missing.
+        UsageError: there is no such run, it is not trusted, the network cannot be exported, or packages for ONNX are
+            missing.
         StorageError: the images cannot be read, or the file cannot be written.
         RaytrainError: the exported network's logits differ; nothing was written.
     """
     check_output(output, tuple(_FORMATS))
     encode, run_file = _FORMATS[output[output.rindex(".") :]]
-    classifier = load(run, storage=storage)
+    classifier = load(run, storage=storage, trust=trust)
     images = _check_images(classifier, data)
     content = encode(_trace(classifier, run), classifier.classes)
     same_answers, largest_difference = _compare(run_file(content, images), _original_logits(classifier, images), output)

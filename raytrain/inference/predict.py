@@ -16,6 +16,9 @@ from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
 
+pc: Any = pyarrow.compute  # whose functions are made at import
+_FORMULA = r"^[=+\-@\t\r\n]"
+
 
 @dataclass(frozen=True)
 class PredictionResult:
@@ -42,6 +45,7 @@ def predict(
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
+    trust: bool = False,
 ) -> PredictionResult:
     """Predict the class of every image below ``data`` with a run's best checkpoint, and write a row for each.
 
@@ -56,12 +60,14 @@ def predict(
         storage: where the run is stored.
         workers: processes that share the work; by default as many as fit.
         address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
+        trust: whether a network that is a function of the run's author may run.
 
     Raises:
-        UsageError, StorageError: there is no such run, the data cannot be read, or the file cannot be written.
+        UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot
+            be written.
     """
     check_output(output, (".parquet", ".csv"))
-    trained = open_trained_run(run, storage)
+    trained = open_trained_run(run, storage, trust=trust)
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
         raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")
@@ -77,19 +83,27 @@ def _output_columns(table: pa.Table) -> pa.Table:
     readable = table["error"].is_null()
     predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
     columns = {
-        name: pyarrow.compute.if_else(  # pyright: ignore[reportAttributeAccessIssue] ; made at import
-            readable, predictions[name], pa.scalar(None, predictions[name].type)
-        )
+        name: pc.if_else(readable, predictions[name], pa.scalar(None, predictions[name].type))
         for name in predictions.column_names
     }
     return pa.table({"key": table["key"], **columns, "error": table["error"]})
+
+
+def _without_formulas(table: pa.Table) -> pa.Table:
+    """The table with an apostrophe before each text that a spreadsheet would compute, as OWASP advises for CSV."""
+    for place, name in enumerate(table.column_names):
+        if pa.types.is_string(table[name].type):
+            is_formula = pc.match_substring_regex(table[name], _FORMULA)
+            quoted = pc.binary_join_element_wise(pa.scalar("'"), table[name], pa.scalar(""))
+            table = table.set_column(place, name, pc.if_else(is_formula, quoted, table[name]))
+    return table
 
 
 def _encode(table: pa.Table, output: str) -> bytes:
     """The content of the file ``output``, in the format of its suffix."""
     sink = pa.BufferOutputStream()
     if output.endswith(".csv"):
-        pyarrow.csv.write_csv(table, sink)
+        pyarrow.csv.write_csv(_without_formulas(table), sink)
     else:
         pyarrow.parquet.write_table(table, sink)
     return sink.getvalue().to_pybytes()

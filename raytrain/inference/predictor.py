@@ -18,15 +18,15 @@ _MIN_PROBABILITY = 1e-30
 class Predictor:
     """Predicts the ``top_k`` likeliest classes of images."""
 
-    def __init__(self, store: Store, num_threads: int, *, run: str, top_k: int) -> None:
-        """Load the best checkpoint of the run called ``run`` from its ``store``."""
+    def __init__(self, store: Store, num_threads: int, *, run: str, top_k: int, trust: bool = False) -> None:
+        """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load."""
         import torch
 
         from raytrain.inference.classifier import load_classifier
 
         torch.set_num_threads(num_threads)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._classifier = load_classifier(store, run).to(self._device)
+        self._classifier = load_classifier(store, run, trust=trust).to(self._device)
         self._top_k = top_k
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:

@@ -54,4 +54,5 @@ def newest_step(store: Store) -> int:
 
 
 def _accuracy(store: Store, checkpoint: str) -> float:
-    return read_json(store, f"{checkpoint}.json").get("test_accuracy") or 0.0
+    accuracy = read_json(store, f"{checkpoint}.json").get("test_accuracy")
+    return accuracy if isinstance(accuracy, float) else 0.0

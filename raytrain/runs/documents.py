@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, did_you_mean
+from raytrain.runs.json_lines import Report, ignore, parse_object, plain
 from raytrain.runs.layout import CONFIG, SWEEP
+from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
+
+Config = TypeVar("Config", bound=TrainConfig)
 
 
 def check_name(name: str) -> str:
@@ -51,15 +55,31 @@ def run_names(store: Store) -> list[str]:
 
 
 def read_config(store: Store) -> TrainConfig:
-    """The options that the run, or the sweep, last started with."""
-    return TrainConfig.from_json(store.get(CONFIG).decode())
+    """The options that the run, or the sweep, last started with; raises UsageError if they are damaged."""
+    return _read_config(store, TrainConfig)
 
 
 def read_resolved_config(store: Store) -> ResolvedConfig:
-    """The same with everything decided; raises UsageError for a sweep, whose trials each have their own."""
+    """The same with everything decided; raises UsageError also for a sweep, whose trials each have their own."""
     if store.exists(SWEEP):
         raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
-    return ResolvedConfig.from_json(store.get(CONFIG).decode())
+    return _read_config(store, ResolvedConfig)
+
+
+def parse_config(kind: type[Config], data: bytes) -> Config:
+    """The options in a ``config.json``; raises ValueError with what is wrong, also for options of another version."""
+    document = parse_object(data)
+    hints = get_type_hints(kind, include_extras=True)
+    if unknown := sorted(set(document) - set(hints)):
+        raise ValueError(f"it has the option {unknown[0]!r}, which this version of raytrain does not know")
+    for name, value in document.items():
+        document[name] = tuple(cast(list[Any], value)) if isinstance(value, list) else value
+        if not matches(document[name], hints[name]):
+            raise ValueError(f"its {name} is {value!r}")
+    try:
+        return kind(**document)
+    except TypeError:  # an option without a default is missing
+        raise ValueError("it lacks options that a run has") from None
 
 
 def write_config(store: Store, config: TrainConfig) -> None:
@@ -67,17 +87,30 @@ def write_config(store: Store, config: TrainConfig) -> None:
     store.put(CONFIG, config.to_json().encode())
 
 
-def read_json(store: Store, path: str) -> dict[str, Any]:
-    """A document of the run; an empty one if it does not exist."""
+def read_json(store: Store, path: str, report: Report = ignore) -> dict[str, Any]:
+    """A document of the run; an empty one if it does not exist, or is damaged, which ``report`` gets a line about."""
     try:
-        return json.loads(store.get(path))
+        return plain(parse_object(store.get(path)))
     except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        report(f"{path} cannot be used ({error})")
         return {}
 
 
 def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
     """Write a document of the run."""
     store.put(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def _read_config(store: Store, kind: type[Config]) -> Config:
+    try:
+        return parse_config(kind, store.get(CONFIG))
+    except ValueError as error:
+        raise UsageError(
+            f"{store.url}/{CONFIG} cannot be used ({str(error).rstrip('.')}); repair it, or start another run with "
+            "another --name."
+        ) from None
 
 
 def _no_such_run(storage: str, name: str) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from raytrain.runs.json_lines import encode_lines, read_lines
+from raytrain.runs.json_lines import Report, encode_lines, ignore, read_lines
 from raytrain.runs.layout import METRICS, SKIPPED
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
@@ -37,8 +36,9 @@ class History:
 
     def __init__(self, store: Store) -> None:
         self.error: str | None = None
-        self._metrics = _JsonLines(store, METRICS, MetricRow.from_json, MetricRow.to_json)
-        self._skipped = _JsonLines(store, SKIPPED, _parse_skipped, asdict)
+        self._problems: list[str] = []
+        self._metrics = _JsonLines(store, METRICS, MetricRow.from_json, MetricRow.to_json, self._problems.append)
+        self._skipped = _JsonLines(store, SKIPPED, SkippedImage.from_json, asdict, self._problems.append)
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._writer = threading.Thread(target=self._write_as_it_comes, name="history", daemon=True)
@@ -53,6 +53,10 @@ class History:
     def skipped_images(self) -> list[SkippedImage]:
         """The skipped images so far, each once."""
         return self._skipped.rows
+
+    def take_problems(self) -> list[str]:
+        """What could not be read of the history that existed, each said once."""
+        return [self._problems.pop(0) for _ in self._problems.copy()]
 
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics."""
@@ -104,26 +108,32 @@ class History:
             self._closed.wait(pause_s)
 
 
-def read_metrics(store: Store) -> list[MetricRow]:
-    """The metrics history of a run."""
-    return _parse(read_lines(store, METRICS), MetricRow.from_json)
+def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
+    """The metrics history of a run, as far as it is whole; ``report`` gets a line if it is not."""
+    return read_lines(store, METRICS, MetricRow.from_json, report)
 
 
-def read_skipped(store: Store) -> list[SkippedImage]:
-    """The images that a run skipped."""
-    return _parse(read_lines(store, SKIPPED), _parse_skipped)
+def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
+    """The images that a run skipped, as far as the list is whole; ``report`` gets a line if it is not."""
+    return read_lines(store, SKIPPED, SkippedImage.from_json, report)
 
 
 class _JsonLines(Generic[T]):
     """One document of JSON lines: whole in memory, in storage as of the last write."""
 
     def __init__(
-        self, store: Store, path: str, parse: Callable[[dict[str, Any]], T], to_json: Callable[[T], dict[str, Any]]
+        self,
+        store: Store,
+        path: str,
+        parse: Callable[[dict[str, Any]], T],
+        to_json: Callable[[T], dict[str, Any]],
+        report: Report,
     ) -> None:
         self._store = store
         self._path = path
         self._from_json = parse
         self._to_json = to_json
+        self._report = report
         self._file = None if "://" in store.url else Path(store.url) / path
         self._size_bytes = 0
         self._lock = threading.RLock()
@@ -136,7 +146,7 @@ class _JsonLines(Generic[T]):
     def rows(self) -> list[T]:
         with self._lock:
             if self._loaded is None:
-                self._loaded = _parse(read_lines(self._store, self._path), self._from_json)
+                self._loaded = read_lines(self._store, self._path, self._from_json, self._report)
                 self._num_written = len(self._loaded)
                 self._rewrite = True  # a process that was killed may have left half a line at the end of the file
             return self._loaded
@@ -185,16 +195,3 @@ class _JsonLines(Generic[T]):
 
     def _encode(self, rows: list[T]) -> bytes:
         return encode_lines(self._to_json(row) for row in rows)
-
-
-def _parse(documents: Iterable[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The rows that ``documents`` hold; those that are something else are left out."""
-    rows: list[T] = []
-    for document in documents:
-        with suppress(KeyError, TypeError, ValueError):
-            rows.append(parse(document))
-    return rows
-
-
-def _parse_skipped(document: dict[str, Any]) -> SkippedImage:
-    return SkippedImage(document["key"], document["reason"])

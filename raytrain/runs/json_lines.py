@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
+
+T = TypeVar("T")
+Report = Callable[[str], None]
+"""Gets a line about each document, or part of one, that cannot be used."""
 
 
 def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
@@ -17,17 +21,39 @@ def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(json.dumps(plain(document), allow_nan=False).encode() + b"\n" for document in documents)
 
 
-def read_lines(store: Store, path: str) -> list[dict[str, Any]]:
-    """The documents of a file of JSON lines; none if there is no such file. Lines that are cut short are left out."""
+def ignore(problem: str) -> None:
+    """The report of a caller that continues with what is whole."""
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``; raises ValueError with what is wrong with it."""
+    if not data.strip(b"\0"):
+        raise ValueError("it is empty")
+    try:
+        document = json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    return cast(dict[str, Any], document)
+
+
+def read_lines(store: Store, path: str, parse: Callable[[dict[str, Any]], T], report: Report = ignore) -> list[T]:
+    """What ``parse`` makes of each line of a file of JSON lines; nothing if there is no such file.
+
+    Lines that are damaged, or for which ``parse`` raises KeyError, TypeError or ValueError, are left out and counted.
+    """
     try:
         lines = store.get(path).splitlines()
     except FileNotFoundError:
         return []
-    documents: list[dict[str, Any]] = []
+    parsed: list[T] = []
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            documents.append(json.loads(line))
-    return documents
+        with suppress(KeyError, TypeError, ValueError):
+            parsed.append(parse(plain(parse_object(line))))
+    if num_damaged := len(lines) - len(parsed):
+        report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")
+    return parsed
 
 
 def plain(value: Any) -> Any:

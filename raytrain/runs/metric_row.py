@@ -50,12 +50,23 @@ class MetricRow:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MetricRow:
-        """The inverse of :meth:`to_json`. Raises ValueError or TypeError if the document is not such a row."""
-        if document["kind"] not in ("step", "evaluation"):
-            raise ValueError(f"kind is {document['kind']!r}")
-        columns = {name: document[name] for name in _COLUMNS if name in document}
+        """The inverse of :meth:`to_json`. Raises KeyError or ValueError if the document is no such row."""
+        kind, step, epoch = document["kind"], document["step"], document["epoch"]
+        if kind not in ("step", "evaluation") or type(step) is not int or type(epoch) is not int:
+            raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
+        if (
+            step < 0
+            or epoch < 1
+            or not all(_is_measurement(value) for name, value in document.items() if name != "kind")
+        ):
+            raise ValueError("a number is out of range, or something else")
+        columns = {name: value for name in _COLUMNS if (value := document.get(name)) is not None}
         metrics = {name: value for name, value in document.items() if name not in _COLUMNS}
         return cls(**columns, metrics=metrics)
+
+
+def _is_measurement(value: object) -> bool:
+    return value is None or type(value) is float or type(value) is int
 
 
 _COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")

@@ -190,6 +190,8 @@ class RunMonitor:
             )
 
     def _report_storage_errors(self) -> None:
+        for problem in self._history.take_problems():
+            self.event(f"{problem}; the run continues without them")
         error = self._history.error
         if error != self._reported_error:
             self.event(f"the history waits for storage: {error}" if error else "the history is in storage again")

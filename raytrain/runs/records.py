@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain.config import TrainConfig
+from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import list_checkpoints
-from raytrain.runs.documents import open_run, read_config, read_json, run_names
+from raytrain.runs.documents import open_run, parse_config, read_config, read_json, run_names
 from raytrain.runs.history import read_metrics, read_skipped
+from raytrain.runs.json_lines import Report, parse_object, plain
 from raytrain.runs.layout import CONFIG, STATUS, SUMMARY
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
@@ -18,67 +20,99 @@ from raytrain.runs.status import RunStatus, parse_status, read_status
 if TYPE_CHECKING:
     from raytrain.storage.base import Store, StoredObject
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One line of the list of runs."""
+    """One line of the list of runs. ``problems`` says what of its documents cannot be used."""
 
     name: str
     recipe: str
     status: RunStatus
     test_accuracy: float | None
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Everything that storage holds of a run, apart from its manifests."""
+    """Everything that storage holds of a run, apart from its manifests.
+
+    ``problems`` says what of it cannot be used; ``config`` is None if it is among that.
+    """
 
     name: str
-    config: TrainConfig
+    config: TrainConfig | None
     status: RunStatus
     summary: dict[str, Any]
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
     skipped: list[SkippedImage]
+    problems: tuple[str, ...] = ()
 
 
 def list_runs(storage: str) -> list[RunInfo]:
-    """Every run below ``storage``, the one with the newest heartbeat first."""
+    """Every run below ``storage``, the one with the newest heartbeat first. What one run lacks hides no other run.
+
+    Raises StorageError if storage is out of reach, or gives no document of any run.
+    """
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     store = open_store(storage)
     names = run_names(store)
-    documents = [_documents(store, names, path) for path in (CONFIG, STATUS, SUMMARY)]
-    runs = [
-        RunInfo(
-            name=name,
-            recipe=config.get("recipe", ""),
-            status=parse_status(status),
-            test_accuracy=summary.get("test_accuracy"),
-        )
-        for name, config, status, summary in zip(names, *documents, strict=True)
-    ]
+    documents = [store.get_many([f"{name}/{path}" for name in names]) for path in (CONFIG, STATUS, SUMMARY)]
+    for refused in documents[0][:1]:
+        if isinstance(refused, StorageError) and all(isinstance(each, StorageError) for each in documents[0]):
+            raise refused
+    runs = [_run_info(name, *found) for name, *found in zip(names, *documents, strict=True)]
     return sorted(runs, key=lambda run: run.status.heartbeat_at, reverse=True)
 
 
 def read_run(storage: str, name: str) -> RunRecord:
-    """All documents of a run; raises UsageError if there is no such run."""
+    """All documents of a run, as far as they are whole; raises UsageError if there is no such run."""
     store = open_run(storage, name)
+    problems: list[str] = []
     return RunRecord(
         name=name,
-        config=read_config(store),
-        status=read_status(store),
-        summary=read_json(store, SUMMARY),
-        metrics=read_metrics(store),
+        config=_config(store, problems.append),
+        status=read_status(store, problems.append),
+        summary=read_json(store, SUMMARY, problems.append),
+        metrics=read_metrics(store, problems.append),
         checkpoints=list_checkpoints(store),
-        skipped=read_skipped(store),
+        skipped=read_skipped(store, problems.append),
+        problems=tuple(problems),
     )
 
 
-def _documents(store: Store, names: list[str], path: str) -> list[dict[str, Any]]:
-    """The same document of many runs; an empty one for a run that lacks it."""
-    found = store.get_many([f"{name}/{path}" for name in names])
-    for problem in found:
-        if isinstance(problem, Exception) and not isinstance(problem, FileNotFoundError):
-            raise problem
-    return [json.loads(data) if isinstance(data, bytes) else {} for data in found]
+def _config(store: Store, report: Report) -> TrainConfig | None:
+    try:
+        return read_config(store)
+    except UsageError as error:
+        report(str(error).rstrip("."))
+        return None
+
+
+def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
+    problems: list[str] = []
+    options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data), problems.append)
+    accuracy = (_parsed(SUMMARY, summary, parse_object, problems.append) or {}).get("test_accuracy")
+    return RunInfo(
+        name=name,
+        recipe=options.recipe if options else "",
+        status=parse_status(_parsed(STATUS, status, parse_object, problems.append) or {}, problems.append),
+        test_accuracy=plain(accuracy) if isinstance(accuracy, float) else None,
+        problems=tuple(problems),
+    )
+
+
+def _parsed(path: str, found: bytes | Exception, parse: Callable[[bytes], T], report: Report) -> T | None:
+    """What ``parse`` makes of a document; None if it does not exist, or cannot be used."""
+    try:
+        if isinstance(found, Exception):
+            raise found
+        return parse(found)
+    except FileNotFoundError:
+        return None
+    except (StorageError, ValueError) as error:
+        report(f"{path} cannot be used ({str(error).rstrip('.')})")
+        return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from raytrain.config import TrainConfig
 
@@ -15,6 +15,14 @@ class SkippedImage:
 
     key: str
     reason: str
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> SkippedImage:
+        """The image of a line of skipped.jsonl. Raises KeyError or ValueError if the line is something else."""
+        key, reason = document["key"], document["reason"]
+        if not (isinstance(key, str) and isinstance(reason, str)):
+            raise ValueError("key and reason must be text")
+        return cls(key, reason)
 
 
 @dataclass(frozen=True, kw_only=True)

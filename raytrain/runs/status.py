@@ -8,11 +8,13 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from raytrain.errors import StorageError
 from raytrain.runs.documents import read_json, run_store, write_json
+from raytrain.runs.json_lines import Report, ignore
 from raytrain.runs.layout import STATUS
+from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 HEARTBEAT_EVERY_S = 10.0
 """Seconds between two writes of a running run's status."""
 _SILENT_AFTER = timedelta(seconds=60)
+_INTERRUPTED: dict[str, Any] = {"status": "interrupted"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +48,18 @@ class RunStatus:
         """Whether the run is training, or about to."""
         return self.status in ("starting", "running")
 
+    @property
+    def heartbeat(self) -> datetime | None:
+        """``heartbeat_at`` as a time; None if it is not known."""
+        with suppress(ValueError, OverflowError):
+            time = datetime.fromisoformat(self.heartbeat_at).astimezone(timezone.utc)
+            return time if 1970 < time.year < 9999 else None  # what every time zone can show
+        return None
 
-def read_status(store: Store) -> RunStatus:
-    """How far the run is."""
-    return parse_status(read_json(store, STATUS))
+
+def read_status(store: Store, report: Report = ignore) -> RunStatus:
+    """How far the run is; ``report`` gets a line if its document is damaged."""
+    return parse_status(read_json(store, STATUS, report), report)
 
 
 def write_status(store: Store, status: RunStatus) -> None:
@@ -65,26 +76,38 @@ def mark_failed(storage: str, name: str) -> None:
         write_status(store, dataclasses.replace(read_status(store), status="failed"))
 
 
-def parse_status(document: dict[str, Any]) -> RunStatus:
-    """The status in a ``status.json``; interrupted if it is empty, or active but too old to be true."""
-    known: dict[str, Any] = {"status": "interrupted", **document}
-    status = RunStatus(**known)
+def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
+    """The status in a ``status.json``; interrupted if it is empty, or active but too old to be true.
+
+    Another version may have written it: fields that are unknown, or have another type, are left out. ``report`` gets a
+    line about the latter.
+    """
+    hints = get_type_hints(RunStatus)
+    known: dict[str, Any] = {
+        name: value for name, value in document.items() if name in hints and matches(value, hints[name])
+    }
+    if unusable := [name for name in document if name in hints and name not in known]:
+        report(f"{STATUS} has values of another type for {', '.join(unusable)}, which are left out")
+    status = RunStatus(**{**_INTERRUPTED, **known})
     if status.active and (_is_silent(status) or _is_gone(status)):
         return dataclasses.replace(status, status="interrupted")
     return status
 
 
 def _is_silent(status: RunStatus) -> bool:
-    return datetime.now(timezone.utc) - datetime.fromisoformat(status.heartbeat_at) > _SILENT_AFTER
+    heartbeat = status.heartbeat
+    return heartbeat is None or datetime.now(timezone.utc) - heartbeat > _SILENT_AFTER
 
 
 def _is_gone(status: RunStatus) -> bool:
     """Whether the process that trained ran on this machine and has ended."""
     if status.host != socket.gethostname():
         return False
+    if status.pid < 1:  # such a number means several processes
+        return True
     try:
         os.kill(status.pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # also: no number of a process
         return True
     except PermissionError:
         pass  # it belongs to another user, and is alive

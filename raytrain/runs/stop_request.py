@@ -42,7 +42,7 @@ def request_stop(storage: str, name: str, request: StopRequest) -> None:
 def read_stop_request(store: Store) -> StopRequest | None:
     """The stop request that lies in a run's storage, if there is one."""
     reason = read_json(store, STOP_REQUEST).get("reason")
-    return None if reason is None else StopRequest(reason)
+    return StopRequest(reason) if isinstance(reason, str) else None
 
 
 def clear_stop_request(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain.errors import UsageError
+from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
 
 
@@ -13,12 +14,18 @@ def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output
     if not output.endswith(suffixes):
         raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
     if "://" in output:
-        open_store(output.rpartition("/")[0])  # checks the URL
+        _open_folder(output)  # checks the URL
     elif not (folder := Path(output).absolute().parent).is_dir():
         raise UsageError(f"{option} is {output!r}, but there is no folder {folder}; create it first.")
 
 
 def write_output(output: str, content: bytes) -> None:
     """Write or replace ``output``, a file or an ``s3://`` object, atomically. Raises StorageError if that fails."""
-    folder, _, name = output.rpartition("/")
-    open_store(folder or ".").put(name, content)
+    folder, name = _open_folder(output)
+    folder.put(name, content)
+
+
+def _open_folder(output: str) -> tuple[Store, str]:
+    """The store of the folder that ``output`` lies in, and its name there. Raises UsageError if it has no bucket."""
+    folder, slash, name = output.rpartition("/")
+    return open_store(folder + slash or "."), name  # with its slash: "/" is the root, and "s3://" has no bucket

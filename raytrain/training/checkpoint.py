@@ -21,6 +21,7 @@ from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path, lis
 from raytrain.runs.layout import CHECKPOINTS
 from raytrain.runs.outcome import Progress
 from raytrain.storage.base import Store
+from raytrain.training.archive import check_unpacked_size
 from raytrain.training.state import StateDict
 
 
@@ -202,6 +203,7 @@ def _encode(checkpoint: Checkpoint) -> bytes:
 
 def _parse(data: bytes) -> Checkpoint:
     """The inverse of :func:`_encode`; raises ValueError with the reason if ``data`` is something else."""
+    check_unpacked_size(data)
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:

@@ -13,6 +13,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.open import open_store
 from raytrain.training import batchnorm
+from raytrain.training.archive import check_unpacked_size
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
 
@@ -123,6 +124,12 @@ def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
     except FileNotFoundError:
         raise UsageError(
             f"--weights {place}: there is no such file; give {DEFAULT}, a file or an s3:// object."
+        ) from None
+    try:
+        check_unpacked_size(data)
+    except ValueError as error:
+        raise UsageError(
+            f"--weights {place} is not read, because {error}; give a file that was not compressed."
         ) from None
     content = _load(data)
     checkpoint = checkpoint_in(content)

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raytrain.errors import UsageError, did_you_mean
+from raytrain.errors import UsageError, did_you_mean, flag
+
+_RAYTRAINS_NETWORKS = "raytrain.models"
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
@@ -28,6 +30,24 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
             f"{option} {name}: {place} has no function {function_name!r}{did_you_mean(function_name, dir(module))}."
         )
     return function
+
+
+def names_own_function(name: str | None) -> bool:
+    """Whether a value of ``--model`` or ``--loop`` names a function that is neither torchvision's nor raytrain's."""
+    return name is not None and ":" in name and name.rpartition(":")[0] != _RAYTRAINS_NETWORKS
+
+
+def stored_function_error(option: str, name: str, document: str, *, may_be_named: bool) -> UsageError:
+    """The error for ``name``, an own function that only a stored ``document`` gives as the config field ``option``.
+
+    ``may_be_named`` says that the command has the option itself, so that the user can name the function, too.
+    """
+    place, _, function = name.rpartition(":")
+    name_it = f"give {flag(option)} {name} in this command, or " if may_be_named else ""
+    return UsageError(
+        f"{document} names {flag(option)} {name}, so this would run the function {function} of {place}; if you trust "
+        f"whoever wrote it, {name_it}add --trust (in Python trust=True)."
+    )
 
 
 def _from_package(option: str, name: str, module_name: str) -> ModuleType:

@@ -156,16 +156,16 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
     skipped = {row.key: row.reason for row in read_run(str(tmp_path), "run").skipped}
     assert set(skipped) == {"red/truncated.png", "red/words.jpg"}
     assert result.samples_seen == 2 * (NUM_IMAGES - 3)
-    answers = raytrain.predict("run", s3_url, str(tmp_path / "answers.csv"), storage=str(tmp_path), top_k=2)
+    answers = raytrain.predict("run", s3_url, str(tmp_path / "answers.csv"), storage=str(tmp_path), top_k=2, trust=True)
     assert (answers.images, answers.errors) == (92, 2)
     lines = (tmp_path / "answers.csv").read_text().splitlines()
     assert lines[0] == '"key","label","score","label_2","score_2","error"' and len(lines) == 93
     assert [line for line in lines if "words.jpg" in line] == [
         '"red/words.jpg",,,,,"the file is not an image that can be read"'
     ]
-    measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path))
+    measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path), trust=True)
     assert (measured.images, measured.skipped) == (90, 2)
-    classifier = raytrain.load("run", storage=str(tmp_path))
+    classifier = raytrain.load("run", storage=str(tmp_path), trust=True)
     files = sorted(images.rglob("*.png"))
     right = sum(label == file.parent.name for file, (label, _) in zip(files, classifier.classify(files), strict=True))
     assert right / len(files) == pytest.approx(measured.accuracy)

@@ -134,7 +134,7 @@ def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     make_run(str(tmp_path), small(model="winding_networks:winding"))
     with pytest.raises(UsageError, match=r"torch\.export cannot trace the network of run 'run' \(.+\)"):
-        raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
+        raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path), trust=True)
 
 
 def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_close_writes_everything(store: Any) -> None:
     history.skip([SkippedImage("a.jpg", "truncated")])
     history.close()
     assert steps(store) == list(range(1, 501))
-    assert read_lines(store, "skipped.jsonl") == [{"key": "a.jpg", "reason": "truncated"}]
+    assert read_lines(store, "skipped.jsonl", dict) == [{"key": "a.jpg", "reason": "truncated"}]
 
 
 def test_a_resumed_run_continues_the_history_after_its_checkpoint(store: Any) -> None:
@@ -174,7 +174,7 @@ def test_an_image_is_listed_once_however_often_it_is_skipped(store: Any) -> None
     assert history.skip([first, first]) == [first]
     assert history.skip([first, second]) == [second]
     history.close()
-    assert [row["key"] for row in read_lines(store, "skipped.jsonl")] == ["a.jpg", "b.jpg"]
+    assert [row["key"] for row in read_lines(store, "skipped.jsonl", dict)] == ["a.jpg", "b.jpg"]
 
 
 def test_every_line_is_valid_json_even_if_a_metric_is_nan(tmp_path: Path) -> None:

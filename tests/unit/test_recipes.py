@@ -10,6 +10,7 @@ import torch
 
 from raytrain.config import TrainConfig
 from raytrain.recipes import RECIPES, alexnet_transfer, cifar10, custom, digits, digits_lstm, flowers
+from raytrain.runs.documents import parse_config
 from raytrain.training.model import build_model
 
 
@@ -60,7 +61,7 @@ def test_alexnet_transfer_has_the_options_of_its_document() -> None:
 def test_a_recipe_is_a_complete_configuration(name: str) -> None:
     config = RECIPES[name]()
     assert config.recipe == name
-    assert TrainConfig.from_json(config.to_json()) == config
+    assert parse_config(TrainConfig, config.to_json().encode()) == config
 
 
 @pytest.mark.parametrize("name", ["digits", "digits-lstm", "cifar10"])

@@ -139,7 +139,7 @@ def test_a_trial_whose_process_died_gets_a_summary(tmp_path: Path) -> None:
 def test_the_python_function_has_the_options_of_the_command() -> None:
     of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"options", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
-    assert of_command == {"vary", "trials", "early_stopping"} and of_command < set(of_function)
+    assert of_command == {"vary", "trials", "early_stopping", "trust"} and of_command < set(of_function)
     assert of_function["early_stopping"].default is True
 
 

@@ -8,10 +8,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, did_you_mean, option_name
+from raytrain.runs.stored_values import matches
 
 Value = float | int | bool | str
 Point = dict[str, Value]
@@ -93,6 +94,16 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
     )
 
 
+def are_points(value: object) -> bool:
+    """Whether a stored value is a list of points: each gives some options that may vary a value of the right type."""
+    kinds = _varied_kinds()
+    return matches(value, list[dict[str, Any]]) and all(
+        name in kinds and matches(each, kinds[name])
+        for point in cast(list[dict[str, object]], value)
+        for name, each in point.items()
+    )
+
+
 def _grid(space: Space) -> list[Point]:
     values: list[tuple[Value, ...]] = []
     for name, domain in space.items():
@@ -118,18 +129,25 @@ def _domain(name: str, flag: str, values: str) -> Choices | Range:
 
 def _kind(name: str, flag: str) -> Any:
     """The type of a field's values, or the Literal that lists them."""
-    kinds = {field.name: _single(get_type_hints(TrainConfig)[field.name]) for field in dataclasses.fields(TrainConfig)}
-    varied = [option_name(each) for each, kind in kinds.items() if kind is not None and each not in _SAME_FOR_ALL]
-    if name not in kinds:
+    kinds = _varied_kinds()
+    varied = [option_name(each) for each in kinds]
+    if name not in (field.name for field in dataclasses.fields(TrainConfig)):
         raise UsageError(
             f"--vary: there is no option {flag!r}{did_you_mean(option_name(name), varied)}; those that may vary are "
             f"{', '.join(varied)}."
         )
-    if option_name(name) not in varied:
+    if name not in kinds:
         raise UsageError(
             f"--vary: {flag} is the same for all trials of a sweep; those that may vary are {', '.join(varied)}."
         )
     return kinds[name]
+
+
+def _varied_kinds() -> dict[str, Any]:
+    """The options that may vary, each with the type of its values, or the Literal that lists them."""
+    hints = get_type_hints(TrainConfig)
+    kinds = {field.name: _single(hints[field.name]) for field in dataclasses.fields(TrainConfig)}
+    return {name: kind for name, kind in kinds.items() if kind is not None and name not in _SAME_FOR_ALL}
 
 
 def _single(annotation: Any) -> Any:

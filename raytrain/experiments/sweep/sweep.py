@@ -44,6 +44,7 @@ def sweep(
     loop: Callable[[Run], None] | None = None,
     view: SweepView | None = None,
     signals: StopSignals | None = None,
+    trust: bool = False,
 ) -> SweepResult:
     """Train several runs that differ in the options of ``vary``, several at once, on the same images in memory.
 
@@ -59,6 +60,8 @@ def sweep(
         loop: a training loop to use instead of the built-in one or the one that ``config`` names.
         view: called about twice a second with how the trials stand.
         signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
+        trust: with ``resume``, whether a network may run that is a function of the sweep's author, and that neither
+            ``config`` nor ``vary`` names.
 
     Raises:
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
@@ -66,7 +69,7 @@ def sweep(
     """
     started_at = time.monotonic()
     check_named(config)
-    planned = plan_sweep(config, vary, trials)
+    planned = plan_sweep(config, vary, trials, trust=trust)
     trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
     if loop is None and config.loop is None:
         _check_learning_rates(planned, config)

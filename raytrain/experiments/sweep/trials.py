@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.sweep.search_space import Point, parse, points
+from raytrain.experiments.sweep.search_space import Choices, Point, Space, are_points, parse, points
 from raytrain.runs.documents import check_name, open_run, read_json, run_store, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
+from raytrain.runs.stored_values import matches
 from raytrain.runs.trial_status import EARLY_STOPPING
+from raytrain.training.user_function import names_own_function, stored_function_error
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -40,10 +42,17 @@ class Trial:
         return run_store(self.config.storage, self.name)
 
 
-def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
-    """The points that ``vary`` and ``trials`` describe, or with ``--resume`` those that the sweep started with."""
+def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, trust: bool = False) -> Sweep:
+    """The points that ``vary`` and ``trials`` describe, or with ``--resume`` those that the sweep started with.
+
+    Raises UsageError if a stored point names a network that is a function of the sweep's author, unless the user names
+    it too, or says ``trust``.
+    """
     if config.resume:
-        return _stored_sweep(config, vary, trials)
+        stored = _stored_sweep(config, vary, trials)
+        if not trust:
+            _check_networks(stored, config, parse(vary))
+        return stored
     if not vary:
         raise UsageError(
             "--vary is missing; say what differs between the trials, such as --vary learning-rate=0.01,0.1,1."
@@ -105,10 +114,10 @@ def is_over(store: Store) -> bool:
 
 
 def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
-    document = read_json(open_run(config.storage, config.name or ""), SWEEP)
-    if not document:
+    store = open_run(config.storage, config.name or "")
+    if not store.exists(SWEEP):
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
-    stored = Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
+    stored = _read_sweep(store)
     if (vary and tuple(vary) != stored.vary) or trials not in (None, len(stored.points)):
         words = " ".join(stored.vary)
         raise UsageError(
@@ -116,6 +125,25 @@ def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) 
             "--trials out to resume it, or start another sweep with another --name."
         )
     return stored
+
+
+def _read_sweep(store: Store) -> Sweep:
+    """The document in the sweep's folder; raises UsageError if it is damaged, or if a point sets what may not vary."""
+    document = read_json(store, SWEEP)
+    if not matches(document.get("vary"), list[str]) or not are_points(document.get("points")):
+        raise UsageError(f"{store.url}/{SWEEP} is damaged, or no sweep's; start another sweep with another --name.")
+    return Sweep(vary=tuple(document["vary"]), points=tuple(document["points"]))
+
+
+def _check_networks(stored: Sweep, config: TrainConfig, typed: Space) -> None:
+    """Raise UsageError if a stored point names an own function that neither ``config`` nor ``typed`` does."""
+    models = typed.get("model")
+    named = {config.model, *(models.values if isinstance(models, Choices) else ())}
+    for point in stored.points:
+        model = str(point.get("model", config.model))
+        if names_own_function(model) and model not in named:
+            document = f"{config.storage}/{config.name}/{SWEEP}"
+            raise stored_function_error("model", model, document, may_be_named=True)
 
 
 def _check_shared_options(config: TrainConfig) -> None:

@@ -1,0 +1,220 @@
+"""Documents of a run that were cut short, overwritten, or written by another version: what is whole is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raytrain
+from raytrain.cli.main import main
+from raytrain.errors import StorageError, UsageError
+from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
+from raytrain.runs.documents import read_config
+from raytrain.runs.history import History, read_metrics
+from raytrain.runs.layout import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.status import read_status
+from raytrain.runs.stop_request import read_stop_request
+from raytrain.storage.base import Store
+from raytrain.storage.local import FolderStore
+from tests.hostile.stored_runs import add_checkpoint, make_run, options
+
+GARBAGE: dict[str, bytes] = {
+    "empty": b"",
+    "zeroed": bytes(300),
+    "half": b'{"kind": "step", "st',
+    "a list": b"[1, 2]",
+    "a number": b"7",
+    "null": b"null",
+    "not UTF-8": b'{"a": "\xff\xfe"}',
+    "deep": b"[" * 100_000,
+    "foreign": b'{"weather": "fine", "step": "three", "epochs": [], "model": 5, "status": {}, "test_accuracy": {}}',
+}
+garbage = pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = make_run(tmp_path, options())
+    rows = [MetricRow(kind="step", step=step, epoch=1, metrics={"loss": 1 / step}) for step in (1, 2, 3)]
+    store.put(METRICS, b"".join(json.dumps(row.to_json()).encode() + b"\n" for row in rows))
+    store.put(SUMMARY, b'{"steps": 3, "test_accuracy": 0.5}')
+    make_run(tmp_path, options(), "other")
+    return store
+
+
+def said(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, exit_code: int = 0) -> str:
+    code = main([*words.split(), "--storage", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert code == exit_code, err
+    return " ".join((out + err).split())
+
+
+@garbage
+@pytest.mark.parametrize("document", [CONFIG, STATUS, SUMMARY, METRICS, SKIPPED])
+def test_one_bad_run_hides_nothing(
+    document: str,
+    data: bytes,
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    store.put(document, data)
+    listed = said(capsys, tmp_path, "runs")
+    assert "first" in listed and "other" in listed
+    shown = said(capsys, tmp_path, "show first")
+    compared = said(capsys, tmp_path, "compare first other")
+    assert "first" in shown and "other" in compared
+    if document not in (SUMMARY, METRICS, SKIPPED) or data not in (b"", GARBAGE["foreign"]):
+        assert document in shown
+        assert document in compared
+    if document in (CONFIG, STATUS):
+        assert document in listed and "first" in listed.partition(document)[0]
+    for words in ("runs", "show first", "compare first other"):
+        assert main([*words.split(), "--storage", str(tmp_path), "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+
+
+@garbage
+def test_a_torn_tail_costs_its_lines_alone(data: bytes, store: Store) -> None:
+    whole = store.get(METRICS)
+    store.put(METRICS, whole + data)
+    assert [row.step for row in read_metrics(store)] == [1, 2, 3]
+    problems: list[str] = []
+    read_metrics(store, problems.append)
+    assert problems == ([f"1 of 4 lines of {METRICS} cannot be read"] if data else [])
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        ('{"kind": "step", "step": 4, "epoch": 1, "loss": NaN}', [1, 2, 3, 4]),
+        ('{"kind": "step", "step": 4, "epoch": 1, "elapsed_s": Infinity}', [1, 2, 3, 4]),
+        ('{"kind": "step", "step": NaN, "epoch": 1}', [1, 2, 3]),
+        ('{"kind": "step", "step": 1e999, "epoch": 1}', [1, 2, 3]),
+        ('{"kind": "step", "step": 4, "epoch": 0}', [1, 2, 3]),
+        ('{"kind": "step", "step": 4, "epoch": 1, "loss": "small"}', [1, 2, 3]),
+        ('{"kind": "step", "step": true, "epoch": 1}', [1, 2, 3]),
+        ('{"kind": "dance", "step": 4, "epoch": 1}', [1, 2, 3]),
+    ],
+)
+def test_rows_with_other_values(
+    more: str, steps: list[int], store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.put(METRICS, store.get(METRICS) + more.encode() + b"\n")
+    assert [row.step for row in read_metrics(store)] == steps
+    said(capsys, tmp_path, "show first")
+    said(capsys, tmp_path, f"compare first other --png {tmp_path}/x.png", exit_code=2)  # the other has no history
+    said(capsys, tmp_path, f"show first --png {tmp_path}/x.png")
+
+
+def test_a_resumed_run_continues_its_history_and_says_what_is_lost(store: Store) -> None:
+    store.put(METRICS, store.get(METRICS) + bytes(50) + b'\n{"kind"')
+    monitor = RunMonitor("first", 10, 5, History(store))
+    monitor.started(1, 3)
+    monitor.snapshot()
+    monitor.record(MetricRow(kind="step", step=4, epoch=1))
+    snapshot = monitor.snapshot()
+    assert any(f"2 of 5 lines of {METRICS} cannot be read" in event.text for event in snapshot.events)
+    monitor.finish("finished")
+    assert [row.step for row in read_metrics(store)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mood": "good", "version": 3},
+        {"status": "hibernating"},
+        {"heartbeat_at": "yesterday", "status": "running"},
+        {"heartbeat_at": "2026-01-01T00:00:00", "status": "running"},
+        {"heartbeat_at": "0001-01-01T00:00:00+10:00"},
+        {"heartbeat_at": "9999-12-31T23:59:59-10:00"},
+        {"pid": 10**30, "status": "running"},
+        {"pid": -1, "status": "running"},
+        {"step": None, "num_steps": "many", "epoch": 1.5},
+        {"status": 7},
+    ],
+)
+def test_a_status_of_another_version(
+    more: dict[str, Any], store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(store.get(STATUS))
+    store.put(STATUS, json.dumps({**document, **more}).encode())
+    status = read_status(store)
+    assert status.num_epochs == 2
+    if "status" in more and more["status"] != 7:
+        assert status.status in ("hibernating", "interrupted")
+    for words in ("runs", "show first", "compare first other"):
+        assert "first" in said(capsys, tmp_path, words)
+
+
+@garbage
+def test_a_run_whose_options_are_lost_is_not_resumed(
+    data: bytes, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.put(CONFIG, data)
+    sentence = said(capsys, tmp_path, "train digits --name first --resume", exit_code=2)
+    assert f"{CONFIG} cannot be used (" in sentence
+    with pytest.raises(UsageError, match=r"config\.json cannot be used \("):
+        raytrain.load("first", storage=str(tmp_path))
+
+
+def test_options_of_a_newer_version_are_named(store: Store, tmp_path: Path) -> None:
+    store.put(CONFIG, json.dumps({**json.loads(store.get(CONFIG)), "quantum": True}).encode())
+    with pytest.raises(UsageError, match="'quantum', which this version of raytrain does not know"):
+        read_config(store)
+
+
+def test_options_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    store = make_run(tmp_path, options(checkpoint_every_s=float("inf")))
+    assert read_config(store).checkpoint_every_s == float("inf")
+
+
+READS: dict[str, Callable[[Store], Any]] = {STOP_REQUEST: read_stop_request, STATUS: read_status}
+
+
+@garbage
+@pytest.mark.parametrize("document", READS)
+def test_a_run_that_trains_survives_a_broken_document(document: str, data: bytes, store: Store) -> None:
+    store.put(document, data)
+    READS[document](store)
+
+
+@garbage
+def test_a_note_beside_a_checkpoint_may_be_broken(data: bytes, store: Store) -> None:
+    for step, note in ((1, b'{"test_accuracy": 0.5}'), (2, data)):
+        store.put(checkpoint_path(step), b"")
+        store.put(f"{checkpoint_path(step)}.json", note)
+    assert best_checkpoint(store) == checkpoint_path(1)
+
+
+@garbage
+def test_classes_that_are_broken_are_refused(data: bytes, store: Store, tmp_path: Path) -> None:
+    from raytrain.training.model import build_model
+
+    add_checkpoint(store, build_model("raytrain.models:digits", 3, 1, 0), options())
+    store.put(CLASSES, data)
+    with pytest.raises(UsageError, match=r"classes\.json cannot be used"):
+        raytrain.evaluate("first", str(tmp_path), storage=str(tmp_path))
+
+
+def test_a_document_that_may_not_be_read_hides_no_other_run(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = FolderStore.get
+
+    def refuse(self: FolderStore, path: str, etag: str = "") -> bytes:
+        if path == f"other/{STATUS}":
+            raise StorageError("This user has no permission.")
+        return get(self, path, etag)
+
+    monkeypatch.setattr(FolderStore, "get", refuse)
+    listed = said(capsys, tmp_path, "runs")
+    assert "first" in listed and f"! other: {STATUS} cannot be used (This user has no permission)" in listed

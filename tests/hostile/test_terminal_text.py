@@ -1,0 +1,196 @@
+"""Names and messages from outside control neither the terminal nor rich nor matplotlib nor a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+import raytrain
+from raytrain.cli.commands import COMMANDS, Outcome
+from raytrain.cli.main import main
+from raytrain.diagnostics.audit import AuditResult, EpochAudit
+from raytrain.display.audit_table import audit_page
+from raytrain.display.confusion_figure import confusion_figure
+from raytrain.display.console import PlainConsole
+from raytrain.display.dashboard import dashboard
+from raytrain.display.evaluation_tables import evaluation_page
+from raytrain.display.formatting import format_option, format_value, one_line
+from raytrain.display.notebook import dashboard_html
+from raytrain.display.png import save_png
+from raytrain.display.terminal import TerminalView
+from raytrain.errors import StorageError
+from raytrain.inference import predict
+from raytrain.inference.classification_metrics import score
+from raytrain.inference.evaluate import EvaluationResult
+from raytrain.runs.documents import write_json
+from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
+from raytrain.runs.snapshot import Event, Snapshot
+from tests.hostile.stored_runs import make_run, options
+
+HOSTILE = [
+    "\x1b]52;c;aGFjaw==\x07",
+    "\x1b[2J\x1b[H",
+    "\x9b31m",
+    "\r\x08\x7f",
+    "a\nfake-run  finished",
+    "a\u2028b\u202ec",
+    "[/]",
+    "[red]x",
+    "[link=http://evil]x[/link]",
+    ":skull:",
+    "\udc80",
+    r"$\frac{$",
+    "${}$",
+]
+hostile = pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+_ALLOWED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements of rich itself
+
+
+def harmless(printed: str) -> None:
+    """Assert that a terminal would obey nothing in ``printed`` but rich's own styles."""
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", _ALLOWED.sub("", printed))
+    assert "]52;" not in printed or "␛]52;" in printed
+    assert "\x1b[2J" not in printed
+    assert not re.search(r"^\s*fake-run", printed, re.MULTILINE)
+
+
+def on_a_terminal(page: Any, width: int = 200) -> str:
+    console = PlainConsole(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor")
+    console.print(page, highlight=False)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+@hostile
+def test_a_strangers_run_is_listed_and_shown(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    store = make_run(tmp_path, options())
+    write_json(store, CONFIG, {**json.loads(store.get(CONFIG)), "recipe": text, "data": text, "model": text})
+    write_json(store, SUMMARY, {"stop_reason": text, text: 1})
+    write_json(store, STATUS, {"status": text})
+    store.put(SKIPPED, json.dumps({"key": text, "reason": text}).encode())
+    make_run(tmp_path, options(), "other")
+    for words in ("runs", "show first", "compare first other", "audit first"):
+        main([*words.split(), "--storage", str(tmp_path)])
+        out, err = capsys.readouterr()
+        assert "unexpected" not in err
+        harmless(out + err)
+    main(["runs", "--storage", str(tmp_path)])
+    if text.startswith("["):
+        assert text in capsys.readouterr().out
+
+
+@hostile
+def test_an_error_is_one_harmless_line(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise StorageError(f"s3://bucket cannot be used: {text}.")
+
+    monkeypatch.setattr(raytrain, "evaluate", fail)
+    assert main(["evaluate", "first", "--data", "d"]) == 2
+    err = capsys.readouterr().err
+    harmless(err)
+    assert err.count("\n") == 1
+    assert main(["evaluate", "first", "--data", "d", "--debug"]) == 2
+    harmless(capsys.readouterr().err.replace("\nfake-run", ""))
+
+
+@hostile
+def test_a_command_that_says_a_text(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COMMANDS, "new", lambda folder="": Outcome(one_line(text), {}))
+    assert main(["new"]) == 0
+    harmless(capsys.readouterr().out)
+
+
+@hostile
+def test_events_of_a_run(text: str) -> None:
+    snapshot = Snapshot(
+        name="first",
+        status="running",
+        step=1,
+        num_steps=2,
+        steps_per_epoch=2,
+        num_workers=1,
+        elapsed_s=1.0,
+        time_left_s=None,
+        attempt=1,
+        first_row=0,
+        rows=(),
+        latest=None,
+        evaluation=None,
+        num_skipped=1,
+        num_retries=0,
+        stop_request=None,
+        events=(Event(0, 0.0, f"skipped {text}: {text}"),),
+        result=None,
+    )
+    harmless(on_a_terminal(dashboard(snapshot, [])))
+    file = io.StringIO()
+    with TerminalView(Console(file=file)) as view:
+        view.update(snapshot)
+    harmless(file.getvalue())
+    assert file.getvalue().count("\n") == 1
+    harmless(dashboard_html(snapshot, []))
+
+
+def evaluation(names: tuple[str, ...]) -> EvaluationResult:
+    truth, answers = np.array([0, 0, 1]), np.array([0, 1, 0])
+    scores = vars(score(truth, answers, np.full(3, 0.5), names))
+    return EvaluationResult(**scores, run="first", data="d", checkpoint="c", skipped=0)
+
+
+@hostile
+def test_class_names_are_shown_and_drawn(text: str, tmp_path: Path) -> None:
+    result = evaluation((text, "dog", "$x$"))
+    harmless(on_a_terminal(evaluation_page(result)))
+    save_png(confusion_figure(result), str(tmp_path / "confusion.png"))
+    assert (tmp_path / "confusion.png").stat().st_size > 0
+
+
+@hostile
+def test_keys_of_an_audit(text: str) -> None:
+    epoch = EpochAudit(1, 2, 1, 0, (text,), (text,), ())
+    harmless(on_a_terminal(audit_page(AuditResult("first", 1, 2, (epoch,)))))
+
+
+@hostile
+def test_values_are_parts_of_a_line(text: str) -> None:
+    for shown in (format_value(text), format_option((text, text)), one_line(text)):
+        assert len(shown.splitlines()) == 1
+        harmless(shown)
+
+
+def test_usual_text_stays_as_it_is() -> None:
+    assert one_line("Löwe 狮子 🦁 a/b [1] $5 …") == "Löwe 狮子 🦁 a/b [1] $5 …"
+    assert on_a_terminal("first\nsecond [red] :skull:") == "first\nsecond [red] :skull:\n"
+
+
+FORMULAS = ["=cmd|' /C calc'!A0", "+1", "-2+3", "@SUM(A1)", "\tx", "\rx"]
+
+
+def test_predictions_are_no_formulas_in_a_spreadsheet() -> None:
+    keys = [*FORMULAS, "a-b=c.jpg", "dog/1.jpg"]
+    table = pa.table(
+        {"key": keys, "label": keys[::-1], "score": [-0.5] * 8, "error": pa.array([None] * 8, pa.string())}
+    )
+    rows = list(csv.DictReader(io.StringIO(predict._encode(table, "p.csv").decode(), newline="")))
+    assert [row["key"] for row in rows] == [*(f"'{each}" for each in FORMULAS), "a-b=c.jpg", "dog/1.jpg"]
+    assert rows[-1]["label"] == f"'{FORMULAS[0]}" and {row["score"] for row in rows} == {"-0.5"}
+    exact = pyarrow.parquet.read_table(io.BytesIO(predict._encode(table, "p.parquet")))
+    assert exact["key"].to_pylist() == keys
