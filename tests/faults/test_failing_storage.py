@@ -21,7 +21,7 @@ import raytrain
 from raytrain import TrainingFailed
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.checkpoint_files import list_checkpoints
-from raytrain.runs.documents import open_run
+from raytrain.runs.documents import open_run, read_config
 from raytrain.runs.records import read_run
 from raytrain.storage.base import MAX_THREADS
 from raytrain.storage.open import open_store
@@ -58,7 +58,7 @@ def test_failed_s3_requests_are_retried_and_counted(
 ) -> None:
     data = f"s3://tests/failing-{fraction}"
     put_images(images, open_store(data))
-    measured = read_run(str(Path(undisturbed.run_dir).parent), "run").config
+    measured = read_config(open_store(undisturbed.run_dir))
     options = config(data, tmp_path, cache="none", evaluate_every=0, trace=True, mean=measured.mean, std=measured.std)
     with faulty_s3(s3.endpoint_url, fraction, seed=seed) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)

@@ -26,7 +26,7 @@ from raytrain.errors import UsageError
 from raytrain.experiments import study as study_module
 from raytrain.experiments.study import study
 from raytrain.recipes import cifar10
-from raytrain.runs.documents import run_store, write_config
+from raytrain.runs.documents import read_config, run_store, write_config
 from raytrain.runs.json_lines import encode_lines
 from raytrain.runs.layout import METRICS
 from raytrain.runs.records import list_runs, read_run
@@ -285,7 +285,7 @@ def test_the_command_has_the_options_of_its_recipe_and_a_name_that_stays(
     ]
     assert main([*words, "--target-accuracy", "0.5", "--output", png]) == 0
     assert two_cpus == ["cifar10-study-1", "cifar10-study-2"]
-    assert read_run(str(tmp_path / "runs"), "cifar10-study-2").config.epochs == 3
+    assert read_config(run_store(str(tmp_path / "runs"), "cifar10-study-2")).epochs == 3
     assert main([*words, "--output", png]) == 0
     assert len(two_cpus) == 2
     assert Path(png).read_bytes().startswith(b"\x89PNG")
