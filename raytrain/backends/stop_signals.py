@@ -1,27 +1,34 @@
-"""Ctrl-C and SIGTERM: the first one requests a stop, the second one aborts."""
+"""Ctrl-C and SIGTERM: the first one requests a stop, one that comes at least a second later aborts."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from time import monotonic
 from types import FrameType
 from typing import Any
 
 from raytrain.runs.stop_request import StopRequest
 
+_ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
+
 
 class StopSignals:
-    """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`; the second raises KeyboardInterrupt.
+    """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`.
 
-    Opened in a thread other than the main one, where Python allows no signal handlers, it hears no signals; others may
-    still call :meth:`request_stop`.
+    Signals within a second of the request belong to it. A later one raises KeyboardInterrupt. Opened in a thread other
+    than the main one, where Python allows no signal handlers, it receives no signals; others may still call
+    :meth:`request_stop`.
     """
 
     stop_request: StopRequest | None = None
+    _requested_at_s = 0.0
 
     def request_stop(self, request: StopRequest) -> None:
         """Ask the run to stop with a checkpoint; the first request counts."""
-        self.stop_request = self.stop_request or request
+        if self.stop_request is None:
+            self._requested_at_s = monotonic()
+            self.stop_request = request
 
     def __enter__(self) -> StopSignals:
         self._before: dict[int, Any] = {}
@@ -34,6 +41,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_request is not None:
+        if self.stop_request is not None and monotonic() - self._requested_at_s >= _ONE_STOP_S:
             raise KeyboardInterrupt
         self.request_stop(StopRequest("Ctrl-C" if number == signal.SIGINT else "SIGTERM"))

@@ -66,7 +66,10 @@ def train(
 
 
 def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:
-    """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster."""
+    """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
+
+    Either way, ``storage`` and ``name`` say which run.
+    """
     request = StopRequest(reason)
     if address is None:
         request_stop(storage, name, request)
@@ -75,7 +78,7 @@ def stop(name: str, *, storage: str = "./runs", address: str | None = None, reas
         cluster.connect()
         from raytrain.backends.ray.coordinator import request_stop_in_cluster
 
-        request_stop_in_cluster(name, address, request)
+        request_stop_in_cluster(name, storage, address, request)
 
 
 def import_in_background(module: str) -> threading.Thread:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def _lending_credentials(stores: Sequence[Store]) -> Iterator[_LentCredentials]:
         return
     from raytrain.backends.ray.credential_server import serving_credentials  # imports Ray
 
-    with serving_credentials(f"doctor-{uuid.uuid4().hex[:8]}") as (served, _):
+    with serving_credentials(stores) as (served, _):
         try:
             lent = _LentCredentials(served, _credential_method())
         except Exception as error:

@@ -1,11 +1,13 @@
 """Lend the driver's credentials to processes on nodes that have no role of their own.
 
 The driver sends its credentials with a :class:`CredentialLender` to a :class:`CredentialBroker` in another process.
-How they travel is up to the caller; they must stay in memory.
+How they travel is up to the caller; they must stay in memory. Whoever asks for them shows a ticket, which the driver
+gives to its own processes only: others may be able to call the same broker.
 """
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -21,18 +23,32 @@ class CredentialBroker:
 
     def __init__(self) -> None:
         self._lent: Credentials | None = None
+        self._ticket: str | None = None
 
-    def lend(self, fields: CredentialFields | None) -> None:
-        """Replace the lent credentials; None if the driver has none."""
+    def lend(self, ticket: str, fields: CredentialFields | None) -> None:
+        """Replace the lent credentials; None if the driver has none.
+
+        The first ticket is the one that counts. Raises PermissionError for another one.
+        """
+        self._ticket = self._ticket or ticket
+        self._check(ticket)
         self._lent = Credentials(*fields) if fields else None
 
-    def credentials(self) -> CredentialFields | None:
-        """Return the fields of the lent credentials, for another process; None if there are none."""
+    def credentials(self, ticket: str) -> CredentialFields | None:
+        """Return the fields of the lent credentials, for another process; None if the driver has none.
+
+        Raises PermissionError if nothing was lent with this ticket.
+        """
+        self._check(ticket)
         return self._lent.fields() if self._lent else None
 
     def source(self) -> Credentials | None:
         """Return the lent credentials: a :class:`CredentialSource` for stores in this process."""
         return self._lent
+
+    def _check(self, ticket: str) -> None:
+        if self._ticket is None or not hmac.compare_digest(ticket.encode(), self._ticket.encode()):
+            raise PermissionError("Credentials are lent to the processes of the run only.")
 
 
 class CredentialLender:

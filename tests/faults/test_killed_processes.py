@@ -252,6 +252,7 @@ def test_the_stop_command_finds_a_run_by_its_cluster_from_any_folder(images: Pat
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     words = [sys.executable, "-m", "raytrain", "stop", "run", "--address", ray.get_runtime_context().gcs_address]
+    words += ["--storage", str(tmp_path)]
     asking = partial(
         subprocess.run,
         words,

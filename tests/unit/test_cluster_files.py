@@ -72,19 +72,23 @@ def test_only_the_head_may_start_machines(account: Any) -> None:
 
 
 def allowed(iam: Any, profile: str) -> set[str]:
-    """Return every action that the role of a profile allows."""
+    """Every action that the role of a profile allows."""
+    return {action for statement in statements_of(iam, profile) for action in listed(statement["Action"])}
+
+
+def statements_of(iam: Any, profile: str) -> list[dict[str, Any]]:
+    """Every statement of the policies of a profile's role."""
     (role,) = iam.get_instance_profile(InstanceProfileName=profile)["InstanceProfile"]["Roles"]
     documents = []
     for attached in iam.list_attached_role_policies(RoleName=role["RoleName"])["AttachedPolicies"]:
         policy = iam.get_policy(PolicyArn=attached["PolicyArn"])["Policy"]
         version = iam.get_policy_version(PolicyArn=policy["Arn"], VersionId=policy["DefaultVersionId"])
         documents.append(version["PolicyVersion"]["Document"])
-    return {
-        action
-        for document in documents
-        for statement in document["Statement"]
-        for action in listed(statement["Action"])
-    }
+    return [statement for document in documents for statement in document["Statement"]]
+
+
+def resources(statement: dict[str, Any]) -> list[str]:
+    return listed(statement["Resource"])
 
 
 def listed(action: str | list[str]) -> list[str]:
@@ -95,9 +99,38 @@ def test_the_stack_has_no_yaml_aliases_which_aws_refuses() -> None:
     assert not [token for token in yaml.scan((CLUSTER / "iam.yaml").read_text()) if isinstance(token, yaml.AliasToken)]
 
 
-def test_the_head_may_only_end_machines_of_its_cluster(config: dict[str, Any]) -> None:
-    text = (CLUSTER / "iam.yaml").read_text()
-    assert f'{{"aws:ResourceTag/ray-cluster-name": {config["cluster_name"]}}}' in text
+@pytest.mark.parametrize("action", ["ec2:TerminateInstances", "ec2:RunInstances", "ec2:CreateTags"])
+def test_the_head_may_change_the_machines_of_this_cluster_only(
+    action: str, config: dict[str, Any], account: Any
+) -> None:
+    statements = [each for each in statements_of(account, "raytrain-head") if action in listed(each["Action"])]
+    on_machines = [each for each in statements if any(arn == "*" or ":instance/" in arn for arn in resources(each))]
+    assert on_machines
+    for statement in on_machines:
+        required = statement["Condition"]["StringEquals"]
+        tags = {required.get(f"aws:{kind}Tag/ray-cluster-name") for kind in ("Resource", "Request")}
+        assert tags - {None} == {config["cluster_name"]}
+
+
+def test_the_head_may_not_tag_a_machine_that_is_not_of_this_cluster(account: Any) -> None:
+    for statement in statements_of(account, "raytrain-head"):
+        if "ec2:CreateTags" in listed(statement["Action"]):
+            required = statement["Condition"]["StringEquals"]
+            starts_one = required.get("ec2:CreateAction") == "RunInstances"
+            assert starts_one or "aws:ResourceTag/ray-cluster-name" in required
+            assert resources(statement) == [arn for arn in resources(statement) if ":instance/" in arn]
+
+
+def test_no_statement_of_the_head_changes_machines_by_a_wildcard(account: Any) -> None:
+    for statement in statements_of(account, "raytrain-head"):
+        if resources(statement) == ["*"]:
+            assert listed(statement["Action"]) == ["ec2:Describe*"]
+
+
+def test_no_task_runs_on_the_head(config: dict[str, Any]) -> None:
+    assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
+    assert "CPU" not in yaml.safe_load((CLUSTER / "aws.yaml").read_text())["available_node_types"]["gpu"]["resources"]
+    assert all("--num-cpus" not in command for command in config["head_start_ray_commands"])
 
 
 def test_files_copied_to_the_machines_exist_and_contain_no_credentials(config: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from raytrain.storage.credentials import CredentialFields, Credentials
 from raytrain.storage.open import open_store
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
+TICKET = "of-the-run"
 KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
 
 
@@ -43,17 +45,31 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
 def test_the_broker_returns_the_newest_credentials() -> None:
     broker = CredentialBroker()
     source = broker.source
-    assert broker.credentials() is None and source() is None
+    assert source() is None
     for lent in (KEYS, Credentials("AKIAOTHER", "s")):
-        broker.lend(lent.fields())
-        assert broker.credentials() == lent.fields() and source() == lent
-    broker.lend(None)
-    assert broker.credentials() is None and source() is None
+        broker.lend(TICKET, lent.fields())
+        assert broker.credentials(TICKET) == lent.fields() and source() == lent
+    broker.lend(TICKET, None)
+    assert broker.credentials(TICKET) is None and source() is None
+
+
+def test_whoever_has_no_ticket_gets_no_credentials_and_cannot_replace_them() -> None:
+    broker = CredentialBroker()
+    for guess in ("", "guess"):
+        with pytest.raises(PermissionError):
+            broker.credentials(guess)
+    broker.lend(TICKET, KEYS.fields())
+    for guess in ("", "guess", "öf-the-run"):
+        with pytest.raises(PermissionError):
+            broker.credentials(guess)
+        with pytest.raises(PermissionError):
+            broker.lend(guess, None)
+    assert broker.credentials(TICKET) == KEYS.fields()
 
 
 def test_neither_the_broker_nor_its_source_can_be_pickled_with_credentials() -> None:
     broker = CredentialBroker()
-    broker.lend(KEYS.fields())
+    broker.lend(TICKET, KEYS.fields())
     for secret in (broker, broker.source):
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(secret)
@@ -87,15 +103,15 @@ def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolv
 
 def test_if_the_source_fails_the_credentials_are_kept_and_it_is_retried_soon(resolver: Resolver) -> None:
     broker = CredentialBroker()
-    lender = CredentialLender(broker.lend)
+    lender = CredentialLender(partial(broker.lend, TICKET))
     resolver.error = RuntimeError("no luck")
     resolver.now_s += 61
     lender.lend_if_due()
-    assert broker.credentials() == KEYS.fields()
+    assert broker.credentials(TICKET) == KEYS.fields()
     resolver.error, resolver.credentials = None, None
     resolver.now_s += 6
     lender.lend_if_due()
-    assert broker.credentials() is None
+    assert broker.credentials(TICKET) is None
 
 
 @pytest.mark.parametrize(("amazon", "expected"), [(True, "ASIATASK"), (False, "AKIAEXAMPLE1234")])

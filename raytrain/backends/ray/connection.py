@@ -6,21 +6,23 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.local_cluster import LocalCluster
-from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT
+from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback
 from raytrain.errors import UsageError
+
+_LOG = logging.getLogger("raytrain")
 
 
 class Connection:
     """A cluster that is used while the connection is open. One that was started here ends with the connection.
 
-    ``address`` is as Ray understands it: that of a cluster, ``auto`` for the one on this machine, ``local`` for a new
-    one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine, else a
-    new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
+    ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
+    for a new one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine,
+    else a new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
     """
 
     def __init__(self, address: str | None, gpus: str | None = None) -> None:
@@ -30,14 +32,16 @@ class Connection:
         # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
-        starts_here = self._address == "local" or not (self._address or is_connected() or _local_cluster_runs())
+        if self._address == "auto" or not (self._address or is_connected()):
+            self._address = _local_cluster_address() or self._address
+        starts_here = self._address == "local" or not (self._address or is_connected())
         if gpus and not starts_here:
             raise UsageError(
                 f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it "
                 "was started; leave --gpus out, or use --address local for a new cluster on this machine."
             )
         self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
-        self._connected = False
+        self._opened = ExitStack()
 
     @property
     def started_here(self) -> bool:
@@ -57,20 +61,20 @@ class Connection:
             _check_answers(self._address)
         import ray
 
-        address = self._own.address() if self._own else self._address or "auto"
+        address = self._address
+        if self._own is not None:
+            address = self._own.address()
+            self._opened.enter_context(on_loopback())
+        assert address is not None
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
-        self._connected = True
+        self._opened.callback(_leave)
 
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here."""
-        if self._connected:
-            import ray
-
-            with suppress(Exception):
-                ray.shutdown()
+        self._opened.close()
         if self._own is not None:
             self._own.close()
 
@@ -92,11 +96,20 @@ def is_connected() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
+def _leave() -> None:
+    import ray
+
+    with suppress(Exception):
+        ray.shutdown()
+
+
 def _check_answers(address: str) -> None:
     """Raise UsageError if no cluster answers at ``HOST:PORT``; Ray would try for minutes, and complain all the while.
 
     If the cluster asks for a token, this machine's is shown from now on, as Ray does for a cluster that it finds.
     """
+    if address == "auto":
+        raise _no_cluster(address, "this user has started none on this machine with `ray start`")
     host, separator, port = address.rpartition(":")
     if not separator or "/" in address:
         return
@@ -123,16 +136,27 @@ def _check_answers(address: str) -> None:
 
 def _no_cluster(address: str, reason: str) -> UsageError:
     return UsageError(
-        f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or leave both out to use "
-        "this machine."
+        f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or use --address local for a "
+        "new cluster on this machine."
     )
 
 
-def _local_cluster_runs() -> bool:
-    """Whether a ``ray start --head`` answers on this machine. Found without importing Ray, which takes a second."""
+def _local_cluster_address() -> str | None:
+    """The address of a cluster that this user, or root, started on this machine with ``ray start``, if it answers.
+
+    Ray writes the address into a folder that everybody may write to. Another user's cluster would run this user's code,
+    and would be shown this user's token. Found without importing Ray, which takes a second.
+    """
     note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
-    with suppress(OSError, ValueError):
-        host, port = note.read_text().strip().rsplit(":", 1)
+    with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
+            return None
+        address = file.read().strip()
+        host, port = address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=1.0):
-            return True
-    return False
+            _LOG.warning(
+                "Joining the Ray cluster at %s, which was started on this machine; --address local starts a new one.",
+                address,
+            )
+            return address
+    return None

@@ -10,6 +10,7 @@ It is composed of four parts, none of which knows Ray, and adds nothing but thei
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,10 @@ import ray
 from ray.actor import ActorProxy
 
 from raytrain.backends.ray.block_directory import BlockDirectory
-from raytrain.backends.ray.credential_server import NAMESPACE, ServedCredentials
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.backends.ray.stream_queues import Stream, StreamQueues
 from raytrain.errors import UsageError
+from raytrain.runs.documents import run_store
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
@@ -29,12 +30,14 @@ from raytrain.runs.outcome import Outcome, TrainResult
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.stop_request import StopRequest
-from raytrain.storage.base import S3Settings, Store
+from raytrain.storage.base import S3Settings
 from raytrain.storage.credential_broker import CredentialBroker
+from raytrain.storage.credentials import CredentialFields
 from raytrain.storage.open import open_store
 
 WAIT, FEED = "wait", "feed"
 """Concurrency groups of the calls that wait: those of workers, and those of the driver's threads that fill queues."""
+_NAMESPACE = "raytrain"
 _WAITERS = 256  # workers
 _FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
 
@@ -70,14 +73,14 @@ class Coordinator:
 
     # Credentials.
 
-    def lend(self, fields: tuple[Any, ...] | None) -> None:
+    def lend(self, ticket: str, fields: CredentialFields | None) -> None:
         """See :meth:`CredentialBroker.lend`."""
-        self._broker.lend(fields)
+        self._broker.lend(ticket, fields)
 
     @ray.method(concurrency_group=WAIT)
-    def credentials(self) -> tuple[Any, ...] | None:
+    def credentials(self, ticket: str) -> CredentialFields | None:
         """See :meth:`CredentialBroker.credentials`."""
-        return self._broker.credentials()
+        return self._broker.credentials(ticket)
 
     # News of the training.
 
@@ -207,11 +210,18 @@ CoordinatorHandle = ActorProxy[Coordinator]
 
 
 def start_coordinator(run: RunInStorage, kind: type[Coordinator] = Coordinator) -> CoordinatorHandle:
-    """The coordinator of a run, on the driver's node. It is found by the run's name from anywhere in the cluster."""
+    """The coordinator of a run, on the driver's node. It is found by the run's URL from anywhere in the cluster.
+
+    Raises UsageError if the run has a coordinator in this cluster already.
+    """
     actor = ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(kind)  # pyright: ignore
-    return actor.options(
-        name=_actor_name(run.name), namespace=NAMESPACE, num_cpus=0, label_selector=on_this_node()
-    ).remote(run)
+    options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
+    try:
+        return actor.options(name=_actor_name(run.name, run.url), namespace=_NAMESPACE, **options).remote(run)
+    except ValueError:  # Ray has no other error for a name that is taken
+        raise UsageError(
+            f"Run {run.name!r} is training in this cluster already; stop it first, or choose another --name."
+        ) from None
 
 
 def stop_coordinator(coordinator: CoordinatorHandle) -> None:
@@ -219,21 +229,19 @@ def stop_coordinator(coordinator: CoordinatorHandle) -> None:
     ray.kill(coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
 
 
-def request_stop_in_cluster(name: str, address: str, request: StopRequest) -> None:
+def request_stop_in_cluster(name: str, storage: str, address: str, request: StopRequest) -> None:
     """Ask a run that trains in the connected cluster to stop; raises UsageError if there is none of this name."""
     try:
-        coordinator: CoordinatorHandle = ray.get_actor(_actor_name(name), namespace=NAMESPACE)
+        actor_name = _actor_name(name, run_store(storage, name).url)
+        coordinator: CoordinatorHandle = ray.get_actor(actor_name, namespace=_NAMESPACE)
     except ValueError:
         raise UsageError(
-            f"No run called {name!r} is training in the cluster at {address}; `raytrain runs` lists the runs."
+            f"No run called {name!r} is training in the cluster at {address} with --storage {storage}; give the "
+            "--storage that it was started with, whose runs `raytrain runs` lists."
         ) from None
     ray.get(coordinator.request_stop.remote(request))
 
 
-def with_cluster_credentials(store: Store, coordinator: CoordinatorHandle) -> Store:
-    """The same store for processes of the cluster: with their node's own role, or else the driver's credentials."""
-    return store.with_lent_credentials(ServedCredentials(coordinator))
-
-
-def _actor_name(run: str) -> str:
-    return f"run:{run}"
+def _actor_name(run: str, url: str) -> str:
+    """Others may have runs of the same name in this cluster, in storage of their own."""
+    return f"run:{run}:{hashlib.sha256(url.encode()).hexdigest()[:16]}"

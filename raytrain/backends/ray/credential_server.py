@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from raytrain.backends.ray.private_api import on_this_node
+from raytrain.storage.base import Store
 from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
-from raytrain.storage.credentials import Credentials
+from raytrain.storage.credentials import CredentialFields, Credentials
 
-NAMESPACE = "raytrain"
 _ASKERS = 64
 
 
@@ -23,43 +24,54 @@ class CredentialServer:
     def __init__(self) -> None:
         self._broker = CredentialBroker()  # credentials are lent later: the cluster keeps a constructor's arguments
 
-    def lend(self, fields: tuple[Any, ...] | None) -> None:
+    def lend(self, ticket: str, fields: CredentialFields | None) -> None:
         """See :meth:`CredentialBroker.lend`."""
-        self._broker.lend(fields)
+        self._broker.lend(ticket, fields)
 
-    def credentials(self) -> tuple[Any, ...] | None:
+    def credentials(self, ticket: str) -> CredentialFields | None:
         """See :meth:`CredentialBroker.credentials`."""
-        return self._broker.credentials()
+        return self._broker.credentials(ticket)
 
 
 @dataclass(frozen=True)
 class ServedCredentials:
-    """A credential source that asks an actor with a method ``credentials``. It is pickled, and holds no secret."""
+    """A credential source that asks an actor with a method ``credentials``. Pickled with a store; it holds no AWS key.
+
+    Everybody in the cluster can call an actor that has a name. Only who has the ticket is given credentials.
+    """
 
     server: Any
+    ticket: str = field(repr=False)
 
     def __call__(self) -> Credentials | None:
-        fields: tuple[Any, ...] | None = ray.get(self.server.credentials.remote())
+        fields: CredentialFields | None = ray.get(self.server.credentials.remote(self.ticket))
         return Credentials(*fields) if fields else None
 
+    def _lend(self, fields: CredentialFields | None) -> None:
+        # As an argument of a call, which the cluster keeps nowhere. Awaited, so that nobody asks before.
+        ray.get(self.server.lend.remote(self.ticket, fields))
 
-def lend_credentials(server: Any) -> CredentialLender:
-    """Lend this process's credentials to an actor with a method ``lend``, now and whenever they are due again.
 
-    They travel as an argument of a call: the cluster keeps it nowhere. The call is awaited, so that nobody asks before.
+def lend_credentials(server: Any, stores: Iterable[Store]) -> tuple[ServedCredentials, CredentialLender | None]:
+    """A source of this process's credentials for the ``stores`` in other processes, through an actor that serves them.
+
+    If a store is in S3, they are lent now and whenever the lender is told that they may be due again. If all are
+    folders, there is no lender: the actor has nothing that it could give away.
     """
-    return CredentialLender(lambda fields: ray.get(server.lend.remote(fields)))
+    served = ServedCredentials(server, secrets.token_hex(16))
+    is_in_s3 = any(store.settings is not None for store in stores)
+    return served, CredentialLender(served._lend) if is_in_s3 else None
 
 
 @contextmanager
-def serving_credentials(name: str) -> Iterator[tuple[ServedCredentials, CredentialLender]]:
-    """An actor called ``name`` that serves this process's credentials, for as long as the ``with`` block runs."""
+def serving_credentials(stores: Iterable[Store]) -> Iterator[tuple[ServedCredentials, CredentialLender | None]]:
+    """Serve this process's credentials for the ``stores`` with an actor, for as long as the ``with`` block runs."""
     server: Any = (
         ray.remote(CredentialServer)
-        .options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=_ASKERS, label_selector=on_this_node())
+        .options(num_cpus=0, max_concurrency=_ASKERS, label_selector=on_this_node())
         .remote()
     )
     try:
-        yield ServedCredentials(server), lend_credentials(server)
+        yield lend_credentials(server, stores)
     finally:
         ray.kill(server)

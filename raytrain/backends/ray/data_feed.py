@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import ray
 
 from raytrain.backends.ray.block_cache import CacheFiller
-from raytrain.backends.ray.coordinator import CoordinatorHandle, with_cluster_credentials
+from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import DataCpus, ImageSet
 from raytrain.backends.ray.placement import Placement
 from raytrain.backends.ray.stream_queues import Stream
@@ -17,6 +19,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
+from raytrain.storage.credentials import CredentialSource
 
 _CACHE_FRACTION = 0.4  # of the smallest node's object store; the rest is for blocks that are streamed
 
@@ -48,10 +51,14 @@ class DataFeed:
         """Where the cached training images start; None if they are streamed."""
         return self._plan.cursor(self._first_step) if self.train_cached else None
 
-    def connect(self, coordinator: CoordinatorHandle) -> None:
-        """Describe the images to data tasks and workers, as ``train`` and ``test``."""
+    def connect(self, coordinator: CoordinatorHandle, credentials: CredentialSource) -> None:
+        """Describe the images to data tasks and workers, as ``train`` and ``test``.
+
+        ``credentials`` are for processes whose node has no role of its own.
+        """
         data = self._data
         self._coordinator = coordinator
+        self._credentials = credentials
         self.train = self._image_set(data.train_store, data.train)
         self.test = self._image_set(data.test_store, data.test)
 
@@ -60,8 +67,12 @@ class DataFeed:
         cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
         expected = None if self.train_cached else Stream(0, 0, "train", self._first_step, placement.num_workers)
         sets = {"train": (self.train, self._plan), "test": (self.test, self._test_plan)}
-        self._streams = StreamReader(self._coordinator, cpus, sets, self._config.worker_load or (), expected)
-        self._filler = CacheFiller(self._coordinator, cpus, self._to_cache())
+        with ExitStack() as opened:
+            streams = StreamReader(self._coordinator, cpus, sets, self._config.worker_load or (), expected)
+            opened.callback(streams.close)
+            self._filler = CacheFiller(self._coordinator, cpus, self._to_cache())
+            opened.callback(self._filler.close)
+            self._opened = opened.pop_all()
 
     def workers_started(self) -> None:
         """The workers run: the cores that they needed to start are free for reading."""
@@ -69,12 +80,11 @@ class DataFeed:
 
     def close(self) -> None:
         """Stop reading, and release what was read."""
-        self._filler.close()
-        self._streams.close()
+        self._opened.close()
 
     def _image_set(self, store: Store, manifest: Manifest) -> ImageSet:
         return ImageSet(
-            store=with_cluster_credentials(store, self._coordinator),
+            store=store.with_lent_credentials(self._credentials),
             shape=self._data.shape,
             manifest=ray.put(manifest),
             num_images=len(manifest),

@@ -13,58 +13,90 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT
+from raytrain.errors import UsageError
+
 # Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
-_WITHOUT_EXTRAS = {
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
+# The driver reads these, too, whenever it starts a run.
+_WITHOUT_EXTRAS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
+_OF_THE_CLUSTER = {
+    **_WITHOUT_EXTRAS,
+    **LOOPBACK_ENVIRONMENT,
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
+    # CPUs.
+    "RAY_idle_worker_killing_time_threshold_ms": "60000",
 }
-# A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all CPUs.
-_KEEP_IDLE_WORKERS = {"RAY_idle_worker_killing_time_threshold_ms": "60000"}
 
 
 class LocalCluster:
-    """A local cluster that is starting. Its processes see ``environment`` besides this process's variables."""
+    """A local cluster that is starting. Its processes see ``environment`` besides this process's variables.
+
+    Until it is closed, this process's variables are those that Ray wants to see in the driver of such a cluster.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        _agree_on_token()
-        os.environ.update(_WITHOUT_EXTRAS | _KEEP_IDLE_WORKERS)
+        driver = {**_WITHOUT_EXTRAS, **_token_settings()}
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
         # A session of its own: a Ctrl-C in the terminal is for the driver alone.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "raytrain.backends.ray.local_cluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._stderr,
             text=True,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **driver, **_OF_THE_CLUSTER, **environment},
         )
+        self._before = {name: os.environ.get(name) for name in driver}
+        os.environ.update(driver)
 
     def address(self) -> str:
-        """The cluster's address, once it is up; raises RuntimeError if it could not start."""
+        """The cluster's address, once it is up; raises UsageError with the reason if it could not start."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
-            raise RuntimeError("Ray could not start a cluster on this machine; `ray start --head` says why.")
+            raise UsageError(
+                f"Ray could not start a cluster on this machine ({self._reason()}); `ray start --head` says more."
+            )
         return line
 
     def close(self) -> None:
-        """End the cluster, and wait until its processes are gone."""
+        """End the cluster, wait until its processes are gone, and put this process's variables back."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
+        self._stderr.close()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+
+    def _reason(self) -> str:
+        """The last line that the process wrote before it ended."""
+        self._process.wait()
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr if line.strip()]
+        return lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
 
 
-def _agree_on_token() -> None:
-    """Create the token that new clusters ask for before either process loads Ray, which looks for it only once."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if os.environ["RAY_AUTH_MODE"] != "token" or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
-        return
+def _token_settings() -> dict[str, str]:
+    """Have new clusters ask for a token: created before either process loads Ray, which looks for it only once."""
+    settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    if settings["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        _create_token()
+    return settings
+
+
+def _create_token() -> None:
     path = Path.home() / ".ray" / "auth_token"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

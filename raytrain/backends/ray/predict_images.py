@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -48,7 +47,7 @@ def predict_images(
         Tables in the manifest's order with the columns key, error (why the image could not be read, else null) and
         those of the predictor, which mean nothing if there is an error.
     """
-    with serving_credentials(f"predict-{uuid.uuid4().hex[:8]}") as (served, lender):
+    with serving_credentials([images, run_store]) as (served, lender):
         packed = manifest.packing is not None
         store = images.with_lent_credentials(served)
         image_set = ImageSet(store, shape, ray.put(manifest), len(manifest), packed)
@@ -57,7 +56,8 @@ def predict_images(
             batch_size=None, batch_format="pyarrow"
         ):
             yield table
-            lender.lend_if_due()
+            if lender is not None:
+                lender.lend_if_due()
 
 
 def read_block(row: dict[str, Any], images: ImageSet) -> pa.Table:

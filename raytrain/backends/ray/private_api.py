@@ -7,6 +7,8 @@ Nothing is imported before it is used: ``ray.train`` alone takes seconds, and mo
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -40,6 +42,11 @@ ENABLE_TOKEN = PrivateApi(
     "ray._private.authentication.authentication_token_setup",
     "maybe_enable_token_auth_if_token_available",
     "show this machine's token to a cluster at a plain HOST:PORT, as Ray does only for one that it finds by itself",
+)
+IS_CLUSTER_ALLOWED = PrivateApi(
+    "ray._private.ray_constants",
+    "ENABLE_RAY_CLUSTER",
+    "have a cluster on this machine listen on the loopback interface only",
 )
 TRAIN_CONTEXT = PrivateApi(
     "ray.train.v2._internal.execution.context",
@@ -82,6 +89,7 @@ PRIVATE_APIS = (
     NODE_ID_LABEL,
     GCS_CLIENT,
     ENABLE_TOKEN,
+    IS_CLUSTER_ALLOWED,
     TRAIN_CONTEXT,
     CONTROLLER_CALLBACK,
     DEFAULT_CALLBACKS,
@@ -93,6 +101,8 @@ PRIVATE_APIS = (
 )
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
+LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""With this, Ray uses 127.0.0.1 as the node's address, as it does by default on macOS, and listens nowhere else."""
 
 
 def on_this_node() -> dict[str, str]:
@@ -100,6 +110,21 @@ def on_this_node() -> dict[str, str]:
     import ray
 
     return {NODE_ID_LABEL.load(): ray.get_runtime_context().get_node_id()}
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """While open, this process is a node of a cluster that was started with :data:`LOOPBACK_ENVIRONMENT`.
+
+    Ray reads the variable only once in a process, which may join a cluster of several machines afterwards.
+    """
+    constants = importlib.import_module(IS_CLUSTER_ALLOWED.module)
+    before = IS_CLUSTER_ALLOWED.load()
+    setattr(constants, IS_CLUSTER_ALLOWED.name, False)
+    try:
+        yield
+    finally:
+        setattr(constants, IS_CLUSTER_ALLOWED.name, before)
 
 
 def announced_preemption() -> Any:

@@ -12,12 +12,7 @@ from ray.exceptions import RayActorError
 
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
-from raytrain.backends.ray.coordinator import (
-    RunInStorage,
-    start_coordinator,
-    stop_coordinator,
-    with_cluster_credentials,
-)
+from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
@@ -72,8 +67,10 @@ class RunSession:
             self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
             self._coordinator = start_coordinator(self._in_storage())
             opened.callback(stop_coordinator, self._coordinator)
-            self._lender = lend_credentials(self._coordinator)
-            self._feed.connect(self._coordinator)
+            data = self._prepared.data
+            stores = self._store, data.train_store, data.test_store
+            self._credentials, self._lender = lend_credentials(self._coordinator, stores)
+            self._feed.connect(self._coordinator, self._credentials)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = self._worker_spec()
             self._trainer = TrainerThread(
@@ -84,11 +81,11 @@ class RunSession:
                 max_failures=spec.run.config.max_failures,
                 own_cluster=self._own_cluster,
             )
-            opened.callback(self._trainer.abort)
             self._trainer.start()
+            opened.callback(self._trainer.abort)
             self._feed.start(self._placement)
             opened.callback(self._feed.close)
-            self._prepared.data.write(self._store)
+            data.write(self._store)
             self._recorder.begin(self._spec.config, restarting=self._prepared.restarting)
             self._opened = opened.pop_all()
         return self
@@ -120,7 +117,8 @@ class RunSession:
             self._recorder.heartbeat(snapshot)
             if snapshot.status == "starting":
                 self._capacity.check()
-            self._lender.lend_if_due()
+            if self._lender is not None:
+                self._lender.lend_if_due()
             self._trainer.remember_controller()
             outcome = ray.get(self._coordinator.outcome.remote())
         return self._conclude(view)
@@ -182,7 +180,7 @@ class RunSession:
         )
 
     def _worker_spec(self) -> WorkerSpec:
-        store = with_cluster_credentials(self._store, self._coordinator)
+        store = self._store.with_lent_credentials(self._credentials)
         return WorkerSpec(
             run=dataclasses.replace(self._spec, store=store),
             train=self._feed.train,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +24,7 @@ _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in 
 _CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
 _ABORTED_WITHIN_S = 10.0
+_CONTROLLER_STARTS_WITHIN_S = 60.0
 
 
 class TrainerThread:
@@ -82,13 +84,21 @@ class TrainerThread:
         if self.ended.done():
             return
         with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
-            if self._controller is None:
-                self._controller = ray.get(self._coordinator.controller.remote(), timeout=_ABORTED_WITHIN_S)
+            self._find_controller(0.0 if self._own_cluster else _CONTROLLER_STARTS_WITHIN_S)
             if self._controller is not None and not self._own_cluster:
                 ray.get(self._controller.abort.remote(), timeout=_ABORTED_WITHIN_S)
         if self._controller is not None:
             ray.kill(self._controller)
             concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
+
+    def _find_controller(self, timeout_s: float) -> None:
+        """Get the controller's handle, if it starts within ``timeout_s``: it may just be starting."""
+        until = time.monotonic() + timeout_s
+        while self._controller is None and not self.ended.done():
+            self._controller = ray.get(self._coordinator.controller.remote(), timeout=_ABORTED_WITHIN_S)
+            if time.monotonic() >= until:
+                return
+            concurrent.futures.wait([self.ended], timeout=0.1)
 
     def failure(self) -> str | None:
         """Why Ray Train gave up; None if it has not ended, or ended normally."""

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
-from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, with_cluster_credentials
+from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
@@ -92,9 +92,10 @@ class SweepSession:
             coordinator = start_coordinator(self._in_storage(), SweepCoordinator)
             self._coordinator = cast(SweepCoordinatorHandle, coordinator)  # handles of actors are invariant
             opened.callback(ray.kill, cast(Any, coordinator))
-            self._stores = [with_cluster_credentials(spec.store, coordinator) for spec in self._specs]
-            self._lender = lend_credentials(coordinator)
-            self._feed.connect(coordinator)
+            data, stores = self._prepared.data, [spec.store for spec in self._specs]
+            credentials, self._lender = lend_credentials(coordinator, [data.train_store, data.test_store, *stores])
+            self._stores = [store.with_lent_credentials(credentials) for store in stores]
+            self._feed.connect(coordinator, credentials)
             self._feed.start(self._placement)
             opened.callback(self._feed.close)
             self._feed.workers_started()  # trials start at different times, so the whole cache is filled at once
@@ -107,9 +108,9 @@ class SweepSession:
                 self._scheduler(),
                 max_failures=self._prepared.config.max_failures,
             )
+            self._tuner.start()
             if not self._own_cluster:  # trials in another cluster would outlive the session
                 opened.callback(self._tuner.abort)
-            self._tuner.start()
             self._opened = opened.pop_all()
         return self
 
@@ -128,7 +129,8 @@ class SweepSession:
         """
         try:
             state: SweepState = ray.get(self._coordinator.state.remote())
-            self._lender.lend_if_due()
+            if self._lender is not None:
+                self._lender.lend_if_due()
         except RayActorError:
             raise self._coordinator_lost() from None
         if not state.statuses:

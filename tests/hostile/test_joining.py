@@ -1,0 +1,99 @@
+"""Which cluster on this machine a command joins, and what a cluster that starts here leaves in the process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain import UsageError
+from raytrain.backends.ray.connection import Connection
+from raytrain.backends.ray.local_cluster import LocalCluster
+from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The note of a cluster on this machine, at whose address something listens."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    written = tmp_path / "ray" / CURRENT_CLUSTER_FILE
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        written.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
+        yield written
+
+
+def joins_a_cluster() -> bool:
+    opened = Connection(None)
+    try:
+        return not opened.started_here
+    finally:
+        opened.close()
+
+
+def test_the_address_that_was_read_is_the_one_that_is_joined(note: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = note.read_text().strip()
+    opened = Connection(None)
+    note.write_text("127.0.0.1:1\n")  # changed by somebody between the look and the connection
+    with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \("):
+        opened.connect()
+    assert [record.getMessage() for record in caplog.records if record.name == "raytrain"] == [
+        f"Joining the Ray cluster at {address}, which was started on this machine; --address local starts a new one."
+    ]
+
+
+@pytest.mark.parametrize(("owner", "joined"), [(0, True), (None, True), (65534, False)])
+def test_only_a_note_of_this_user_or_of_root_is_believed(
+    owner: int | None, joined: bool, note: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() != 0 and owner is not None:
+        pytest.skip("only root can give files away")
+    if owner is not None:
+        os.chown(note, owner, -1)
+    assert joins_a_cluster() is joined
+
+
+def test_a_link_to_another_file_is_not_believed(note: Path) -> None:
+    note.rename(note.parent / "elsewhere")
+    note.symlink_to(note.parent / "elsewhere")
+    assert not joins_a_cluster()
+
+
+@pytest.mark.parametrize("address", ["auto", None])
+def test_auto_believes_the_same_note_only(address: str | None, note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if address is None:
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+    note.rename(note.parent / "elsewhere")
+    note.symlink_to(note.parent / "elsewhere")
+    with pytest.raises(UsageError, match=r"^No Ray cluster answers at auto \(this user has started none"):
+        Connection(address).connect()
+
+
+def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    opened = Connection("local")
+    with pytest.raises(UsageError, match=r"^Ray could not start a cluster on this machine \(NotADirectoryError: .*\)"):
+        opened.connect()
+    opened.close()
+
+
+def test_a_local_cluster_takes_its_settings_along_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_TRAIN_METRICS_ENABLED", "1")
+    before = dict(os.environ)
+    cluster = LocalCluster({})
+    try:
+        during = dict(os.environ)
+    finally:
+        cluster.close()
+    assert dict(os.environ) == before
+    assert {name for name in during if during[name] != before.get(name)} == {
+        "RAY_AUTH_MODE",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+        "RAY_TRAIN_METRICS_ENABLED",
+    }, "the driver reads these, and no others, while its own cluster lives"

@@ -1,0 +1,67 @@
+"""A shell, ``uv run`` and ``ray job stop`` each send or forward a signal: two within a second are one stop."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from raytrain.backends import stop_signals
+from raytrain.backends.stop_signals import StopSignals
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the handler sees, as a list of one number."""
+    now = [1000.0]
+    monkeypatch.setattr(stop_signals, "monotonic", lambda: now[0])
+    return now
+
+
+def test_signals_within_a_second_are_one_stop(clock: list[float]) -> None:
+    with StopSignals() as signals:
+        for clock[0], number in ((1000.0, signal.SIGINT), (1000.3, signal.SIGTERM), (1000.9, signal.SIGINT)):
+            signal.raise_signal(number)
+        assert signals.stop_request is not None and signals.stop_request.reason == "Ctrl-C"
+
+
+def test_a_signal_a_second_later_aborts(clock: list[float]) -> None:
+    with StopSignals():
+        signal.raise_signal(signal.SIGINT)
+        clock[0] += 0.9
+        signal.raise_signal(signal.SIGINT)
+        clock[0] += 0.1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+WAITING = """
+import time
+from raytrain.backends.stop_signals import StopSignals
+
+with StopSignals() as signals:
+    print("ready", flush=True)
+    while signals.stop_request is None:
+        time.sleep(0.02)
+    print(signals.stop_request.reason, flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("aborted", flush=True)
+"""
+
+
+def test_a_process_that_gets_two_signals_at_once_stops_and_only_a_later_one_aborts_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # may be merged with the first one
+        assert process.stdout.readline() == "SIGTERM\n"
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "aborted\n"
