@@ -16,7 +16,7 @@ import pytest
 import raytrain
 from raytrain import UsageError
 from raytrain.runs.skipped_images import SkipLimit
-from raytrain.runs.snapshot import START
+from raytrain.runs.snapshot import START, Snapshot
 from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, put_images
@@ -34,17 +34,19 @@ class Thief:
     def __call__(self, snapshot: object) -> None:
         import ray
 
-        for named in ray.util.list_named_actors(all_namespaces=True):  # pyright: ignore
+        found: Any = ray.util.list_named_actors(all_namespaces=True)  # pyright: ignore
+        for named in found:
             actor: Any = ray.get_actor(named["name"], namespace=named["namespace"])
             for words in ([], ["guess"]):
                 self._ask(actor, words)
 
     def _ask(self, actor: Any, words: list[str]) -> None:
         import ray
+        from ray.exceptions import RayError
 
         try:
             self.stolen.append(ray.get(actor.credentials.remote(*words)))
-        except (TypeError, AttributeError, ray.exceptions.RayError):
+        except (TypeError, AttributeError, RayError):
             self.num_asked += 1
 
 
@@ -76,10 +78,20 @@ def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path)
 
     def start(storage: str) -> Any:
         url = str(tmp_path / storage / "first")
-        return start_coordinator(RunInStorage("first", url, None, 10, 5, SkipLimit(10)))
+        return start_coordinator(
+            RunInStorage(
+                name="first",
+                url=url,
+                settings=None,
+                num_steps=10,
+                steps_per_epoch=5,
+                skip_limit=SkipLimit(num_images=10),
+            )
+        )
 
     def stop_request(coordinator: Any) -> StopRequest | None:
-        return ray.get(coordinator.snapshot.remote(START)).stop_request
+        snapshot: Snapshot = ray.get(coordinator.snapshot.remote(START))
+        return snapshot.stop_request
 
     mine, other = start("mine"), start("other")
     try:

@@ -44,7 +44,7 @@ class ServedCredentials:
     ticket: str = field(repr=False)
 
     def __call__(self) -> Credentials | None:
-        fields: CredentialFields | None = ray.get(self.server.credentials.remote(self.ticket))
+        fields: tuple[Any, ...] | None = ray.get(self.server.credentials.remote(self.ticket))
         return Credentials(*fields) if fields else None
 
     def _lend(self, fields: CredentialFields | None) -> None:
