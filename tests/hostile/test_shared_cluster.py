@@ -151,9 +151,10 @@ def left_behind() -> list[str]:
     import ray
 
     groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    actors: Any = ray.util.list_named_actors(all_namespaces=True)  # pyright: ignore
     threads = [each.name for each in threading.enumerate()]
     return [
-        *(str(named) for named in ray.util.list_named_actors(all_namespaces=True)),  # pyright: ignore
+        *(str(named) for named in actors if named["namespace"] == "raytrain"),  # Ray keeps some of its own
         *(f"placement group {each['state']}" for each in groups.values() if each["state"] != "REMOVED"),
         *(each for each in threads if each.startswith(("stream", "cache", "trainer", "tuner"))),
     ]

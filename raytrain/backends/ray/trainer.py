@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
@@ -95,7 +95,8 @@ class TrainerThread:
         """Get the controller's handle, if it starts within ``timeout_s``: it may just be starting."""
         until = time.monotonic() + timeout_s
         while self._controller is None and not self.ended.done():
-            self._controller = ray.get(self._coordinator.controller.remote(), timeout=_ABORTED_WITHIN_S)
+            with suppress(GetTimeoutError):  # the machine is busy starting the run
+                self._controller = ray.get(self._coordinator.controller.remote(), timeout=_ABORTED_WITHIN_S)
             if time.monotonic() >= until:
                 return
             concurrent.futures.wait([self.ended], timeout=0.1)
