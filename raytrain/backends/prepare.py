@@ -11,6 +11,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.documents import check_name, new_name, read_config, run_store
+from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CONFIG
 from raytrain.runs.skipped_images import SkipLimit
 from raytrain.runs.status import read_status
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain.data.dataset import Dataset
+    from raytrain.data.manifest import Manifest
     from raytrain.storage.base import Store
     from raytrain.training.run import Run
     from raytrain.training.run_spec import RunSpec
@@ -76,8 +78,11 @@ def prepare(config: TrainConfig, *, restarting: bool = False) -> PreparedRun:
     if exists:
         if not restarting and read_status(store).active:
             raise UsageError(f"Run {name!r} is training at this moment; `raytrain stop {name}` stops it.")
-        config = _resumed(config, read_config(store))
+        before = read_config(store)
+        config = _resumed(config, before)
+        check_options(config, before, f"Run {name!r}")
     data = open_dataset(config, store)
+    _check_images(config, data, f"Run {name!r}")
     return PreparedRun(config, name, store, data, newest_step(store), restarting)
 
 
@@ -137,6 +142,25 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
         transfer.freeze(model, config.freeze)
         transfer.parameter_groups(model, num_classes, config.learning_rate, config.head_learning_rate_factor)
     return weights
+
+
+def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:
+    """Raise UsageError if ``what`` was started with options that make its checkpoints useless with those of ``config``.
+
+    The workers check the same by the checkpoint; here it is checked before a document of the run is overwritten.
+    """
+    _identity(config).check(_identity(before), what)
+
+
+def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:
+    """Raise UsageError if ``what`` was started with other images, also before a document is overwritten."""
+    if data.stored is not None:
+        _identity(config, data.train).check(_identity(config, data.stored), what)
+
+
+def _identity(config: TrainConfig, images: Manifest | None = None) -> Identity:
+    classes, digest = (images.classes, images.digest) if images else ((), "")
+    return Identity(config.model, classes, digest, config.batch_size or 0, config.seed)
 
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:

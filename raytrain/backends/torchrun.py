@@ -118,12 +118,12 @@ class _FirstProcess(_Process):
             return super().train(device, rank, world_size)
 
     def conclude(self, outcome: Outcome, skipped: list[SkippedImage]) -> TrainResult:
-        """Write how the run ended; raises TrainingFailed if too many images could not be used."""
+        """Write how the run ended."""
         self._monitor.skip(skipped)
-        if self._monitor.failure:
+        if reason := self._monitor.failure or outcome.error:
             name, storage = self._prepared.name, self._spec.config.storage
             error = (
-                f"Run {name!r} failed: {self._monitor.failure}. Its last checkpoint is kept: resume with --name {name} "
+                f"Run {name!r} failed: {reason}. Its last checkpoint is kept: resume with --name {name} "
                 f"--storage {storage} --resume."
             )
             outcome = failed(error, self._monitor.snapshot())

@@ -160,7 +160,7 @@ class RunSession:
         failure: str | None = ray.get(self._coordinator.failure.remote())  # that only the coordinator knows of
         if told is not None and told.error is None:
             return dataclasses.replace(told, status="failed", error=self._sentence(failure)) if failure else told
-        reason = (told and told.error) or self._trainer.failure() or "the workers ended without a word"
+        reason = failure or (told and told.error) or self._trainer.failure() or "the workers ended without a word"
         return failed(self._sentence(reason), snapshot)
 
     def _sentence(self, reason: str) -> str:

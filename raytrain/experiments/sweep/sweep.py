@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.prepare import PreparedRun, check_named, load_loop, prepare
+from raytrain.backends.prepare import PreparedRun, check_named, check_options, load_loop, prepare
 from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.train import import_in_background
@@ -20,7 +20,8 @@ from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect
 from raytrain.experiments.sweep.sweep_recorder import SweepRecorder, write_summaries_of_dead_trials
 from raytrain.experiments.sweep.trials import Sweep, Trial, check_names_free, is_over, plan_sweep, trials_of
 from raytrain.runs.checkpoint_files import newest_step
-from raytrain.runs.documents import new_name
+from raytrain.runs.documents import new_name, read_config
+from raytrain.runs.layout import CONFIG
 from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trial_status import TrialStatus
 
@@ -77,7 +78,9 @@ def sweep(
         importing = import_in_background("raytrain.backends.ray.trials.sweep_session")
         prepared = prepare(config)
         runs = trials_of(planned, prepared.config, prepared.name)
-        if not config.resume:
+        if config.resume:
+            check_trials(runs)
+        else:
             check_names_free(runs)
         importing.join()
         loop = load_loop(config, loop)
@@ -168,6 +171,13 @@ class _Watcher:
         return (
             f"Sweep {name!r} failed: {reason.rstrip('.')}. Resume it with --name {name} --storage {storage} --resume."
         )
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Raise UsageError if a trial that has started before was started with another model, batch size or seed."""
+    for trial in trials:
+        if trial.store.exists(CONFIG):
+            check_options(trial.config, read_config(trial.store), f"Run {trial.name!r}")
 
 
 def _prepared(trial: Trial, sweep: PreparedRun, *, resumes: bool) -> PreparedRun:

@@ -87,7 +87,9 @@ class _Trial:
         device = torch.device("cuda", 0) if run.config.device == "cuda" else torch.device("cpu")  # Ray shows it one GPU
         weights: Any = None if spec.weights is None else ray.get(spec.weights)
         with self._reporter:
-            return run.train(run.make_run(SharedBatches(spec), self._reporter, device, weights))
+            outcome = run.train(run.make_run(SharedBatches(spec), self._reporter, device, weights))
+        failure = self._monitor.failure or outcome.error
+        return failed(failure, self._monitor.snapshot()) if failure else outcome
 
     def _conclude(self, outcome: Outcome) -> None:
         """Write the summary, the skipped images and the last status."""
