@@ -25,7 +25,7 @@ from raytrain.backends.ray.placement import hardware, place
 from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.errors import CoordinatorLost, StorageError, TrainingFailed
+from raytrain.errors import CoordinatorLost, RaytrainError, StorageError, TrainingFailed
 from raytrain.runs.outcome import Outcome, TrainResult
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, Snapshot, View
@@ -95,7 +95,7 @@ class RunSession:
 
     def __exit__(self, *exception: object) -> None:
         if not self._trainer.ended.done():
-            with suppress(StorageError):  # the reason why the session ends matters more
+            with suppress(RaytrainError):  # the reason why the session ends matters more
                 self._recorder.write_status(_STATUS_AFTER.get(exception[0], "failed"))
         self._opened.close()
 
@@ -179,6 +179,7 @@ class RunSession:
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             skip_limit=self._prepared.skip_limit(),
+            owner=self._prepared.claim and self._prepared.claim.owner,
         )
 
     def _worker_spec(self) -> WorkerSpec:

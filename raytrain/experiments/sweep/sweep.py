@@ -76,31 +76,26 @@ def sweep(
         _check_learning_rates(planned, config)
     with connection(config.address, config.gpus) as cluster:
         importing = import_in_background("raytrain.backends.ray.trials.sweep_session")
-        prepared = prepare(config)
-        runs = trials_of(planned, prepared.config, prepared.name)
-        if config.resume:
-            check_trials(runs)
-        else:
-            check_names_free(runs)
-        importing.join()
-        loop = load_loop(config, loop)
-        cluster.connect()
-        from raytrain.backends.ray.trials.sweep_session import SweepSession
+        with prepare(config) as prepared:
+            runs = trials_of(planned, prepared.config, prepared.name)
+            if config.resume:
+                check_trials(runs)
+            else:
+                check_names_free(runs)
+            importing.join()
+            loop = load_loop(config, loop)
+            cluster.connect()
+            from raytrain.backends.ray.trials.sweep_session import SweepSession
 
-        over = {number: collect_one(trial) for number, trial in enumerate(runs) if is_over(trial.store)}
-        prepared_runs = [_prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)]
-        evaluations = {number: result.evaluations for number, result in over.items()}
-        session = SweepSession(
-            prepared,
-            prepared_runs,
-            evaluations,
-            loop,
-            early_stopping=early_stopping,
-            own_cluster=cluster.started_here,
-        )
-        recorder = SweepRecorder(prepared, planned, session.num_steps)
-        with signals or StopSignals() as signals, recorder, session:
-            return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)
+            over = {number: collect_one(trial) for number, trial in enumerate(runs) if is_over(trial.store)}
+            prepared_runs = [
+                _prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)
+            ]
+            evaluations = {number: result.evaluations for number, result in over.items()}
+            session = SweepSession(prepared, prepared_runs, evaluations, loop, early_stopping=early_stopping, own_cluster=cluster.started_here)
+            recorder = SweepRecorder(prepared, planned, session.num_steps)
+            with signals or StopSignals() as signals, recorder, session:
+                return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)
 
 
 class _Watcher:

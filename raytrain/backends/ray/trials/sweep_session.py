@@ -203,6 +203,7 @@ class SweepSession:
             num_steps=self.num_steps,
             steps_per_epoch=self._specs[0].plan.steps_per_epoch,
             skip_limit=prepared.skip_limit(),
+            owner=prepared.claim and prepared.claim.owner,
         )
 
     def _coordinator_lost(self) -> CoordinatorLost:
