@@ -27,7 +27,7 @@ class Owner:
         except FileNotFoundError:
             raise OwnerChanged(
                 f"{store.url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
-                "has another folder there; start it again with --storage on s3:// or in a folder that all machines share."
+                "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
             ) from None
         if (found["token"], found["fence"]) != (self.token, self.fence):
             raise OwnerChanged(

@@ -22,6 +22,7 @@ from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.placement import hardware, place
+from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.stop_signals import StopSignals
@@ -50,6 +51,7 @@ class RunSession:
     def __init__(self, prepared: PreparedRun, loop: Loop | None, started_at: float, *, own_cluster: bool) -> None:
         found = hardware()
         self._placement = place(prepared.config, found)
+        check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         num_workers = self._placement.num_workers
         config = prepared.resolve(num_workers, self._placement.device)
         self._prepared = prepared
