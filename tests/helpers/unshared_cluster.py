@@ -1,6 +1,7 @@
 """A run on two nodes, of which the second sees another storage folder.
 
-``python -m tests.helpers.unshared_cluster IMAGES STORAGE`` prints what was refused as JSON. The second node's raylet runs in a mount namespace with an empty disk over STORAGE.
+``python -m tests.helpers.unshared_cluster IMAGES STORAGE`` prints what was refused as JSON. The second
+node's raylet runs in a mount namespace with an empty disk over STORAGE.
 """
 
 from __future__ import annotations
