@@ -133,7 +133,7 @@ class _JsonLines(Generic[T]):
         self._from_json = parse
         self._to_json = to_json
         self._report = report
-        self._grows = store.settings is None  # an object cannot grow
+        self._grows = "://" not in store.url  # an object cannot grow
         self._size_bytes = 0
         self._lock = threading.RLock()
         self._writing = threading.Lock()

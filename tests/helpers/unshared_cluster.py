@@ -33,7 +33,7 @@ def main(images: str, storage: str) -> None:
     Path(storage).mkdir(exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    node = start_node(cluster.address, storage)
+    node = start_node(str(cluster.address), storage)
     try:
         while len([each for each in ray.nodes() if each["Alive"]]) < 2:
             assert node.poll() is None, "the second node did not start"

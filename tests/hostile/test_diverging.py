@@ -15,7 +15,7 @@ import torch
 import raytrain
 from raytrain import TrainingFailed
 from raytrain.runs.history import History
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.open import open_store

@@ -31,7 +31,7 @@ from raytrain.runs.documents import new_name, run_store
 from raytrain.runs.history import History
 from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CLAIM, CONFIG, METRICS, STATUS
-from raytrain.runs.metrics import MetricRow
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress
 from raytrain.runs.recorder import RunRecorder
 from raytrain.runs.snapshot import Snapshot
