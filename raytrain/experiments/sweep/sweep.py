@@ -92,7 +92,14 @@ def sweep(
                 _prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)
             ]
             evaluations = {number: result.evaluations for number, result in over.items()}
-            session = SweepSession(prepared, prepared_runs, evaluations, loop, early_stopping=early_stopping, own_cluster=cluster.started_here)
+            session = SweepSession(
+                prepared,
+                prepared_runs,
+                evaluations,
+                loop,
+                early_stopping=early_stopping,
+                own_cluster=cluster.started_here,
+            )
             recorder = SweepRecorder(prepared, planned, session.num_steps)
             with signals or StopSignals() as signals, recorder, session:
                 return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)
