@@ -31,6 +31,10 @@ class StorageError(RaytrainError):
     exit_code = 2
 
 
+class OwnerChanged(RaytrainError):
+    """Another process trains the run now, or its storage is gone; the sentence says so. Nothing more was written."""
+
+
 class TrainingFailed(RaytrainError):
     """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run."""
 

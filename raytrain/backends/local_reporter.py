@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from raytrain.errors import OwnerChanged
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.recorder import RunRecorder
+from raytrain.runs.stop_request import StopRequest
 
 _LOOK_EVERY_S = 0.5
 
@@ -62,5 +64,11 @@ class LocalReporter:
             request = self._recorder.stop_request()
             if request is not None:
                 self.monitor.request_stop(request)
-            self._recorder.heartbeat(self.monitor.snapshot())
+            self._write_heartbeat()
             self._on_look()
+
+    def _write_heartbeat(self) -> None:
+        try:
+            self._recorder.heartbeat(self.monitor.snapshot())
+        except OwnerChanged as error:  # the training stops, and meets the same error with its last checkpoint
+            self.monitor.request_stop(StopRequest(str(error)))

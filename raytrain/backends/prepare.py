@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
+from raytrain.runs.claim import RunClaim, claim_run
 from raytrain.runs.documents import check_name, new_name, read_config, run_store
+from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CONFIG
 from raytrain.runs.skipped_images import SkipLimit
-from raytrain.runs.status import read_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain.data.dataset import Dataset
+    from raytrain.data.manifest import Manifest
     from raytrain.storage.base import Store
     from raytrain.training.run import Run
     from raytrain.training.run_spec import RunSpec
@@ -33,7 +35,8 @@ Loop = Callable[["Run"], None]
 class PreparedRun:
     """A run that may start: its place in storage is its own, and its data can be read.
 
-    ``restarting`` says that this process started it before, and lost it: requests to stop it are still valid.
+    ``restarting`` says that this process started it before, and lost it: requests to stop it are still valid. ``claim``
+    makes this process the run's owner until the context manager is left; None for the other processes of the run.
     """
 
     config: TrainConfig
@@ -42,6 +45,14 @@ class PreparedRun:
     data: Dataset
     first_step: int
     restarting: bool = False
+    claim: RunClaim | None = None
+
+    def __enter__(self) -> PreparedRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.claim is not None:
+            self.claim.close()
 
     def resolve(self, num_workers: int, device: str) -> ResolvedConfig:
         """The options with everything decided."""
@@ -53,10 +64,11 @@ class PreparedRun:
         return SkipLimit.of(self.config, len(self.data.train) + len(self.data.test))
 
 
-def prepare(config: TrainConfig, *, restarting: bool = False) -> PreparedRun:
+def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = True) -> PreparedRun:
     """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read.
 
-    ``restarting``: this process started the run before, so that an active status in storage is its own.
+    The run is then this process's own, unless another of its processes owns it. Writes nothing else to it.
+    ``restarting``: this process started the run before.
     """
     from raytrain.data.dataset import open_dataset
     from raytrain.storage.open import open_store
@@ -64,6 +76,19 @@ def prepare(config: TrainConfig, *, restarting: bool = False) -> PreparedRun:
     name = config.name or new_name(config.recipe)
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
+    _check_place(config, name, store)
+    if config.resume:
+        before = read_config(store)
+        config = _resumed(config, before)
+        check_options(config, before, f"Run {name!r}")
+    data = open_dataset(config, store)
+    _check_images(config, data, f"Run {name!r}")
+    prepared = PreparedRun(config, name, store, data, newest_step(store), restarting)
+    return _own(prepared) if owns_run else prepared
+
+
+def _check_place(config: TrainConfig, name: str, store: Store) -> None:
+    """Raise UsageError if a new run exists already, or a run to resume does not."""
     exists = store.exists(CONFIG)
     if exists and not config.resume:
         raise UsageError(
@@ -73,12 +98,18 @@ def prepare(config: TrainConfig, *, restarting: bool = False) -> PreparedRun:
         raise UsageError(
             f"--resume: there is no run called {name!r} in {config.storage}; `raytrain runs` lists the runs there."
         )
-    if exists:
-        if not restarting and read_status(store).active:
-            raise UsageError(f"Run {name!r} is training at this moment; `raytrain stop {name}` stops it.")
-        config = _resumed(config, read_config(store))
-    data = open_dataset(config, store)
-    return PreparedRun(config, name, store, data, newest_step(store), restarting)
+
+
+def _own(prepared: PreparedRun) -> PreparedRun:
+    """The same run, which this process now owns. Whoever owned it until now may have written a checkpoint since."""
+    claim = claim_run(prepared.store, prepared.name)
+    try:
+        _check_place(prepared.config, prepared.name, prepared.store)
+        first_step = newest_step(prepared.store)
+    except BaseException:
+        claim.close()
+        raise
+    return dataclasses.replace(prepared, store=claim.owned_store, first_step=first_step, claim=claim)
 
 
 def check(config: TrainConfig, loop: Loop | None = None) -> None:
@@ -137,6 +168,25 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
         transfer.freeze(model, config.freeze)
         transfer.parameter_groups(model, num_classes, config.learning_rate, config.head_learning_rate_factor)
     return weights
+
+
+def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:
+    """Raise UsageError if ``what`` was started with options that make its checkpoints useless with those of ``config``.
+
+    The workers check the same by the checkpoint; here it is checked before a document of the run is overwritten.
+    """
+    _identity(config).check(_identity(before), what)
+
+
+def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:
+    """Raise UsageError if ``what`` was started with other images, also before a document is overwritten."""
+    if data.stored is not None:
+        _identity(config, data.train).check(_identity(config, data.stored), what)
+
+
+def _identity(config: TrainConfig, images: Manifest | None = None) -> Identity:
+    classes, digest = (images.classes, images.digest) if images else ((), "")
+    return Identity(config.model, classes, digest, config.batch_size or 0, config.seed)
 
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:

@@ -7,10 +7,13 @@ that the run is listed, shown, stopped and resumed like any other.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.local_reporter import LocalReporter
@@ -18,7 +21,7 @@ from raytrain.backends.memory_batches import MemoryBatches
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, prepare, run_spec
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.config import TrainConfig
-from raytrain.errors import TrainingFailed, UsageError
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
@@ -41,15 +44,15 @@ def train(
         raise UsageError("--name is missing; the processes of torchrun have no other way to agree on one.")
     if config.gpus:
         os.environ.update(visible_gpus(config.gpus))
-    prepared = prepare(config)
     device = _device(config)
-    if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    resolved = prepared.resolve(world_size, device.type)
-    spec = run_spec(resolved, prepared.data, prepared.store, loop, world_size)
-    with signals:
+    with prepare(config, owns_run=rank == 0) as prepared, signals:
+        if world_size > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        resolved = prepared.resolve(world_size, device.type)
+        spec = run_spec(resolved, prepared.data, prepared.store, loop, world_size)
+        weights = load_initial_weights(spec, prepared.first_step)  # before the run is known: they may not fit
         process = (_FirstProcess if rank == 0 else _Process)(prepared, spec, signals, view, started_at)
-        outcome = process.train(device, rank, world_size)
+        outcome = process.train(device, rank, world_size, weights)
         return _shared(process.conclude(outcome, _gathered(process.skipped, world_size)), world_size)
 
 
@@ -66,12 +69,12 @@ class _Process:
         self._signals = signals
         self._limit = prepared.skip_limit()
 
-    def train(self, device: torch.device, rank: int, world_size: int) -> Outcome:
+    def train(self, device: torch.device, rank: int, world_size: int, weights: Mapping[str, Tensor] | None) -> Outcome:
         """See the training to its end."""
         prepared, spec = self._prepared, self._spec
         loads = spec.config.worker_load or (1.0,) * world_size
         source = MemoryBatches(prepared.data, spec.plan, rank, loads, self.skip)
-        run = spec.make_run(source, self, device, load_initial_weights(spec, prepared.first_step))
+        run = spec.make_run(source, self, device, weights)
         return spec.train(run)
 
     def conclude(self, outcome: Outcome, skipped: list[SkippedImage]) -> TrainResult | None:
@@ -111,19 +114,24 @@ class _FirstProcess(_Process):
         self._view = view
         self._seen = START
 
-    def train(self, device: torch.device, rank: int, world_size: int) -> Outcome:
+    def train(self, device: torch.device, rank: int, world_size: int, weights: Mapping[str, Tensor] | None) -> Outcome:
         self._prepared.data.write(self._prepared.store)
         self._recorder.begin(self._spec.config)
-        with self._reporter:
-            return super().train(device, rank, world_size)
+        try:
+            with self._reporter:
+                return super().train(device, rank, world_size, weights)
+        except BaseException as error:
+            with suppress(RaytrainError):  # the reason why the run ends matters more
+                self._recorder.write_status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
 
     def conclude(self, outcome: Outcome, skipped: list[SkippedImage]) -> TrainResult:
-        """Write how the run ended; raises TrainingFailed if too many images could not be used."""
+        """Write how the run ended."""
         self._monitor.skip(skipped)
-        if self._monitor.failure:
+        if reason := self._monitor.failure or outcome.error:
             name, storage = self._prepared.name, self._spec.config.storage
             error = (
-                f"Run {name!r} failed: {self._monitor.failure}. Its last checkpoint is kept: resume with --name {name} "
+                f"Run {name!r} failed: {reason}. Its last checkpoint is kept: resume with --name {name} "
                 f"--storage {storage} --resume."
             )
             outcome = failed(error, self._monitor.snapshot())

@@ -121,11 +121,11 @@ def _attempt(
 ) -> TrainResult:
     with connection(config.address, config.gpus) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
-        prepared = prepare(config, restarting=restarting)
-        importing.join()
-        loop = load_loop(config, loop)
-        cluster.connect()
-        from raytrain.backends.ray.session import RunSession
+        with prepare(config, restarting=restarting) as prepared:
+            importing.join()
+            loop = load_loop(config, loop)
+            cluster.connect()
+            from raytrain.backends.ray.session import RunSession
 
-        with signals, RunSession(prepared, loop, started_at, own_cluster=cluster.started_here) as session:
-            return session.watch(signals, view)
+            with signals, RunSession(prepared, loop, started_at, own_cluster=cluster.started_here) as session:
+                return session.watch(signals, view)

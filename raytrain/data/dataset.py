@@ -24,7 +24,10 @@ _CROP_MARGIN = 8 / 7  # random crops are cut from slightly larger images, as 256
 
 @dataclass(frozen=True)
 class Dataset:
-    """The images that a run reads. ``mean`` and ``std`` are those of each channel, in 0..1."""
+    """The images that a run reads. ``mean`` and ``std`` are those of each channel, in 0..1.
+
+    ``stored`` is the training manifest that the run has in storage; None if it is new.
+    """
 
     train_store: Store
     test_store: Store
@@ -33,6 +36,7 @@ class Dataset:
     shape: ImageShape
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    stored: Manifest | None = None
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
         """The global batches of a run with these options."""
@@ -52,8 +56,9 @@ class Dataset:
         return BatchPlan(len(self.test), batch_size, 1, 0, shuffle=False, shard_shuffle=self.test.shard_shuffle)
 
     def write(self, run_store: Store) -> None:
-        """Write the manifests into the run's folder."""
-        write_manifests(run_store, self.train, self.test)
+        """Write the manifests into the run's folder, unless they were read from there."""
+        if self.train is not self.stored:
+            write_manifests(run_store, self.train, self.test)
 
 
 def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
@@ -70,13 +75,17 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     """
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
-    train, test = _stored_manifests(config, run_store) or _list_manifests(config, train_store, test_store)
+    stored = _stored_manifests(run_store)
+    if stored is not None and _are_of(stored, train_store, test_store):
+        train, test = stored
+    else:
+        train, test = _list_manifests(config, train_store, test_store)
     shape = decoded_shape(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
         measured_mean, measured_std = measure_mean_std(train_store, train, shape, config.seed)
         mean, std = mean or measured_mean, std or measured_std
-    return Dataset(train_store, test_store, train, test, shape, mean, std)
+    return Dataset(train_store, test_store, train, test, shape, mean, std, stored and stored[0])
 
 
 def decoded_shape(config: TrainConfig) -> ImageShape:
@@ -106,14 +115,19 @@ def measure_mean_std(
     return tuple(mean), tuple(std)
 
 
-def _stored_manifests(config: TrainConfig, run_store: Store) -> tuple[Manifest, Manifest] | None:
-    """The manifests that the run was started with, if it resumes with the same data."""
+def _stored_manifests(run_store: Store) -> tuple[Manifest, Manifest] | None:
+    """The manifests of training and test images that the run was started with; None if it is new."""
     try:
         train, test = (Manifest.from_parquet(run_store.get(path)) for path in (MANIFEST, TEST_MANIFEST))
     except FileNotFoundError:
         return None
-    same = train.url == open_store(config.data).url and test.url == open_store(config.test_data or config.data).url
-    return (train, test) if same else None
+    return train, test
+
+
+def _are_of(manifests: tuple[Manifest, Manifest], train_store: Store, test_store: Store) -> bool:
+    """Whether the manifests are of these places, so that a run that resumes need not list them again."""
+    train, test = manifests
+    return train.url == train_store.url and test.url == test_store.url
 
 
 def _list_manifests(config: TrainConfig, train_store: Store, test_store: Store) -> tuple[Manifest, Manifest]:

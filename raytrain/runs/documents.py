@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
@@ -29,8 +30,8 @@ def check_name(name: str) -> str:
 
 
 def new_name(recipe: str) -> str:
-    """The name of a run that was given none: its recipe and the time."""
-    return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    """The name of a run that was given none: its recipe, the time, and a random end, as two may start in one second."""
+    return f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def run_store(storage: str, name: str) -> Store:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raytrain.runs.json_lines import Report, encode_lines, ignore, read_lines
@@ -134,7 +133,7 @@ class _JsonLines(Generic[T]):
         self._from_json = parse
         self._to_json = to_json
         self._report = report
-        self._file = None if "://" in store.url else Path(store.url) / path
+        self._grows = "://" not in store.url  # an object cannot grow
         self._size_bytes = 0
         self._lock = threading.RLock()
         self._writing = threading.Lock()
@@ -174,13 +173,13 @@ class _JsonLines(Generic[T]):
     def _unwritten(self) -> tuple[list[T], bool]:
         with self._lock:
             rows = self.rows
-            rewrite = self._rewrite or (self._file is None and len(rows) > self._num_written)
+            rewrite = self._rewrite or (not self._grows and len(rows) > self._num_written)
             self._rewrite = False
             return rows[0 if rewrite else self._num_written :], rewrite
 
     def pause_s(self) -> float:
         """How long to leave storage alone after a write."""
-        return 0.0 if self._file else max(_REWRITE_MIN_S, self._size_bytes * _REWRITE_S_PER_BYTE)
+        return 0.0 if self._grows else max(_REWRITE_MIN_S, self._size_bytes * _REWRITE_S_PER_BYTE)
 
     def _put(self, rows: list[T]) -> None:
         text = self._encode(rows)
@@ -188,9 +187,7 @@ class _JsonLines(Generic[T]):
         self._num_written, self._size_bytes = len(rows), len(text)
 
     def _append(self, rows: list[T]) -> None:
-        assert self._file is not None
-        with self._file.open("ab") as file:
-            file.write(self._encode(rows))
+        self._store.append(self._path, self._encode(rows))
         self._num_written += len(rows)
 
     def _encode(self, rows: list[T]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 CONFIG = "config.json"
+CLAIM = "claim.json"
 CLASSES = "classes.json"
 MANIFEST = "manifest.parquet"
 TEST_MANIFEST = "test-manifest.parquet"

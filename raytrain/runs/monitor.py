@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections import deque
@@ -10,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import TrainResult
+from raytrain.runs.outcome import DIVERGED_HINT, TrainResult
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, epoch_of
 from raytrain.runs.stop_request import StopRequest
 
 _NUM_EVENTS = 50
+_NUM_DIVERGED_ROWS = 3
+"""Rows of steps with a loss that is not finite, one after the other, that end a run."""
 
 
 class RunMonitor:
@@ -63,6 +66,7 @@ class RunMonitor:
         self._step = 0
         self._latest: MetricRow | None = None
         self._evaluation: MetricRow | None = None
+        self._num_diverged = 0
         self._elapsed_before_s = 0.0
         self._started_at = clock()
         self._ended_s: float | None = None
@@ -92,6 +96,7 @@ class RunMonitor:
                 self._latest = row
                 self._last_timed = self._clock(), row.step
                 self._first_timed = self._first_timed or self._last_timed
+                self._check_loss(row)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
         """Note images that could not be used; an image counts once, however often it is reported.
@@ -207,6 +212,20 @@ class RunMonitor:
         self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
         self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
         self._first_timed = self._last_timed = None
+        self._num_diverged = 0
+
+    def _check_loss(self, row: MetricRow) -> None:
+        """Report a loss that is not finite, and ask the run to stop after a few rows of them."""
+        if row.loss is None or math.isfinite(row.loss):
+            self._num_diverged = 0
+            return
+        self._num_diverged += 1
+        if self._num_diverged == 1:
+            self.event(f"the loss is {row.loss} at step {row.step:,}; the run stops if it stays so")
+        elif self._num_diverged == _NUM_DIVERGED_ROWS and self._failure is None:
+            rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
+            self._failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
+            self.request_stop(StopRequest(self._failure))
 
     def _elapsed_s(self) -> float:
         if self._ended_s is not None:

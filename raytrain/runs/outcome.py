@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 EndStatus = Literal["finished", "stopped", "failed"]
 
+DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range, such as float32"
+"""What to try if a loss or a weight is not finite."""
+
 
 @dataclass(frozen=True)
 class Progress:

@@ -13,7 +13,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.errors import StorageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import write_config, write_json
-from raytrain.runs.layout import SUMMARY
+from raytrain.runs.layout import CONFIG, SUMMARY
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
@@ -42,18 +42,27 @@ class RunRecorder:
         self._started_at = time.monotonic() if started_at is None else started_at
         self._throttle = Throttle()
         self._num_logged = 0
+        self._unwritten: ResolvedConfig | None = None
 
     def begin(self, config: ResolvedConfig, *, restarting: bool = False) -> None:
-        """Make the run known. A stop request is kept only if this process is ``restarting`` the run."""
+        """Make the run known. A stop request is kept only if this process is ``restarting`` the run.
+
+        The options of a run that exists are replaced when its workers have started: they refuse a checkpoint that does
+        not fit the new ones.
+        """
         if not restarting:
             clear_stop_request(self._store)
         self.write_status("starting")
-        write_config(self._store, config)  # comes last: others know by it that the run exists
+        if self._store.exists(CONFIG):
+            self._unwritten = config
+        else:
+            write_config(self._store, config)  # comes last: others know by it that the run exists
 
     def heartbeat(self, snapshot: Snapshot) -> None:
         """Log new events, and write the status every few seconds; storage may be out of reach for a while."""
         self._log_events(snapshot)
         with suppress(StorageError):
+            self._replace_config(snapshot)
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
 
@@ -94,8 +103,14 @@ class RunRecorder:
         """Write the summary and the last status; raises StorageError if storage is out of reach."""
         self._log_events(snapshot)
         self._step = result.steps
+        self._replace_config(snapshot)
         write_json(self._store, SUMMARY, result.summary())
         self.write_status(result.status, snapshot)
+
+    def _replace_config(self, snapshot: Snapshot) -> None:
+        if self._unwritten is not None and snapshot.num_workers:
+            write_config(self._store, self._unwritten)
+            self._unwritten = None
 
     def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
         """Write the status with what ``snapshot`` knows."""

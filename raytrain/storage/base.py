@@ -39,7 +39,7 @@ class StoredObject(NamedTuple):
 
 
 class ObjectChanged(Exception):
-    """An object was replaced after it was listed."""
+    """An object was replaced after it was listed or read."""
 
 
 class Store(ABC):
@@ -61,6 +61,23 @@ class Store(ABC):
     @abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Write or replace an object atomically: a reader sees the old or the new content, never a part of it."""
+
+    @abstractmethod
+    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
+        """Write an object if its content is ``expected``, or if it does not exist and ``expected`` is None.
+
+        Raises ObjectChanged otherwise. Contents must be unique: an object that holds ``data`` counts as written by an
+        earlier attempt whose answer was lost. A server may accept a write in spite of another one at the same moment:
+        see :meth:`has_conditional_puts`.
+        """
+
+    @abstractmethod
+    def has_conditional_puts(self) -> bool:
+        """Whether of two calls of :meth:`put_if` at the same moment one is refused."""
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file, or create it. Only for folders: an object cannot grow."""
+        raise NotImplementedError
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[StoredObject]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
@@ -18,8 +19,8 @@ from raytrain.storage.base import ObjectChanged, Store, StoredObject
 from raytrain.storage.credentials import CredentialSource
 from raytrain.storage.error_sentences import explain
 
-# put() writes to such a file and then renames it. One that a killed process left behind is not an object.
-_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part$")
+# put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
+_NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,24 @@ class FolderStore(Store):
                 Path(unfinished).unlink(missing_ok=True)
                 raise
 
+    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
+        with self._locked(path):
+            found = self._content(path)
+            if found == data:
+                return
+            if found != expected:
+                raise ObjectChanged(f"{self.url}/{path}")
+            self.put(path, data)
+
+    def has_conditional_puts(self) -> bool:
+        name = f".condition-check-{uuid.uuid4().hex}"
+        with self._locked(name) as locked:
+            return locked
+
+    def append(self, path: str, data: bytes) -> None:
+        with self._explained(path), open(self._file(path), "ab") as file:
+            file.write(data)
+
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         with self._explained(prefix):
             if os.path.isdir(folder := self._file(prefix)):
@@ -83,6 +102,25 @@ class FolderStore(Store):
         self.put(name, b"")
         self.delete(name)
 
+    def _content(self, path: str) -> bytes | None:
+        try:
+            return self.get(path)
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def _locked(self, path: str) -> Generator[bool, None, None]:
+        """Have the file ``path`` for this caller alone, on all machines; False on a disk that knows no locks."""
+        file = f"{self._file(path)}.lock"
+        with self._explained(path):
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            descriptor, locked = _open_locked(file)
+            try:
+                yield locked
+            finally:
+                Path(file).unlink(missing_ok=True)
+                os.close(descriptor)
+
     def _file(self, path: str) -> str:
         return os.path.join(self.url, path.strip("/"))
 
@@ -96,7 +134,7 @@ class FolderStore(Store):
             for entry in entries:
                 if entry.is_dir():
                     yield from self._walk(entry.path, parents | {here})
-                elif entry.is_file() and not _UNFINISHED.search(entry.name):
+                elif entry.is_file() and not _NO_OBJECT.search(entry.name):
                     with suppress(FileNotFoundError):  # deleted since it was listed
                         yield self._stored(entry)
 
@@ -144,6 +182,20 @@ def _open_at_once(file: str, flags: int) -> int:
 def _check_file(descriptor: int, url: str) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise StorageError(f"{url} is not a file but a pipe or a device; remove it.")
+
+
+def _open_locked(file: str) -> tuple[int, bool]:
+    """Open and lock ``file``; whether it could be locked. Waits for another process that has it."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # such as a network disk that was mounted without locks
+            return descriptor, False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                return descriptor, True
+        os.close(descriptor)  # whoever had it before has deleted it
 
 
 def _write_to_disk(file: str, data: bytes) -> None:

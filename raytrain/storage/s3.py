@@ -21,7 +21,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from obstore.exceptions import InvalidPathError
+from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError
 from obstore.store import S3Store
 
 from raytrain.errors import StorageError, UsageError
@@ -29,7 +29,7 @@ from raytrain.storage.base import ObjectChanged, S3Settings, Store, StoredObject
 from raytrain.storage.credentials import Credentials, CredentialSource
 from raytrain.storage.error_sentences import explain
 from raytrain.storage.retry import DEFAULT, FAIL_FAST, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
-from raytrain.storage.s3_errors import refuses_credentials, s3_error_code
+from raytrain.storage.s3_errors import http_status, refuses_credentials, s3_error_code
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -57,6 +57,7 @@ _RETRY_PARTS: RetryConfig = {
     },
 }
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
+_NOT_IMPLEMENTED = 501
 _NO_RETRIES: RetryConfig = {**_RETRY_PARTS, "max_retries": 0}
 
 
@@ -82,6 +83,18 @@ class BucketStore(Store):
     def put(self, path: str, data: bytes) -> None:
         store = dataclasses.replace(self, multipart=True) if len(data) > _PART_BYTES else self
         store._call(path, lambda client: client.put(path, data, chunk_size=_PART_BYTES))
+
+    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
+        if not self._call(path, lambda client: _put_if(client, path, data, expected)):
+            raise ObjectChanged(f"{self.url}/{path}")
+
+    def has_conditional_puts(self) -> bool:
+        name = f".condition-check-{uuid.uuid4().hex}"
+        self.put(name, b"")
+        try:
+            return not self._call(name, lambda client: _put_unless_changed(client, name, b"", None))
+        finally:
+            self.delete(name)
 
     def delete(self, path: str) -> None:
         self._call(path, lambda client: client.delete(path))
@@ -365,6 +378,30 @@ def _checked_endpoint(endpoint_url: str | None) -> str | None:
 
 def _content(result: GetResult) -> tuple[str | None, bytes]:
     return result.meta["e_tag"], bytes(result.bytes())
+
+
+def _put_if(client: S3Store, path: str, data: bytes, expected: bytes | None) -> bool:
+    """Write an object if its content is ``expected``; whether it holds ``data`` now."""
+    try:
+        etag, found = _content(client.get(path))
+    except FileNotFoundError:
+        etag, found = None, None
+    if found == data:
+        return True
+    return found == expected and _put_unless_changed(client, path, data, etag)
+
+
+def _put_unless_changed(client: S3Store, path: str, data: bytes, etag: str | None) -> bool:
+    """Write an object that still has this ETag, or that does not exist; whether the server did so."""
+    try:
+        client.put(path, data, mode="create" if etag is None else {"e_tag": etag})
+    except (AlreadyExistsError, PreconditionError):
+        return False
+    except Exception as error:
+        if http_status(error) != _NOT_IMPLEMENTED:
+            raise
+        client.put(path, data)  # the server knows no conditions
+    return True
 
 
 def _normalized(etag: str) -> str:

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,32 +17,12 @@ import torch.distributed as dist
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path, list_checkpoints
+from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CHECKPOINTS
 from raytrain.runs.outcome import Progress
 from raytrain.storage.base import Store
 from raytrain.training.archive import check_unpacked_size
 from raytrain.training.state import StateDict
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a checkpoint belongs to. A run resumes only from a checkpoint with the same identity."""
-
-    model: str
-    classes: tuple[str, ...]
-    manifest_digest: str
-    batch_size: int
-    seed: int
-
-    def check(self, other: Identity, path: str) -> None:
-        """Raise UsageError with the first difference if the checkpoint at ``path`` has the identity ``other``."""
-        for name, mine in asdict(self).items():
-            theirs = getattr(other, name)
-            if theirs != mine:
-                raise UsageError(
-                    f"{path} was made with {_difference(name, theirs, mine)}: resume with the options that the "
-                    "checkpoint was made with, or start a new run under another --name."
-                )
 
 
 @dataclass(frozen=True)
@@ -222,14 +201,3 @@ def checkpoint_in(content: Any) -> Checkpoint | None:
         return Checkpoint(content["state"], Progress(**content["progress"]), Identity(**identity))
     except (KeyError, TypeError, IndexError):
         return None
-
-
-def _difference(name: str, theirs: Any, mine: Any) -> str:
-    if name == "classes":
-        pairs = enumerate(zip_longest(theirs, mine, fillvalue="none"))
-        place, their, my = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
-        numbers = f"{len(theirs):,} classes, and this run has {len(mine):,}"
-        return f"{numbers}, of which number {place} is {their} there and {my} here"
-    if name == "manifest_digest":
-        return f"other images (manifest {theirs[:8]}…), and this run has those of manifest {mine[:8]}…"
-    return f"{name.replace('_', ' ')} {theirs}, and this run has {mine}"

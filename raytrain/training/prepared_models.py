@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.training import batchnorm
@@ -36,6 +38,11 @@ class PreparedModels:
         self.wrapped.append(wrapped)
         return wrapped
 
+    def are_finite(self) -> bool:
+        """Whether every weight and running statistic is finite. The host waits for the device once."""
+        tensors = [tensor for model in self.wrapped for tensor in _weights(model)]
+        return not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
     def train(self) -> None:
         """Put all networks into training mode."""
         for model in self.wrapped:
@@ -56,3 +63,11 @@ class PreparedModels:
         """The forward and backward are done: update the running statistics of batch norm from all workers' images."""
         for model in self.wrapped:
             batchnorm.update_running_statistics(model)
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and running statistics; other buffers, such as attention masks, may well be infinite."""
+    yield from model.parameters()
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in ("running_mean", "running_var"):
+            yield buffer

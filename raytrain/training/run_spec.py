@@ -10,10 +10,11 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
+from raytrain.runs.identity import Identity
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.base import Store
 from raytrain.training import loop
-from raytrain.training.checkpoint import Checkpoints, Identity
+from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.evaluation import evaluate
 from raytrain.training.protocols import BatchSource, Reporter
 from raytrain.training.run import Run

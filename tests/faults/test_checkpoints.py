@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
+from raytrain.runs.identity import Identity
 from raytrain.runs.outcome import Progress
 from raytrain.storage.base import Store
 from raytrain.storage.local import FolderStore
 from raytrain.storage.open import open_store
-from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
+from raytrain.training.checkpoint import Checkpoints, read_checkpoint
 
 IDENTITY = Identity(model="resnet18", classes=("cat", "dog", "owl"), manifest_digest="0a" * 32, batch_size=8, seed=0)
 
@@ -165,7 +166,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
     store = open_store(str(tmp_path))
     save(store, 10)
     with pytest.raises(
-        UsageError, match=f"{path_of(10)} was made with .*: resume with the options that the checkpoint"
+        UsageError, match=f"{path_of(10)} was made with .*: resume with the options that it was made with"
     ) as raised:
         restored(store, **identity)
     assert raised.match(difference)

@@ -236,5 +236,5 @@ def test_the_name_of_an_existing_run_is_refused(undisturbed: raytrain.TrainResul
 def test_a_resume_with_another_batch_size_is_refused(images: Path, tmp_path: Path) -> None:
     options = config(images, tmp_path, epochs=1)
     raytrain.train(options)
-    with pytest.raises(raytrain.TrainingFailed, match="was made with batch size 20, and this run has 10"):
+    with pytest.raises(UsageError, match="was made with batch size 20, and this run has 10"):
         raytrain.train(dataclasses.replace(options, resume=True, batch_size=10, epochs=2))

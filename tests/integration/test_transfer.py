@@ -19,10 +19,11 @@ from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
+from raytrain.runs.identity import Identity
 from raytrain.runs.outcome import Progress
 from raytrain.storage.open import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm
-from raytrain.training.checkpoint import Checkpoint, Checkpoints, Identity, read_checkpoint
+from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
 from raytrain.training.transfer import find_head, freeze, initial_model, initial_weights, parameter_groups

@@ -27,6 +27,7 @@ from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, TrainResult
+from raytrain.runs.owned_store import OwnedStore, Owner
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.stop_request import StopRequest
@@ -52,6 +53,7 @@ class RunInStorage:
     num_steps: int
     steps_per_epoch: int
     skip_limit: SkipLimit
+    owner: Owner | None  # of the run, as whom the coordinator writes to storage
 
 
 class Coordinator:
@@ -65,6 +67,8 @@ class Coordinator:
         self._queues = StreamQueues()
         self._directory = BlockDirectory()
         store = open_store(run.url, settings=run.settings).with_lent_credentials(self._broker.source)
+        if run.owner is not None:
+            store = OwnedStore(run.url, run.settings, store, run.owner)
         self._monitor = RunMonitor(
             run.name, run.num_steps, run.steps_per_epoch, History(store), skip_limit=run.skip_limit
         )

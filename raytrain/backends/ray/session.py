@@ -17,10 +17,11 @@ from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.placement import hardware, place
+from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.errors import CoordinatorLost, StorageError, TrainingFailed
+from raytrain.errors import CoordinatorLost, RaytrainError, StorageError, TrainingFailed
 from raytrain.runs.outcome import Outcome, TrainResult
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, Snapshot, View
@@ -45,6 +46,7 @@ class RunSession:
     def __init__(self, prepared: PreparedRun, loop: Loop | None, started_at: float, *, own_cluster: bool) -> None:
         found = hardware()
         self._placement = place(prepared.config, found)
+        check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         num_workers = self._placement.num_workers
         config = prepared.resolve(num_workers, self._placement.device)
         self._prepared = prepared
@@ -92,7 +94,7 @@ class RunSession:
 
     def __exit__(self, *exception: object) -> None:
         if not self._trainer.ended.done():
-            with suppress(StorageError):  # the reason why the session ends matters more
+            with suppress(RaytrainError):  # the reason why the session ends matters more
                 self._recorder.write_status(_STATUS_AFTER.get(exception[0], "failed"))
         self._opened.close()
 
@@ -158,7 +160,7 @@ class RunSession:
         failure: str | None = ray.get(self._coordinator.failure.remote())  # that only the coordinator knows of
         if told is not None and told.error is None:
             return dataclasses.replace(told, status="failed", error=self._sentence(failure)) if failure else told
-        reason = (told and told.error) or self._trainer.failure() or "the workers ended without a word"
+        reason = failure or (told and told.error) or self._trainer.failure() or "the workers ended without a word"
         return failed(self._sentence(reason), snapshot)
 
     def _sentence(self, reason: str) -> str:
@@ -177,6 +179,7 @@ class RunSession:
             num_steps=plan.num_steps,
             steps_per_epoch=plan.steps_per_epoch,
             skip_limit=self._prepared.skip_limit(),
+            owner=self._prepared.claim and self._prepared.claim.owner,
         )
 
     def _worker_spec(self) -> WorkerSpec:

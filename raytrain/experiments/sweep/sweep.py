@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.prepare import PreparedRun, check_named, load_loop, prepare
+from raytrain.backends.prepare import PreparedRun, check_named, check_options, load_loop, prepare
 from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.train import import_in_background
@@ -20,7 +20,8 @@ from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect
 from raytrain.experiments.sweep.sweep_recorder import SweepRecorder, write_summaries_of_dead_trials
 from raytrain.experiments.sweep.trials import Sweep, Trial, check_names_free, is_over, plan_sweep, trials_of
 from raytrain.runs.checkpoint_files import newest_step
-from raytrain.runs.documents import new_name
+from raytrain.runs.documents import new_name, read_config
+from raytrain.runs.layout import CONFIG
 from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trial_status import TrialStatus
 
@@ -75,29 +76,33 @@ def sweep(
         _check_learning_rates(planned, config)
     with connection(config.address, config.gpus) as cluster:
         importing = import_in_background("raytrain.backends.ray.trials.sweep_session")
-        prepared = prepare(config)
-        runs = trials_of(planned, prepared.config, prepared.name)
-        if not config.resume:
-            check_names_free(runs)
-        importing.join()
-        loop = load_loop(config, loop)
-        cluster.connect()
-        from raytrain.backends.ray.trials.sweep_session import SweepSession
+        with prepare(config) as prepared:
+            runs = trials_of(planned, prepared.config, prepared.name)
+            if config.resume:
+                check_trials(runs)
+            else:
+                check_names_free(runs)
+            importing.join()
+            loop = load_loop(config, loop)
+            cluster.connect()
+            from raytrain.backends.ray.trials.sweep_session import SweepSession
 
-        over = {number: collect_one(trial) for number, trial in enumerate(runs) if is_over(trial.store)}
-        prepared_runs = [_prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)]
-        evaluations = {number: result.evaluations for number, result in over.items()}
-        session = SweepSession(
-            prepared,
-            prepared_runs,
-            evaluations,
-            loop,
-            early_stopping=early_stopping,
-            own_cluster=cluster.started_here,
-        )
-        recorder = SweepRecorder(prepared, planned, session.num_steps)
-        with signals or StopSignals() as signals, recorder, session:
-            return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)
+            over = {number: collect_one(trial) for number, trial in enumerate(runs) if is_over(trial.store)}
+            prepared_runs = [
+                _prepared(trial, prepared, resumes=number not in over) for number, trial in enumerate(runs)
+            ]
+            evaluations = {number: result.evaluations for number, result in over.items()}
+            session = SweepSession(
+                prepared,
+                prepared_runs,
+                evaluations,
+                loop,
+                early_stopping=early_stopping,
+                own_cluster=cluster.started_here,
+            )
+            recorder = SweepRecorder(prepared, planned, session.num_steps)
+            with signals or StopSignals() as signals, recorder, session:
+                return _Watcher(prepared, runs, over, session, recorder).watch(signals, view, started_at)
 
 
 class _Watcher:
@@ -168,6 +173,13 @@ class _Watcher:
         return (
             f"Sweep {name!r} failed: {reason.rstrip('.')}. Resume it with --name {name} --storage {storage} --resume."
         )
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Raise UsageError if a trial that has started before was started with another model, batch size or seed."""
+    for trial in trials:
+        if trial.store.exists(CONFIG):
+            check_options(trial.config, read_config(trial.store), f"Run {trial.name!r}")
 
 
 def _prepared(trial: Trial, sweep: PreparedRun, *, resumes: bool) -> PreparedRun:

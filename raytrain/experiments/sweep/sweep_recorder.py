@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from raytrain.backends.prepare import PreparedRun
-from raytrain.errors import StorageError
+from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.experiments.sweep.results import SweepResult
 from raytrain.experiments.sweep.trials import Sweep, Trial, write_sweep
 from raytrain.runs.checkpoint_files import newest_step
+from raytrain.runs.claim import claim_run
 from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.layout import SUMMARY
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, read_status, write_status
 from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request
 from raytrain.runs.throttle import Throttle
 from raytrain.runs.trial_status import TrialStatus
+from raytrain.storage.base import Store
 
 _LOOK_EVERY_S = 1.0
 _ENDED = ("finished", "stopped", "failed")
@@ -47,7 +49,7 @@ class SweepRecorder:
 
     def __exit__(self, *exception: object) -> None:
         if not self._concluded:
-            with suppress(StorageError):  # the reason why the sweep ends matters more
+            with suppress(RaytrainError):  # the reason why the sweep ends matters more
                 self._write_status("interrupted" if exception[0] is KeyboardInterrupt else "failed", [])
 
     def heartbeat(self, statuses: Iterable[TrialStatus]) -> None:
@@ -84,11 +86,12 @@ def write_summaries_of_dead_trials(trials: Sequence[Trial], statuses: Mapping[st
     """Write a summary for each trial that could not write its own, because its process died for good."""
     for trial in trials:
         known = statuses.get(trial.name)
-        if known is None or known.status != "failed":
-            continue
-        store = trial.store
-        stored = read_status(store)
-        if stored.status not in _ENDED:
-            summary = {"name": trial.name, "status": "failed", "steps": newest_step(store), "error": known.reason}
-            write_json(store, SUMMARY, summary)
-            write_status(store, dataclasses.replace(stored, status="failed"))
+        if known is not None and known.status == "failed" and read_status(trial.store).status not in _ENDED:
+            with suppress(UsageError), claim_run(trial.store, trial.name) as claim:  # unless somebody else trains it
+                _write_summary(claim.owned_store, trial.name, known)
+
+
+def _write_summary(store: Store, name: str, known: TrialStatus) -> None:
+    summary = {"name": name, "status": "failed", "steps": newest_step(store), "error": known.reason}
+    write_json(store, SUMMARY, summary)
+    write_status(store, dataclasses.replace(read_status(store), status="failed"))

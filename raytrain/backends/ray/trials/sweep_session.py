@@ -19,6 +19,7 @@ from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.placement import Hardware, Placement, hardware, place
+from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trials.early_stopping import EarlyStopping
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinator, SweepCoordinatorHandle, SweepState
 from raytrain.backends.ray.trials.trial_process import TrialSpec
@@ -59,6 +60,7 @@ class SweepSession:
         own_cluster: bool,
     ) -> None:
         found = hardware()
+        check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         _check_memory(prepared.data, found)
         pickle_by_value(loop)
         self._prepared = prepared
@@ -205,6 +207,7 @@ class SweepSession:
             num_steps=self.num_steps,
             steps_per_epoch=self._specs[0].plan.steps_per_epoch,
             skip_limit=prepared.skip_limit(),
+            owner=prepared.claim and prepared.claim.owner,
         )
 
     def _coordinator_lost(self) -> CoordinatorLost:

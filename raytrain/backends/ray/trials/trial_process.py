@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -23,7 +23,8 @@ from raytrain.data.blocks import CachedBlocks
 from raytrain.data.dataset import write_manifests
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.partition import Partition
-from raytrain.errors import RaytrainError, StorageError
+from raytrain.errors import OwnerChanged, RaytrainError, StorageError
+from raytrain.runs.claim import claim_run
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
@@ -55,7 +56,8 @@ def train_trial(config: dict[str, Any], specs: dict[int, TrialSpec]) -> None:
     if ray.get(spec.coordinator.wait_for_stop_request.remote(0.0)) is None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         torch.set_num_threads(spec.threads)
-        _Trial(spec).train()
+        with claim_run(spec.run.store, spec.run.config.name) as claim:
+            _Trial(replace(spec, run=replace(spec.run, store=claim.owned_store))).train()
 
 
 class _Trial:
@@ -75,7 +77,7 @@ class _Trial:
             outcome = self._train()
         except Exception as error:
             outcome = failed(_reason(error), self._monitor.snapshot())
-        with suppress(StorageError):  # the history has an event of it
+        with suppress(StorageError, OwnerChanged):  # the history has an event of it
             self._conclude(outcome)
         status = _trial_status(self._monitor, outcome.status, outcome.error)
         ray.get(self._spec.coordinator.report_status.remote(self._spec.number, status))
@@ -87,7 +89,9 @@ class _Trial:
         device = torch.device("cuda", 0) if run.config.device == "cuda" else torch.device("cpu")  # Ray shows it one GPU
         weights: Any = None if spec.weights is None else ray.get(spec.weights)
         with self._reporter:
-            return run.train(run.make_run(SharedBatches(spec), self._reporter, device, weights))
+            outcome = run.train(run.make_run(SharedBatches(spec), self._reporter, device, weights))
+        failure = self._monitor.failure or outcome.error
+        return failed(failure, self._monitor.snapshot()) if failure else outcome
 
     def _conclude(self, outcome: Outcome) -> None:
         """Write the summary, the skipped images and the last status."""

@@ -1,0 +1,130 @@
+"""A run that is resumed with other data or other options than its own is refused, and keeps every document."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raytrain
+from raytrain import TrainConfig, UsageError
+from raytrain.backends.prepare import prepare
+from raytrain.runs.status import RunStatus, write_status
+from raytrain.storage.open import open_store
+from tests.helpers.small_runs import config
+
+
+@pytest.fixture(scope="module")
+def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of a run that finished."""
+    storage = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as environment:
+        without_ray(environment)
+        raytrain.train(config(images, storage, epochs=1))
+    return storage
+
+
+@pytest.fixture
+def storage(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "runs"))
+
+
+def without_ray(environment: pytest.MonkeyPatch) -> None:
+    """Have this process train alone, as torchrun would start it."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "alone", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        environment.setenv(name, value)
+
+
+def documents(storage: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(storage)): file.read_bytes() for file in storage.rglob("*") if file.is_file()}
+
+
+def fewer_images(images: Path, folder: Path) -> dict[str, Any]:
+    shutil.copytree(images, folder / "other")
+    next((folder / "other").rglob("*.png")).unlink()
+    return {"data": str(folder / "other")}
+
+
+def other_classes(images: Path, folder: Path) -> dict[str, Any]:
+    shutil.copytree(images, folder / "other")
+    (folder / "other" / "blue").rename(folder / "other" / "yellow")
+    return {"data": str(folder / "other")}
+
+
+MISTAKES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
+    "data": (fewer_images, "was made with other images"),
+    "classes": (other_classes, "was made with 3 classes, and this run has 3, of which number 0 is blue there"),
+    "model": (lambda *_: {"model": "resnet18"}, "was made with model tests.* and this run has resnet18"),
+    "batch size": (lambda *_: {"batch_size": 10}, "was made with batch size 20, and this run has 10"),
+    "seed": (lambda *_: {"seed": 1}, "was made with seed 0, and this run has 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_under_torchrun(
+    mistake: str, images: Path, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    change, sentence = MISTAKES[mistake]
+    wanted = resumed(images, storage, epochs=2, **change(images, tmp_path))
+    before = documents(storage)
+    with pytest.raises(UsageError, match=sentence):
+        raytrain.train(wanted)
+    assert documents(storage) == before
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_before_a_driver_starts_its_workers_on_ray(mistake: str, images: Path, storage: Path, tmp_path: Path) -> None:
+    change, sentence = MISTAKES[mistake]
+    wanted = resumed(images, storage, epochs=2, **change(images, tmp_path))
+    before = documents(storage)
+    with pytest.raises(UsageError, match=sentence):
+        prepare(wanted)
+    assert documents(storage) == before
+
+
+def test_what_only_the_checkpoint_shows_leaves_the_options_alone(
+    images: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    before = documents(storage)["run/config.json"]
+    with pytest.raises(UsageError, match="checkpoint's optimizer"):
+        raytrain.train(resumed(images, storage, epochs=2, optimizer="adamw"))
+    assert documents(storage)["run/config.json"] == before
+    assert raytrain.train(resumed(images, storage, epochs=2)).status == "finished"
+
+
+def test_the_same_images_in_another_folder_are_no_mistake(
+    images: Path, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    moved = shutil.copytree(images, tmp_path / "moved")
+    result = raytrain.train(resumed(moved, storage, epochs=2))
+    assert result.status == "finished"
+    assert '"epochs": 2' in open_store(result.run_dir).get("config.json").decode()
+
+
+def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
+    from raytrain.experiments.sweep.sweep import check_trials
+    from raytrain.experiments.sweep.trials import plan_sweep, trials_of
+
+    options = config(images, tmp_path, name="rates", workers=1, batch_size=None, batch_size_per_worker=20)
+    planned = plan_sweep(options, ["learning-rate=0.01,0.1"], None)
+    for trial in trials_of(planned, options, "rates"):
+        resolved = trial.config.resolve(name=trial.name, num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3)
+        trial.store.put("config.json", resolved.to_json().encode())
+        write_status(trial.store, RunStatus(status="stopped"))
+    before = documents(tmp_path)
+    check_trials(trials_of(planned, options, "rates"))
+    other = dataclasses.replace(options, batch_size_per_worker=10)
+    with pytest.raises(UsageError, match="'rates-00' was made with batch size 20, and this run has 10"):
+        check_trials(trials_of(planned, other, "rates"))
+    assert documents(tmp_path) == before
+
+
+def resumed(images: Path, storage: Path, **options: Any) -> TrainConfig:
+    return dataclasses.replace(config(images, storage), **{"resume": True, **options})

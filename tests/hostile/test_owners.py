@@ -1,0 +1,401 @@
+"""Two owners of one run: one trains, the other is refused or stops, and nothing of the run is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+import raytrain
+from raytrain.backends.prepare import prepare
+from raytrain.demo.s3_server import S3Server
+from raytrain.errors import OwnerChanged, UsageError
+from raytrain.runs import claim as claims
+from raytrain.runs.claim import Claim, RunClaim, claim_run
+from raytrain.runs.documents import new_name, run_store
+from raytrain.runs.history import History
+from raytrain.runs.identity import Identity
+from raytrain.runs.layout import CLAIM, CONFIG, METRICS, STATUS
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import Progress
+from raytrain.runs.recorder import RunRecorder
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.status import read_status
+from raytrain.storage.base import ObjectChanged, Store
+from raytrain.storage.open import open_store
+from raytrain.training.checkpoint import Checkpoints
+from tests.helpers.small_runs import config, loop_with
+from tests.hostile.test_mistaken_resume import documents, without_ray
+
+LEASE_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "LEASE_S", LEASE_S)
+    monkeypatch.setattr(claims, "RENEW_EVERY_S", 0.1)
+    monkeypatch.setattr(claims, "_LOOK_EVERY_S", 0.05)
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[str]:
+    """The URL of an S3 server that knows conditional writes, as Amazon's does."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AWS_ACCESS_KEY_ID", "testing")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        client: Any = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
+        client.create_bucket(Bucket="tests")
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def moto_url(moto_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return f"s3://tests/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(params=["folder", "moto", "rclone"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    fixture = {"moto": "moto_url", "rclone": "s3_url"}.get(request.param)
+    return run_store(request.getfixturevalue(fixture) if fixture else str(tmp_path), "run")
+
+
+@pytest.fixture(params=["folder", "moto"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A run's place in storage that has conditional writes."""
+    return run_store(str(tmp_path) if request.param == "folder" else request.getfixturevalue("moto_url"), "run")
+
+
+def stalled(owner: RunClaim) -> RunClaim:
+    """The same owner, which renews its claim no more: as on a laptop that sleeps."""
+    owner._closed.set()
+    owner._renewer.join()
+    return owner
+
+
+def from_elsewhere(store: Store, **changes: Any) -> Claim:
+    """Have the claim be that of a process on another machine."""
+    found = Claim(**json.loads(store.get(CLAIM)))
+    changed = dataclasses.replace(found, **{"machine": "another", **changes})
+    store.put(CLAIM, changed.to_json())
+    return changed
+
+
+def test_conditional_puts(any_store: Store) -> None:
+    any_store.put_if("a", b"1", None)
+    any_store.put_if("a", b"1", None)  # as after an answer that was lost
+    for wrong in (None, b"0"):
+        with pytest.raises(ObjectChanged):
+            any_store.put_if("a", b"2", wrong)
+    any_store.put_if("a", b"2", b"1")
+    assert any_store.get("a") == b"2"
+    with pytest.raises(ObjectChanged):
+        any_store.put_if("b", b"2", b"1")
+    assert [found.path for found in any_store.list()] == ["a"]
+
+
+def test_of_many_writers_at_the_same_moment_one_wins(store: Store) -> None:
+    assert store.has_conditional_puts()
+
+    def wins(content: bytes, expected: bytes | None) -> bool:
+        try:
+            store.put_if("a", content, expected)
+        except ObjectChanged:
+            return False
+        return True
+
+    before: bytes | None = None
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            contents = [f"{number} {writer}".encode() for writer in range(8)]
+            won = list(pool.map(lambda content, before=before: wins(content, before), contents))
+            assert sum(won) == 1
+            before = contents[won.index(True)]
+            assert store.get("a") == before
+
+
+def test_the_embedded_server_is_known_to_have_no_conditions(s3_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="raytrain")
+    store = run_store(s3_url, "run")
+    assert not store.has_conditional_puts()
+    claim_run(store, "run").close()
+    assert "has no conditional writes" in caplog.text
+
+
+def test_without_conditions_the_later_of_two_at_the_same_moment_wins(s3_url: str) -> None:
+    store = run_store(s3_url, "run")
+    started = threading.Barrier(2)
+
+    def start(_: int) -> RunClaim | UsageError:
+        started.wait()
+        try:
+            return claim_run(store, "run")
+        except UsageError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        owners = list(pool.map(start, range(2)))
+    assert sum(isinstance(owner, RunClaim) for owner in owners) == 1
+    for owner in owners:
+        if isinstance(owner, RunClaim):
+            owner.close()
+
+
+def test_of_many_owners_at_the_same_moment_one_gets_the_run(store: Store) -> None:
+    started = threading.Barrier(6)
+
+    def start(_: int) -> RunClaim | UsageError:
+        started.wait()
+        try:
+            return claim_run(store, "run")
+        except UsageError as error:
+            return error
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(start, range(6)))
+    owners = [result for result in results if isinstance(result, RunClaim)]
+    assert len(owners) == 1
+    assert all("training at this moment" in str(result) for result in results if isinstance(result, UsageError))
+    owners[0].owned_store.put(STATUS, b"{}")
+    owners[0].close()
+
+
+def test_an_owner_that_lives_is_noticed_without_a_clock(store: Store) -> None:
+    with claim_run(store, "run") as owner:
+        begun = time.monotonic()
+        with pytest.raises(UsageError, match=rf"'run' is training at this moment \(process {os.getpid()} on "):
+            claim_run(store, "run")
+        assert time.monotonic() - begun < LEASE_S
+        assert owner.renew()
+
+
+def test_a_released_run_is_free_at_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put(CONFIG, b"{}")
+    for fence in (1, 2, 3):
+        with claim_run(store, "run") as owner:
+            assert owner.owner.fence == fence
+    assert "waiting" not in caplog.text
+
+
+def test_a_run_that_never_started_leaves_no_claim(store: Store) -> None:
+    claim_run(store, "run").close()
+    assert list(store.list()) == []
+
+
+def test_an_owner_elsewhere_that_is_silent_for_a_lease_is_dead(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    first = stalled(claim_run(store, "run"))
+    from_elsewhere(store)
+    begun = time.monotonic()
+    with claim_run(store, "run") as second:
+        assert time.monotonic() - begun >= LEASE_S
+        assert "waiting 1 s to see whether the last owner of run 'run' (process " in caplog.text
+        assert second.owner.fence == first.owner.fence + 1
+        with pytest.raises(OwnerChanged, match="took over the run"):
+            first.owned_store.put(STATUS, b"{}")
+
+
+def test_a_process_of_this_machine_that_ended_is_known_to_be_dead(store: Store) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stalled(claim_run(store, "run"))
+    from_elsewhere(store, machine=claims._machine(), pid=gone.pid, token="another")
+    begun = time.monotonic()
+    claim_run(store, "run").close()
+    assert time.monotonic() - begun < LEASE_S
+
+
+@pytest.mark.parametrize("machine", ["another", ""])
+def test_the_same_host_name_and_process_id_elsewhere_mean_nothing(machine: str, store: Store) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stalled(claim_run(store, "run"))
+    seen = from_elsewhere(store, machine=machine, pid=gone.pid, host=socket.gethostname())
+    renewed = dataclasses.replace(seen, renewed=seen.renewed + 1)
+    threading.Timer(LEASE_S / 2, lambda: store.put(CLAIM, renewed.to_json())).start()
+    with pytest.raises(UsageError, match="is training at this moment"):
+        claim_run(store, "run")
+
+
+def write_checkpoint(owner: RunClaim, step: int) -> None:
+    checkpoints = Checkpoints(owner.owned_store, Identity("net", ("a",), "", 1, 0), keep=1)
+    checkpoints.save({"model": {"weight": torch.zeros(3)}}, Progress(step=step))
+    checkpoints.close()
+
+
+def write_metrics(owner: RunClaim, step: int) -> None:
+    history = History(owner.owned_store)
+    history.record(MetricRow(kind="step", step=step, epoch=1, metrics={"loss": 1.0}))
+    history.close()
+
+
+def write_status(owner: RunClaim, step: int) -> None:
+    RunRecorder(owner.owned_store, num_steps=100, first_step=step).write_status("running")
+
+
+def write_heartbeat(owner: RunClaim, step: int) -> None:
+    snapshot = Snapshot(
+        name="run", status="running", step=step, num_steps=100, steps_per_epoch=10, num_workers=1, elapsed_s=0.0,
+        time_left_s=None, attempt=1, first_row=0, rows=(), latest=None, evaluation=None, num_skipped=0, num_retries=0,
+        stop_request=None, events=(), result=None,
+    )  # fmt: skip
+    RunRecorder(owner.owned_store, num_steps=100).heartbeat(snapshot)
+
+
+def delete(owner: RunClaim, step: int) -> None:
+    owner.owned_store.delete("checkpoints/step-000000001.pt")
+
+
+def delete_stop_request(owner: RunClaim, step: int) -> None:
+    raytrain_config = config("images", "runs").resolve(
+        name="run", num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    RunRecorder(owner.owned_store, num_steps=100).begin(raytrain_config)
+
+
+WRITES = [write_checkpoint, write_metrics, write_status, write_heartbeat, delete, delete_stop_request]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_who_lost_the_run_writes_and_deletes_nothing(write: Callable[[RunClaim, int], None], store: Store) -> None:
+    first = claim_run(store, "run")
+    store.put(CONFIG, b"{}")
+    write_checkpoint(first, 1)
+    write_metrics(first, 1)
+    write_status(first, 1)
+    from_elsewhere(stalled(first)._store)
+    with claim_run(store, "run") as second:
+        write_checkpoint(second, 2)
+        before = contents(store)
+        with pytest.raises(OwnerChanged):
+            write(first, 3)
+        assert contents(store) == before
+        assert not first.renew()
+        first.close()
+        assert contents(store) == before
+        write(second, 4)
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    """All documents but the claim, which its owner renews."""
+    return {found.path: store.get(found.path) for found in store.list() if found.path != CLAIM}
+
+
+def test_a_run_that_was_deleted_is_not_written_again(store: Store) -> None:
+    with claim_run(store, "run") as owner:
+        for path in [found.path for found in store.list()]:
+            store.delete(path)
+        with pytest.raises(OwnerChanged, match=r"claim\.json is gone"):
+            write_checkpoint(owner, 1)
+        assert list(store.list()) == []
+
+
+def test_storage_that_is_away_for_a_while_loses_no_claim(tmp_path: Path) -> None:
+    store = run_store(str(tmp_path), "run")
+    with claim_run(store, "run") as owner:
+        folder = tmp_path / "run"
+        folder.rename(tmp_path / "away")
+        folder.write_text("not a folder")
+        time.sleep(0.5)
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        time.sleep(0.5)
+        write_checkpoint(owner, 1)
+
+
+@pytest.mark.parametrize("moment", ["prepared", "training", "at a checkpoint", "at the end"])
+def test_a_run_that_is_taken_over_stops_with_one_sentence(
+    moment: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    store = run_store(str(tmp_path), "run")
+    step = {"prepared": 0, "training": 3, "at a checkpoint": 4, "at the end": 19}[moment]
+
+    def take_over(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        if batch.step == step:
+            from_elsewhere(store, token="another", fence=2, pid=7, host="elsewhere")
+
+    def loop(run: raytrain.Run) -> None:
+        loop_with(run, take_over)
+
+    with pytest.raises(OwnerChanged, match="Process 7 on elsewhere took over the run in"):
+        raytrain.train(config(images, tmp_path), loop=loop)
+    after = documents(tmp_path)
+    assert json.loads(after["run/claim.json"])["token"] == "another"
+    assert json.loads(after["run/status.json"])["status"] in ("starting", "running")
+    assert "run/summary.json" not in after
+    assert read_status(store).active
+
+
+def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    refused: list[str] = []
+
+    def start_another(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        if batch.step == 2:
+            try:
+                prepare(dataclasses.replace(config(images, tmp_path), resume=True))
+            except UsageError as error:
+                refused.append(str(error))
+
+    result = raytrain.train(config(images, tmp_path), loop=lambda run: loop_with(run, start_another))
+    assert result.status == "finished"
+    assert len(refused) == 1 and "'run' is training at this moment" in refused[0]
+    assert (tmp_path / "run" / METRICS).read_text().count("\n") == 24
+
+
+def test_a_refused_start_releases_the_run(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+    with pytest.raises(UsageError):
+        raytrain.train(config(images, tmp_path, weights="no-such-file.pt"))
+    assert documents(tmp_path) == {}
+
+
+def test_names_made_in_the_same_second_differ() -> None:
+    assert len({new_name("digits") for _ in range(50)}) == 50
+
+
+def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    raytrain.train(config(images, tmp_path, epochs=1))
+    status = tmp_path / "run" / STATUS
+    ahead = {**json.loads(status.read_text()), "status": "running", "heartbeat_at": "2999-01-01T00:00:00+00:00"}
+    status.write_text(json.dumps(ahead | {"host": "another-machine"}))
+    result = raytrain.train(dataclasses.replace(config(images, tmp_path, epochs=2), resume=True))
+    assert result.status == "finished"
+    with claim_run(run_store(str(tmp_path), "run"), "run"):
+        status.write_text(json.dumps(ahead | {"heartbeat_at": "2000-01-01T00:00:00+00:00"}))
+        with pytest.raises(UsageError, match="is training at this moment"):
+            prepare(dataclasses.replace(config(images, tmp_path, epochs=3), resume=True))
+
+
+def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:
+    owner = claim_run(run_store(s3_url, "run"), "run")
+    with pytest.raises(OwnerChanged, match="is gone"):
+        owner.owner.check(open_store(f"{s3_url}/other"))
+    owner.close()

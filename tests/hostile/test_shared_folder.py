@@ -1,0 +1,37 @@
+"""A run in a folder that not all nodes share is refused before it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raytrain.backends.ray.on_each_node import ClusterNode, NodeResult
+from raytrain.backends.ray.shared_folder import refuse_unshared
+from raytrain.errors import UsageError
+
+NODE = ClusterNode(address="10.0.0.2", id="0a1b2c3d", cpus=1, gpus=0, memory_bytes=1, object_store_bytes=1)
+
+
+def test_every_node_must_see_the_folder() -> None:
+    refuse_unshared("./runs", [NodeResult(NODE, result=True), NodeResult(NODE, result=True)])
+    with pytest.raises(UsageError, match=r"--storage is the folder \./runs, which the node 10\.0\.0\.2 .*s3://"):
+        refuse_unshared("./runs", [NodeResult(NODE, result=True), NodeResult(NODE, result=False)])
+    with pytest.raises(UsageError, match=r"10\.0\.0\.2 did not say whether it sees it: The node did not answer"):
+        refuse_unshared("./runs", [NodeResult(NODE, error="The node did not answer; restart Ray there.")])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount namespace of its own")
+def test_two_nodes_with_folders_of_their_own(images: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.helpers.unshared_cluster", str(images), str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert f"--storage is the folder {tmp_path / 'runs'}, which the node" in printed["refused"]
+    assert printed["left"] == []
