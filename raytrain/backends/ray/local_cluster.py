@@ -22,12 +22,15 @@ from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT
 from raytrain.errors import UsageError
 
 # Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
-# The driver reads these, too, whenever it starts a run.
-_WITHOUT_EXTRAS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
+# The driver reads these, too, whenever it starts a run: usage statistics are a thread that would outlive it.
+_WITHOUT_EXTRAS = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 _OF_THE_CLUSTER = {
     **_WITHOUT_EXTRAS,
     **LOOPBACK_ENVIRONMENT,
-    "RAY_USAGE_STATS_ENABLED": "0",
     # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
     # CPUs.
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
