@@ -65,6 +65,15 @@ def resolve() -> Credentials | None:
     return _frozen(found)
 
 
+def required(credentials: Credentials | None) -> Credentials:
+    """Return ``credentials``; raises botocore's NoCredentialsError if there are none."""
+    if credentials is None:
+        from botocore.exceptions import NoCredentialsError  # pyright: ignore[reportMissingTypeStubs]
+
+        raise NoCredentialsError
+    return credentials
+
+
 def own_role() -> Credentials | None:
     """Return the credentials of the role that this node or container has (EC2, ECS, EKS).
 

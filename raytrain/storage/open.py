@@ -30,7 +30,8 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
         return FolderStore(os.path.abspath(Path(url).expanduser()))
     _check_url(url)
     # Imported here because a folder needs neither obstore nor botocore.
-    from raytrain.storage.s3 import BucketStore, resolve_settings
+    from raytrain.storage.s3 import BucketStore
+    from raytrain.storage.s3_settings import resolve_settings
 
     return BucketStore(url.rstrip("/"), settings or resolve_settings(url), credentials or resolve, uuid.uuid4().hex)
 

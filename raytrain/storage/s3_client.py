@@ -1,0 +1,181 @@
+"""A process's client for an S3 prefix: obstore sends the requests, with retries, timeouts and current credentials."""
+
+# obstore's types refer to arro3, which is not installed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from obstore.exceptions import InvalidPathError
+from obstore.store import S3Store
+
+from raytrain.errors import StorageError
+from raytrain.storage.base import S3Settings
+from raytrain.storage.credentials import Credentials, CredentialSource, required
+from raytrain.storage.error_sentences import explain
+from raytrain.storage.retry import DEFAULT, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
+from raytrain.storage.s3_errors import refuses_credentials, s3_error_code
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
+
+T = TypeVar("T")
+
+_RENEW_BEFORE_EXPIRY = timedelta(minutes=5)
+_CLIENT_OPTIONS: ClientConfig = {
+    "connect_timeout": timedelta(seconds=5),
+    "read_timeout": timedelta(seconds=30),
+    "timeout": timedelta(minutes=30),  # of a whole transfer: a checkpoint may take long, as long as bytes arrive
+}
+# obstore retries each part of an upload; all other requests are retried, and counted, by with_retries.
+_RETRY_PARTS: RetryConfig = {
+    "max_retries": DEFAULT.max_retries,
+    "retry_timeout": timedelta(seconds=DEFAULT.max_duration_s),
+    "backoff": {
+        "init_backoff": timedelta(seconds=INITIAL_WAIT_S),
+        "max_backoff": timedelta(seconds=MAX_WAIT_S),
+        "base": 2,
+    },
+}
+_NO_RETRIES: RetryConfig = {**_RETRY_PARTS, "max_retries": 0}
+
+
+class UnusableNames(StorageError):
+    """An object's name, or one in a listing, cannot be used."""
+
+
+class S3Client:
+    """One process's client for ``url``, with its open connections. They are replaced when S3 refuses the credentials.
+
+    With ``multipart``, obstore retries each part of an upload.
+    """
+
+    def __init__(self, url: str, settings: S3Settings, credentials: CredentialSource, *, multipart: bool) -> None:
+        self._url = url
+        self._settings = settings
+        self._source = credentials
+        self._multipart = multipart
+        self._lock = threading.Lock()
+        self._credentials = _CredentialCache(credentials)
+        self._client = self._connect()
+
+    def call(self, path: str, operation: Callable[[S3Store], T], retry_policy: RetryPolicy) -> T:
+        """Send a request; once more with new credentials if S3 refuses these. Raises as :meth:`explained` does."""
+        client = self._client
+        with self.explained(path):
+            try:
+                return with_retries(lambda: operation(client), retry_policy)
+            except Exception as error:
+                if not refuses_credentials(error):
+                    raise
+            renewed = self._renewed(client)
+            return with_retries(lambda: operation(renewed), retry_policy)
+
+    @contextmanager
+    def explained(self, path: str) -> Generator[None, None, None]:
+        """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``."""
+        url = f"{self._url}/{path}".rstrip("/")
+        try:
+            yield
+        except FileNotFoundError as error:
+            if s3_error_code(error) != "NoSuchBucket":
+                raise FileNotFoundError(url) from None
+            raise self._explain(error, url) from error
+        except InvalidPathError as error:
+            raise UnusableNames(str(self._explain(error, url))) from error
+        except Exception as error:
+            raise self._explain(error, url) from error
+
+    def _explain(self, error: Exception, url: str) -> StorageError:
+        cause = self._credentials.failure or error
+        return explain(cause, url, endpoint_url=self._settings.endpoint_url, identity=self._credentials.identity)
+
+    def _renewed(self, refused: S3Store) -> S3Store:
+        """Return the client that replaces ``refused``; created once, however many threads were refused."""
+        with self._lock:
+            if self._client is refused:
+                self._credentials = _CredentialCache(self._source, self._credentials.identity)
+                self._client = self._connect()
+            return self._client
+
+    def _connect(self) -> S3Store:
+        config: S3Config = {"region": self._settings.region or "us-east-1", "virtual_hosted_style_request": False}
+        options: ClientConfig = {**_CLIENT_OPTIONS}
+        if self._settings.endpoint_url:
+            config["endpoint"] = self._settings.endpoint_url
+            options["allow_http"] = self._settings.endpoint_url.startswith("http://")
+        if certificates := os.environ.get("AWS_CA_BUNDLE"):
+            options["root_certificate"] = _read_certificates(certificates)
+        bucket, root = bucket_and_root(self._url)
+        return S3Store(
+            bucket,
+            prefix=root.rstrip("/") or None,
+            config=config,
+            client_options=options,
+            retry_config=_RETRY_PARTS if self._multipart else _NO_RETRIES,
+            credential_provider=self._credentials,
+        )
+
+
+class _CredentialCache:
+    """Keeps credentials for obstore until shortly before they expire: obstore then asks ten times a second."""
+
+    def __init__(self, source: CredentialSource, identity: str = "in use") -> None:
+        self._source = source
+        self.identity = identity
+        """What may be shown of the last credentials."""
+        self._cached: Credentials | None = None
+        self._renew_at: datetime | None = None
+        self.failure: Exception | None = None
+        """Why the source failed the last time, if it did; obstore passes on only the text."""
+
+    def __call__(self) -> S3Credential:
+        if self._cached is None or (self._renew_at is not None and _now() >= self._renew_at):
+            self._cached = self._renewed()
+        return {
+            "access_key_id": self._cached.access_key_id,
+            "secret_access_key": self._cached.secret_access_key,
+            "token": self._cached.session_token,
+            "expires_at": self._cached.expires_at,
+        }
+
+    def _renewed(self) -> Credentials:
+        try:
+            credentials = required(self._source())
+        except Exception as error:
+            self.failure = error
+            raise
+        self.failure = None
+        self.identity = credentials.identity
+        if credentials.expires_at is not None:
+            remaining = credentials.expires_at - _now()
+            self._renew_at = credentials.expires_at - min(_RENEW_BEFORE_EXPIRY, remaining / 4)
+        return credentials
+
+
+def bucket_and_root(url: str) -> tuple[str, str]:
+    """Return the bucket, and what the names of all objects below ``url`` start with."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return bucket, prefix and f"{prefix}/"
+
+
+def _read_certificates(file: str) -> bytes:
+    try:
+        ssl.create_default_context(cafile=file)
+        return Path(file).read_bytes()
+    except OSError as error:  # SSLError is an OSError
+        raise StorageError(
+            f"AWS_CA_BUNDLE is {file}, which contains no readable certificates; correct or remove it."
+        ) from error
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
