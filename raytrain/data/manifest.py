@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain.data.class_folders import check_classes, parent_name, refuse_splits
+from raytrain.data.packing import Packing, check_range, read_packing
 from raytrain.data.shard_shuffle import ShardShuffle
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
@@ -25,22 +26,6 @@ PACKED_INDEX = "packed.parquet"
 """The manifest of a packed data set, stored beside its shards."""
 
 _METADATA = b"raytrain.manifest"
-_SHARD_PATH = re.compile(r"shards/\d{6,}-[0-9a-f]{16}\.parquet")  # as pack names them; never outside the folder
-_TEST_FOLDERS = ("test", "val", "valid", "validation")
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """The locations of N images in packed shards."""
-
-    shards: tuple[str, ...]
-    """Paths relative to the manifest's url."""
-    shard: npt.NDArray[np.int32]  # (N,), indices into shards
-    row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
-
-    def select(self, indices: npt.NDArray[np.integer]) -> Packing:
-        """The locations of the images at ``indices``."""
-        return replace(self, shard=self.shard[indices], row=self.row[indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +118,7 @@ class Manifest:
                 classes=tuple(metadata["classes"]),
                 url=metadata["url"],
                 num_ignored=metadata["num_ignored"],
-                packing=_packing(table, metadata),
+                packing=read_packing(table, metadata),
             )
             _check_values(manifest)
             digest = metadata["digest"]
@@ -175,10 +160,11 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Mani
     if packed is not None:
         return _relabelled(packed, classes)
     images = _list_files(store)
-    _refuse_splits(images)
-    names = [_parent_name(key) for key in images.keys.to_pylist()]
+    keys = images.keys.to_pylist()
+    refuse_splits(keys, store.url)
+    names = [parent_name(key) for key in keys]
     found = tuple(sorted(set(names) - {""}))
-    _check_classes(found, classes, images)
+    check_classes(found, classes, store.url, len(images))
     index = {name: label for label, name in enumerate(classes or found)}
     labels = np.array([index.get(name, UNLABELLED) for name in names], np.int32)
     labelled = replace(images, labels=labels, classes=classes or found).select(np.flatnonzero(labels != UNLABELLED))
@@ -237,16 +223,10 @@ def open_packed(store: Store) -> Manifest | None:
 
 def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
     """Packed images with labels that index ``classes``."""
-    _check_classes(packed.classes, classes, packed)
+    check_classes(packed.classes, classes, packed.url, len(packed))
     index = {name: label for label, name in enumerate(classes or packed.classes)}
     label_of = np.array([index[name] for name in packed.classes], np.int32)
     return replace(packed, labels=label_of[packed.labels], classes=classes or packed.classes)
-
-
-def _packing(table: pa.Table, metadata: dict[str, Any]) -> Packing | None:
-    if "shards" not in metadata:
-        return None
-    return Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
 
 
 def _check_values(manifest: Manifest) -> None:
@@ -255,75 +235,19 @@ def _check_values(manifest: Manifest) -> None:
         manifest.classes
     ):
         raise ValueError("the classes are not different names")
-    _check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, len(manifest.classes))
-    _check_range("size_bytes", manifest.sizes_bytes, 0)
+    check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, len(manifest.classes))
+    check_range("size_bytes", manifest.sizes_bytes, 0)
     if manifest.packing is not None:
-        _check_packing(manifest.packing)
-
-
-def _check_packing(packing: Packing) -> None:
-    if bad := [path for path in packing.shards if not _SHARD_PATH.fullmatch(path)]:
-        raise ValueError(f"{bad[0]!r} is not the path of a shard")
-    _check_range("shard", packing.shard, 0, len(packing.shards))
-    _check_range("row", packing.row, 0)
-    if (np.diff(packing.shard) < 0).any():
-        raise ValueError("the shards are not in order")
-
-
-def _check_range(name: str, values: npt.NDArray[Any], start: int, stop: int = 1 << 62) -> None:
-    if values.dtype.kind != "i" or ((values < start) | (values >= stop)).any():
-        raise ValueError(f"a {name} is out of range")
+        manifest.packing.check()
 
 
 def _num_held_out(num_images: int, fraction: float) -> int:
     return min(max(1, round(num_images * fraction)), num_images - 1) if num_images > 1 else 0
 
 
-def _check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, images: Manifest) -> None:
-    if not found:
-        raise UsageError(
-            f"The {len(images):,} images below {images.url} are not in class folders; put each class into a folder of "
-            f"its name, such as {images.url.rstrip('/')}/cat/."
-        )
-    if classes is None and len(found) == 1:
-        raise UsageError(
-            f"All {len(images):,} images below {images.url} are of one class, {found[0]!r}; a classifier needs at "
-            "least two class folders."
-        )
-    if unknown := sorted(set(found) - set(classes or found)):
-        raise UsageError(
-            f"{images.url} has {len(unknown):,} classes that the training images lack: {_first_names(unknown)} (those "
-            f"have {_first_names(classes or ())}); rename or remove their folders."
-        )
-
-
-def _refuse_splits(images: Manifest) -> None:
-    """Raise UsageError if there are training and test images, which would become one data set of the same classes."""
-    classes: dict[str, set[str]] = {}
-    for key in images.keys.to_pylist():
-        top, _, rest = key.partition("/")
-        if top in ("train", *_TEST_FOLDERS):
-            classes.setdefault(top, set()).add(_parent_name(rest))
-    for test in _TEST_FOLDERS:
-        if (classes.get("train", set()) & classes.get(test, set())) - {""}:
-            url = images.url.rstrip("/")
-            raise UsageError(
-                f"{url} contains train/ and {test}/, which would become one data set; give --data {url}/train "
-                f"--test-data {url}/{test}."
-            )
-
-
 def _is_image(path: str) -> bool:
     """Whether ``path`` names an image. Hidden files do not count: notebooks and desktops keep copies there."""
     return path.lower().endswith(SUFFIXES) and not path.startswith(".") and "/." not in path
-
-
-def _parent_name(key: str) -> str:
-    return key.rpartition("/")[0].rpartition("/")[2]
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def _strings(values: Sequence[str]) -> pa.LargeStringArray:

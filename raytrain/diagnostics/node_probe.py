@@ -20,7 +20,8 @@ from itertools import islice
 from typing import TypeVar
 
 from raytrain.backends.gpus import Gpu, gpus
-from raytrain.data.manifest import SUFFIXES, Packing, open_packed
+from raytrain.data.manifest import SUFFIXES, open_packed
+from raytrain.data.packing import Packing
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import CredentialSource, own_role

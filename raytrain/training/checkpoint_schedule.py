@@ -1,4 +1,4 @@
-"""When a checkpoint is due: after so many steps, epochs or seconds."""
+"""When a checkpoint is due, after so many steps, epochs or seconds, and which one was written last."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 
 from raytrain.config import TrainConfig
+from raytrain.runs.checkpoint_files import checkpoint_path
+from raytrain.runs.outcome import DIVERGED_HINT
 
 
 class CheckpointSchedule:
@@ -22,6 +24,7 @@ class CheckpointSchedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved_step = saved_step
+        self._diverged_step: int | None = None  # of a checkpoint that was due later and not written
         self._every_steps = (config.checkpoint_every_steps, config.checkpoint_every_epochs * steps_per_epoch)
         self._every_s = config.checkpoint_every_s
         self._clock = clock
@@ -35,7 +38,26 @@ class CheckpointSchedule:
         """Whether the last checkpoint, or the start of the run, is too many seconds ago."""
         return 0 < self._every_s <= self._clock() - self._saved_at
 
-    def saved(self, step: int) -> None:
-        """A checkpoint after ``step`` completed steps is being written."""
-        self.saved_step = step
+    def attempted(self, step: int, *, is_finite: bool) -> None:
+        """A checkpoint after ``step`` completed steps is being written, or is not, because a weight is not finite."""
+        if is_finite:
+            self.saved_step, self._diverged_step = step, None
+        else:
+            self._diverged_step = step
         self._saved_at = self._clock()
+
+    def due_at_end(self, step: int) -> bool:
+        """Whether a run that ends after ``step`` completed steps still needs its last checkpoint."""
+        return step not in (self.saved_step or 0, self._diverged_step)
+
+    @property
+    def newest_path(self) -> str | None:
+        """Path of the newest checkpoint; None if the run has no checkpoint."""
+        return None if self.saved_step is None else checkpoint_path(self.saved_step)
+
+    @property
+    def divergence(self) -> str | None:
+        """Why the last checkpoint that was due was not written; None if it was."""
+        if self._diverged_step is None:
+            return None
+        return f"a weight is not finite after step {self._diverged_step:,}; {DIVERGED_HINT}"

@@ -17,9 +17,8 @@ from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.local_batch import LocalBatch
 from raytrain.data.permutation import mix
 from raytrain.data.prefetch import Prefetch
-from raytrain.runs.checkpoint_files import checkpoint_path
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import DIVERGED_HINT, Outcome, Progress
+from raytrain.runs.outcome import Outcome, Progress
 from raytrain.runs.snapshot import epoch_of
 from raytrain.training import lr_schedule, transfer
 from raytrain.training.augment import Augment
@@ -66,7 +65,6 @@ class Run:
         self._state = CheckpointState(checkpoint.state if checkpoint else {})
         self._models = PreparedModels(self.config, self.device, self.world_size, self._state)
         self._schedule = CheckpointSchedule(self.config, self.plan.steps_per_epoch, step if checkpoint else None)
-        self._checkpoint_step = step if checkpoint else None
         self._trace = SampleTrace(self.checkpoints.store, self.rank, step) if self.config.trace else None
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
         self._state.add("scaler", self._scaler)
@@ -226,12 +224,11 @@ class Run:
             self._complete_step()  # the loop returned after this step
         totals = self._metrics.flush(StepContribution(loop_returned=not self._exhausted))
         check_loops_returned(totals.loops_returned, self.world_size, self.progress.step)
-        if self._models.wrapped and (self._schedule.saved_step or 0) != self.progress.step:
+        if self._models.wrapped and self._schedule.due_at_end(self.progress.step):
             self._save()
         self.checkpoints.close()
-        checkpoint = None if self._checkpoint_step is None else checkpoint_path(self._checkpoint_step)
-        if self._schedule.saved_step != self._checkpoint_step:
-            error = f"a weight is not finite after step {self._schedule.saved_step:,}; {DIVERGED_HINT}"
+        checkpoint = self._schedule.newest_path
+        if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
         status = "stopped" if self.progress.step < self.plan.num_steps else "finished"
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint)
@@ -285,20 +282,15 @@ class Run:
         return self.rank == 0 and (self.reporter.checkpoint_requested() or self._schedule.due_by_time())
 
     def _save(self) -> None:
-        self._schedule.saved(self.progress.step)
+        is_finite = self._models.are_finite()  # the same on every worker
+        self._schedule.attempted(self.progress.step, is_finite=is_finite)
         if self._trace is not None:
             self._trace.write()
             if self.world_size > 1:
                 dist.barrier()  # every worker's trace must be there before the checkpoint
-        if not self._models.are_finite():  # the same on every worker
-            self._report_unwritten()
-            return
-        self._checkpoint_step = self.progress.step
-        if self.rank == 0:
+        if self.rank == 0 and is_finite:
             self.checkpoints.save(self._state.state_dict(), self.progress, before=self.reporter.flush)
-
-    def _report_unwritten(self) -> None:
-        if self.rank == 0:
+        elif self.rank == 0:
             self.reporter.event(f"checkpoint after step {self.progress.step:,} not written: a weight is not finite")
 
     def _report_start(self) -> None:

@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from raytrain.data.decode import ImageReader, ImageShape
-from raytrain.data.manifest import PACKED_INDEX, Manifest, Packing, build_manifest, list_images
+from raytrain.data.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
+from raytrain.data.packing import Packing
 from raytrain.data.shards import encode_shard
 from raytrain.datasets.pack import pack
 from raytrain.errors import StorageError
