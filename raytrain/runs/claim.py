@@ -106,6 +106,7 @@ class RunClaim:
             store = self._store.fail_fast()
             if self._replace(dataclasses.replace(self._claim, released=True)) and not store.exists(CONFIG):
                 store.delete(CLAIM)  # the run never started
+                store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:
         try:

@@ -70,6 +70,10 @@ class OwnedStore(Store):
         self.owner.check(self.store)
         self.store.delete(path)
 
+    def remove_if_empty(self) -> None:
+        self.owner.check(self.store)
+        self.store.remove_if_empty()
+
     def exists(self, path: str) -> bool:
         return self.store.exists(path)
 

@@ -115,6 +115,10 @@ class Store(ABC):
     def check_writable(self) -> None:
         """Raise StorageError unless objects can be written and deleted. Takes only seconds, also if nothing answers."""
 
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Remove the folder if no file is left in it. There is nothing to do in S3, which has no folders."""
+
     def get_many(
         self, paths: Sequence[str], etags: Sequence[str] = (), concurrency: int = MAX_THREADS
     ) -> list[bytes | Exception]:

@@ -102,6 +102,10 @@ class FolderStore(Store):
         self.put(name, b"")
         self.delete(name)
 
+    def remove_if_empty(self) -> None:
+        with suppress(OSError):  # it is not empty
+            os.rmdir(self.url)
+
     def _content(self, path: str) -> bytes | None:
         try:
             return self.get(path)

@@ -75,6 +75,8 @@ class BucketStore(Store):
     def delete(self, path: str) -> None:
         self._call(path, lambda client: client.delete(path))
 
+    def remove_if_empty(self) -> None: ...
+
     def exists(self, path: str) -> bool:
         try:
             self._call(path, lambda client: client.head(path))
