@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,13 @@ def stalled(owner: RunClaim) -> RunClaim:
 
 
 def from_elsewhere(store: Store, **changes: Any) -> Claim:
-    """Have the claim be that of a process on another machine."""
-    found = Claim(**json.loads(store.get(CLAIM)))
-    changed = dataclasses.replace(found, **{"machine": "another", **changes})
-    store.put(CLAIM, changed.to_json())
-    return changed
+    """Have the claim be that of a process on another machine, whether or not its owner renews it at this moment."""
+    while True:
+        content = store.get(CLAIM)
+        changed = dataclasses.replace(Claim(**json.loads(content)), **{"machine": "another", **changes})
+        with suppress(ObjectChanged):
+            store.put_if(CLAIM, changed.to_json(), content)
+            return changed
 
 
 def test_conditional_puts(any_store: Store) -> None:
