@@ -84,6 +84,7 @@ def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytes
 
 def test_a_local_cluster_takes_its_settings_along_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     monkeypatch.setenv("RAY_TRAIN_METRICS_ENABLED", "1")
     before = dict(os.environ)
     cluster = LocalCluster({})
@@ -96,4 +97,5 @@ def test_a_local_cluster_takes_its_settings_along_when_it_ends(monkeypatch: pyte
         "RAY_AUTH_MODE",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
         "RAY_TRAIN_METRICS_ENABLED",
+        "RAY_USAGE_STATS_ENABLED",
     }, "the driver reads these, and no others, while its own cluster lives"

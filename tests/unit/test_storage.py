@@ -555,7 +555,7 @@ def test_get_many_succeeds_while_credentials_expire() -> None:
         deadline = time.monotonic() + 30
         while len(issued) < 4 and time.monotonic() < deadline:
             assert store.get_many(paths) == [f"/bucket/prefix/{path}".encode() for path in paths]
-    assert len(issued) == 4 and len({request.access_key_id for request in requests}) == 4
+    assert len(issued) >= 4 and len({request.access_key_id for request in requests}) >= 4
 
 
 def test_credentials_of_a_credential_process_work_until_they_are_revoked(
