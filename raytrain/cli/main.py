@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from raytrain.backends.torchrun_environment import is_first_process
-from raytrain.cli.commands import COMMANDS, Outcome
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
 from raytrain.display.formatting import one_line, printable
 from raytrain.errors import RaytrainError, TrainingFailed
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return outcome.exit_code
 
 
-def _print_outcome(outcome: Outcome, as_json: bool) -> None:
+def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plain(outcome.document), default=str), flush=True)
         return

@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 import raytrain
-from raytrain.cli.commands import COMMANDS, Outcome
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.audit_table import audit_page
@@ -113,7 +114,7 @@ def test_an_error_is_one_harmless_line(
 def test_a_command_that_says_a_text(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(COMMANDS, "new", lambda folder="": Outcome(one_line(text), {}))
+    monkeypatch.setitem(COMMANDS, "new", lambda folder="": CommandResult(one_line(text), {}))
     assert main(["new"]) == 0
     harmless(capsys.readouterr().out)
 

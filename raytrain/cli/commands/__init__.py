@@ -1,0 +1,29 @@
+"""The commands: one function each, whose parameters are its arguments and whose docstring is its --help.
+
+Whatever needs Ray, torch or figures is imported inside the functions, because the command line must start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands.cluster import devices, doctor
+from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
+from raytrain.cli.commands.first_steps import demo, new
+from raytrain.cli.commands.inference import evaluate, export, predict
+from raytrain.cli.commands.runs import audit, compare, runs, show
+from raytrain.cli.commands.training import stop, study, sweep, train
+from raytrain.errors import option_name
+
+COMMANDS: dict[str, Callable[..., CommandResult]] = {
+    option_name(command.__name__): command
+    for command in (
+        *(train, study, sweep, stop),
+        *(evaluate, predict, export),
+        *(runs, show, compare, audit),
+        *(doctor, devices),
+        *(fetch_dataset, upload, pack),
+        *(new, demo),
+    )
+}

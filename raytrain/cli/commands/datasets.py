@@ -1,0 +1,55 @@
+"""Commands that bring images to where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from raytrain.cli.command_result import CommandResult
+
+
+def fetch_dataset(
+    name: Annotated[Positional[str], arg(help="cifar10 or flowers.")],
+    destination: Annotated[Positional[str], arg(help="New folder to write its class folders into.")],
+) -> CommandResult:
+    """Download a public data set.
+
+    Example: raytrain fetch-dataset cifar10 images
+    """
+    from raytrain.datasets.download import download
+    from raytrain.display.key_value_table import key_value_table
+
+    result = asdict(download(name, destination))
+    return CommandResult(key_value_table(result), result)
+
+
+def upload(
+    folder: Annotated[Positional[str], arg(help="Folder to copy.")],
+    url: Annotated[Positional[str], arg(help="Destination: s3://bucket/prefix.")],
+) -> CommandResult:
+    """Copy a folder of images to S3. Images that are there already are not sent again.
+
+    Example: raytrain upload images s3://bucket/images
+    """
+    from raytrain.datasets.upload import upload as upload_folder
+    from raytrain.display.key_value_table import key_value_table
+
+    result = asdict(upload_folder(folder, url))
+    return CommandResult(key_value_table(result), result)
+
+
+def pack(
+    source: Annotated[Positional[str], arg(help="Images in class folders: s3://bucket/prefix or a folder.")],
+    destination: Annotated[Positional[str], arg(help="Destination of the shards: s3://bucket/prefix or a folder.")],
+) -> CommandResult:
+    """Pack images into shards, which are faster to read. --data takes shards as well as images.
+
+    Example: raytrain pack s3://bucket/train s3://bucket/train-shards
+    """
+    from raytrain.datasets.pack import pack as pack_shards
+    from raytrain.display.key_value_table import key_value_table
+
+    result = asdict(pack_shards(source, destination))
+    return CommandResult(key_value_table(result), result)

@@ -1,0 +1,78 @@
+"""Commands that use the network of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from tyro.conf import arg
+
+import raytrain
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands.arguments import Address, RunName, Storage, Trust
+
+Data = Annotated[str, arg(help="Images: s3://bucket/prefix or a folder.")]
+Workers = Annotated[int | None, arg(help="Number of worker processes; by default as many as fit.")]
+
+
+def evaluate(
+    run: RunName,
+    data: Data,
+    output: Annotated[str | None, arg(help="PNG file for the confusion matrix; by default RUN-confusion.png.")] = None,
+    storage: Storage = "./runs",
+    workers: Workers = None,
+    address: Address = None,
+    trust: Trust = False,
+) -> CommandResult:
+    """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
+
+    Example: raytrain evaluate first --data s3://bucket/test
+    """
+    from raytrain.display.confusion_figure import confusion_figure
+    from raytrain.display.evaluation_tables import evaluation_page
+    from raytrain.display.png import save_png
+    from raytrain.storage.output_file import check_output
+
+    picture = output or f"{run}-confusion.png"
+    check_output(picture, (".png",))
+    result = raytrain.evaluate(run, data, storage=storage, workers=workers, address=address, trust=trust)
+    save_png(confusion_figure(result), picture)
+    return CommandResult(evaluation_page(result, picture), {**result.summary(), "picture": picture})
+
+
+def predict(
+    run: RunName,
+    data: Data,
+    output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
+    storage: Storage = "./runs",
+    top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
+    workers: Workers = None,
+    address: Address = None,
+    trust: Trust = False,
+) -> CommandResult:
+    """Classify images, labelled or not, and write one row per image.
+
+    Example: raytrain predict first --data s3://bucket/new --output predictions.csv
+    """
+    from raytrain.display.key_value_table import key_value_table
+
+    result = raytrain.predict(
+        run, data, output, storage=storage, top_k=top_k, workers=workers, address=address, trust=trust
+    )
+    return CommandResult(key_value_table(result.summary()), result.summary())
+
+
+def export(
+    run: RunName,
+    output: Annotated[str, arg(help="File to write: .pt2 (torch.export) or .onnx.")],
+    data: Annotated[str | None, arg(help="Images to check the file on; by default random pixels.")] = None,
+    storage: Storage = "./runs",
+    trust: Trust = False,
+) -> CommandResult:
+    """Write a run's network with its preprocessing into one file that works without raytrain, and check the file.
+
+    Example: raytrain export first --output first.onnx
+    """
+    from raytrain.display.key_value_table import key_value_table
+
+    result = raytrain.export(run, output, data=data, storage=storage, trust=trust)
+    return CommandResult(key_value_table(result.summary()), result.summary())

@@ -1,0 +1,118 @@
+"""Commands that train, and the one that stops a run."""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+import raytrain
+from raytrain.backends.torchrun_environment import is_first_process
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands.arguments import Address, RunName, Storage
+from raytrain.cli.parser import RecipeOptions, StudyOptions
+
+TrustResumed = Annotated[
+    FlagCreatePairsOff[bool],
+    arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run."),
+]
+
+
+def train(options: RecipeOptions, trust: TrustResumed = False) -> CommandResult:
+    """Train a recipe's network on labelled images.
+
+    Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
+    """
+    config = options.checked()
+    from rich.console import Console
+
+    from raytrain.display.run_tables import result_page
+    from raytrain.display.terminal import TerminalView
+
+    # Under torchrun only one process shows the run. The others must not even take over the terminal.
+    console = None if is_first_process() else Console(quiet=True, force_terminal=False)
+    with TerminalView(console) as view:
+        result = raytrain.train(config, view=view.update)
+    return CommandResult(result_page(config, result), result.summary(), exit_code=int(result.status == "failed"))
+
+
+def study(
+    options: StudyOptions,
+    workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to compare, such as 1 2 4 8.")],
+    target_accuracy: Annotated[
+        float | None, arg(help="Compare the time to this test accuracy; by default 95 % of the best final accuracy.")
+    ] = None,
+    output: Annotated[str | None, arg(help="PNG file for the figures; by default NAME.png.")] = None,
+) -> CommandResult:
+    """Train a recipe on several numbers of workers and compare them. If interrupted, the same command continues.
+
+    Example: raytrain study cifar10 --data s3://bucket/train --workers 1 2 4
+    """
+    from raytrain.display.png import save_png
+    from raytrain.display.study_figure import study_figure
+    from raytrain.display.study_tables import study_page
+    from raytrain.display.terminal import StudyTerminalView
+    from raytrain.experiments.study import named, runs_of
+    from raytrain.storage.output_file import check_output
+
+    config = named(options.checked())
+    picture = output or f"{config.name}.png"
+    check_output(picture, (".png",))
+    with StudyTerminalView([run.name or "" for run in runs_of(config, workers).values()]) as view:
+        result = raytrain.study(config, workers, target_accuracy=target_accuracy, view=view.update)
+    if result.histories:
+        save_png(study_figure(result), picture)
+    document = {**result.summary(), "picture": picture if result.histories else None}
+    return CommandResult(study_page(result), document)
+
+
+def sweep(
+    options: RecipeOptions,
+    vary: Annotated[
+        tuple[str, ...], arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2.")
+    ] = (),
+    trials: Annotated[int | None, arg(help="Trials to draw at random; by default every combination of values.")] = None,
+    early_stopping: Annotated[
+        bool, arg(help="Stop trials that are in the worse half, after an eighth of the epochs at the earliest.")
+    ] = True,
+    png: Annotated[str | None, arg(help="PNG file for the plot; by default NAME.png.")] = None,
+    trust: TrustResumed = False,
+) -> CommandResult:
+    """Train several runs with different options at once, on the same images in memory, and find the best.
+
+    Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=0.01,0.1 batch-size=128,256
+    """
+    config = options.checked()
+    from raytrain.display.png import save_png
+    from raytrain.display.sweep_figure import sweep_figure
+    from raytrain.display.sweep_tables import results_table
+    from raytrain.display.sweep_terminal import SweepTerminalView
+    from raytrain.storage.output_file import check_output
+
+    check_output(png or f"{config.name}.png", (".png",), "--png")
+    with SweepTerminalView() as view:
+        result = raytrain.sweep(
+            config,
+            vary=vary,
+            trials=trials,
+            early_stopping=early_stopping,
+            view=view.update,
+            trust=trust,
+        )
+    picture = (png or f"{result.name}.png") if any(trial.evaluations for trial in result.trials) else None
+    if picture is not None:
+        save_png(sweep_figure(result), picture)
+    document = {**result.summary(), "picture": picture}
+    return CommandResult(results_table(result), document, exit_code=int(result.status == "failed"))
+
+
+def stop(name: RunName, storage: Storage = "./runs", address: Address = None) -> CommandResult:
+    """Ask a run, or all trials of a sweep, to stop after writing a checkpoint.
+
+    Example: raytrain stop first
+    """
+    reason = f"raytrain stop on {socket.gethostname()}"
+    raytrain.stop(name, storage=storage, address=address, reason=reason)
+    text = f"Asked {name} to stop. It writes a checkpoint first; --resume continues from there."
+    return CommandResult(text, {"name": name, "status": "stop requested", "reason": reason})
