@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from annotated_types import Interval
 
 from raytrain.errors import UsageError, flag
+
+N = TypeVar("N", int, float)
 
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
@@ -165,12 +167,11 @@ class TrainConfig:
 
     def scaled_to(self, num_workers: int) -> TrainConfig:
         """The same options with global batch size and learning rate: those of all ``num_workers`` together."""
-        per_worker, rate = self.batch_size_per_worker, self.learning_rate_per_worker
         return dataclasses.replace(
             self,
-            batch_size=self.batch_size or (per_worker or 0) * num_workers,
+            batch_size=_total(self.batch_size, self.batch_size_per_worker, num_workers),
             batch_size_per_worker=None,
-            learning_rate=(rate or 0) * num_workers if self.learning_rate is None else self.learning_rate,
+            learning_rate=_total(self.learning_rate, self.learning_rate_per_worker, num_workers),
             learning_rate_per_worker=None,
         )
 
@@ -184,6 +185,8 @@ class TrainConfig:
             )
         options: dict[str, Any] = dict(vars(self.scaled_to(num_workers)))
         options |= {"name": name, "device": device, "mean": self.mean or mean, "std": self.std or std}
+        if options["learning_rate"] is None:
+            options["learning_rate"] = 0.0
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
 
@@ -248,6 +251,11 @@ def _check_bounds(config: TrainConfig) -> None:
             allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
             what = "each number" if isinstance(value, tuple) else "it"
             raise UsageError(f"{flag(name)} is {value}; {what} must be {allowed}.")
+
+
+def _total(total: N | None, per_worker: N | None, num_workers: int) -> N | None:
+    """An option of all workers together; None if it is given in neither way."""
+    return total if total is not None or per_worker is None else per_worker * num_workers
 
 
 def _check_given(config: TrainConfig, total: str, per_worker: str) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain.data.dataset import Dataset
-    from raytrain.data.manifest import Manifest
     from raytrain.storage.base import Store
     from raytrain.training.run import Run
     from raytrain.training.run_spec import RunSpec
@@ -175,18 +174,14 @@ def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:
 
     The workers check the same by the checkpoint; here it is checked before a document of the run is overwritten.
     """
-    _identity(config).check(_identity(before), what)
+    Identity.of(config).check(Identity.of(before), what)
 
 
 def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:
     """Raise UsageError if ``what`` was started with other images, also before a document is overwritten."""
     if data.stored is not None:
-        _identity(config, data.train).check(_identity(config, data.stored), what)
-
-
-def _identity(config: TrainConfig, images: Manifest | None = None) -> Identity:
-    classes, digest = (images.classes, images.digest) if images else ((), "")
-    return Identity(config.model, classes, digest, config.batch_size or 0, config.seed)
+        now, then = (Identity.of(config, images.classes, images.digest) for images in (data.train, data.stored))
+        now.check(then, what)
 
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:

@@ -25,7 +25,7 @@ from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.outcome import Outcome, TrainResult
+from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import START, View
@@ -129,11 +129,7 @@ class _FirstProcess(_Process):
         """Write how the run ended."""
         self._monitor.skip(skipped)
         if reason := self._monitor.failure or outcome.error:
-            name, storage = self._prepared.name, self._spec.config.storage
-            error = (
-                f"Run {name!r} failed: {reason}. Its last checkpoint is kept: resume with --name {name} "
-                f"--storage {storage} --resume."
-            )
+            error = failure_sentence(self._prepared.name, self._spec.config.storage, reason)
             outcome = failed(error, self._monitor.snapshot())
         if self._signals.stop_request is not None:
             self._monitor.request_stop(self._signals.stop_request)

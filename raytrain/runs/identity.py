@@ -6,18 +6,27 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run and its checkpoints are made of. ``batch_size`` is the global batch's."""
+    """What a run and its checkpoints are made of.
+
+    ``batch_size`` is the global batch's; None if the number of workers is yet to decide it.
+    """
 
     model: str
     classes: tuple[str, ...]
     manifest_digest: str
-    batch_size: int
+    batch_size: int | None
     seed: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), manifest_digest: str = "") -> Identity:
+        """The identity of a run with these options and images; without images, as far as the options show it."""
+        return cls(config.model, classes, manifest_digest, config.batch_size, config.seed)
 
     def check(self, other: Identity, what: str) -> None:
         """Raise UsageError with the first difference if ``what``, a run or a checkpoint, has the identity ``other``."""

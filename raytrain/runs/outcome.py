@@ -56,3 +56,11 @@ class TrainResult:
     def summary(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
         return dataclasses.asdict(self)
+
+
+def failure_sentence(name: str, storage: str, reason: str) -> str:
+    """Why a run failed, and how to resume it."""
+    return (
+        f"Run {name!r} failed: {reason.rstrip('.')}. Its last checkpoint is kept: resume with --name {name} "
+        f"--storage {storage} --resume."
+    )

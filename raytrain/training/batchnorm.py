@@ -1,6 +1,6 @@
 """Batch normalisation with the statistics of the global batch, however it is divided over workers, on CPU and GPU.
 
-``convert`` turns the ``nn.BatchNorm`` layers of a model into one of two kinds, and ``revert`` turns them back:
+``convert`` turns the ``nn.BatchNorm`` layers of a model into one of two kinds:
 
 - synchronised: every local batch is normalised with the statistics of the global batch, so N workers compute what one
   would;
@@ -46,15 +46,6 @@ def freeze(model: nn.Module) -> nn.Module:
     for layer in list(model.modules()):
         if type(layer) in _PLAIN and cast(_BatchNorm, layer).running_mean is not None:
             _become(cast(_BatchNorm, layer), FrozenBatchNorm)
-    return model
-
-
-def revert(model: nn.Module) -> nn.Module:
-    """Make converted and frozen layers plain nn.BatchNorm again, in place, with their state. Returns ``model``."""
-    for layer in list(model.modules()):
-        if isinstance(layer, _ConvertedBatchNorm):
-            layer.clean_up()
-            layer.__class__ = layer.__dict__.pop("plain_class")
     return model
 
 
@@ -113,9 +104,6 @@ class _ConvertedBatchNorm(_BatchNorm):
 
     def prepare(self) -> None: ...
 
-    def clean_up(self) -> None:
-        self.__dict__.pop("placeholder", None)
-
     def _check_input_dim(self, input: Tensor) -> None:
         self.plain_class._check_input_dim(self, input)
 
@@ -148,11 +136,6 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
     def prepare(self) -> None:
         for name, running in (("batch_mean", self.running_mean), ("batch_var", self.running_var)):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
-
-    def clean_up(self) -> None:
-        super().clean_up()
-        self.__dict__.pop("count", None)
-        del self.batch_mean, self.batch_var
 
     def take_count(self) -> int:
         count, self.count = self.count, 0

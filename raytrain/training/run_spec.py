@@ -35,8 +35,7 @@ class RunSpec:
     @property
     def identity(self) -> Identity:
         """What the run's checkpoints belong to."""
-        config = self.config
-        return Identity(config.model, self.classes, self.manifest_digest, config.batch_size, config.seed)
+        return Identity.of(self.config, self.classes, self.manifest_digest)
 
     def make_run(
         self,

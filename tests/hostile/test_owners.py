@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from moto.server import ThreadedMotoServer
 import raytrain
 from raytrain.backends.prepare import prepare
 from raytrain.demo.s3_server import S3Server
-from raytrain.errors import OwnerChanged, UsageError
+from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.runs import claim as claims
 from raytrain.runs.claim import Claim, RunClaim, claim_run
 from raytrain.runs.documents import new_name, run_store
@@ -148,8 +149,14 @@ def test_the_embedded_server_is_known_to_have_no_conditions(s3_url: str, caplog:
 
 
 def test_without_conditions_the_later_of_two_at_the_same_moment_wins(s3_url: str) -> None:
-    store = run_store(s3_url, "run")
-    started = threading.Barrier(2)
+    owners, refused = claimed_at_the_same_moment(run_store(s3_url, "run"), 2)
+    assert (len(owners), len(refused)) == (1, 1)
+    owners[0].close()
+
+
+def claimed_at_the_same_moment(store: Store, num_processes: int) -> tuple[list[RunClaim], list[UsageError]]:
+    """Who got the run, and what the others were told."""
+    started = threading.Barrier(num_processes)
 
     def start(_: int) -> RunClaim | UsageError:
         started.wait()
@@ -158,29 +165,16 @@ def test_without_conditions_the_later_of_two_at_the_same_moment_wins(s3_url: str
         except UsageError as error:
             return error
 
-    with ThreadPoolExecutor(2) as pool:
-        owners = list(pool.map(start, range(2)))
-    assert sum(isinstance(owner, RunClaim) for owner in owners) == 1
-    for owner in owners:
-        if isinstance(owner, RunClaim):
-            owner.close()
+    with ThreadPoolExecutor(num_processes) as pool:
+        results = list(pool.map(start, range(num_processes)))
+    owners = [result for result in results if isinstance(result, RunClaim)]
+    return owners, [result for result in results if isinstance(result, UsageError)]
 
 
 def test_of_many_owners_at_the_same_moment_one_gets_the_run(store: Store) -> None:
-    started = threading.Barrier(6)
-
-    def start(_: int) -> RunClaim | UsageError:
-        started.wait()
-        try:
-            return claim_run(store, "run")
-        except UsageError as error:
-            return error
-
-    with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(start, range(6)))
-    owners = [result for result in results if isinstance(result, RunClaim)]
-    assert len(owners) == 1
-    assert all("training at this moment" in str(result) for result in results if isinstance(result, UsageError))
+    owners, refused = claimed_at_the_same_moment(store, 6)
+    assert (len(owners), len(refused)) == (1, 5)
+    assert all("training at this moment" in str(error) for error in refused)
     owners[0].owned_store.put(STATUS, b"{}")
     owners[0].close()
 
@@ -314,17 +308,38 @@ def test_a_run_that_was_deleted_is_not_written_again(store: Store) -> None:
         assert list(store.list()) == []
 
 
-def test_storage_that_is_away_for_a_while_loses_no_claim(tmp_path: Path) -> None:
+def test_storage_that_is_away_for_a_while_loses_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run_store(str(tmp_path), "run")
+    tries = renewals(monkeypatch)
     with claim_run(store, "run") as owner:
         folder = tmp_path / "run"
         folder.rename(tmp_path / "away")
         folder.write_text("not a folder")
-        time.sleep(0.5)
+        while not tries.get(timeout=30):
+            pass
         folder.unlink()
         (tmp_path / "away").rename(folder)
-        time.sleep(0.5)
+        while tries.get(timeout=30):
+            pass
         write_checkpoint(owner, 1)
+
+
+def renewals(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bool]:
+    """Whether each renewal of a claim failed, as they happen."""
+    failed: queue.Queue[bool] = queue.Queue()
+    renew = RunClaim.renew
+
+    def observed(claim: RunClaim) -> bool:
+        try:
+            renewed = renew(claim)
+        except StorageError:
+            failed.put(True)
+            raise
+        failed.put(False)
+        return renewed
+
+    monkeypatch.setattr(RunClaim, "renew", observed)
+    return failed
 
 
 @pytest.mark.parametrize("moment", ["prepared", "training", "at a checkpoint", "at the end"])

@@ -309,27 +309,6 @@ def test_mixed_precision_between_ranks_is_as_exact_as_bfloat16(corners: list[dic
     torch.testing.assert_close(torch.cat(gradients), images.grad, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_revert_restores_the_original_model(mode: Literal["sync", "aggregate"]) -> None:
-    model = nn.Sequential(
-        nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.Unflatten(1, (2, 1, 2, 2)), nn.BatchNorm3d(2)
-    )
-    types = [type(layer) for layer in model]
-    attributes = [set(vars(layer)) for layer in model]
-    buffers = [name for name, _ in model.named_buffers()]
-    batchnorm.convert(model, mode)
-    assert [type(layer) for layer in model] != types
-    batchnorm.set_num_used(model, 4)
-    model(torch.randn(4, 2, 2, 2))
-    batchnorm.update_running_statistics(model)
-    learned = model.state_dict()
-    assert batchnorm.revert(model) is model
-    assert [type(layer) for layer in model] == types
-    assert [set(vars(layer)) for layer in model] == attributes
-    assert [name for name, _ in model.named_buffers()] == buffers
-    torch.testing.assert_close(model.state_dict(), learned)
-
-
 def test_a_wrong_shape_is_refused_as_by_torchs_layer() -> None:
     with pytest.raises(ValueError, match="expected 4D input"):
         batchnorm.convert(nn.BatchNorm2d(2), "aggregate")(torch.randn(3, 2))

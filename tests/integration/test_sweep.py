@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from raytrain.experiments.sweep.trials import Trial
 from raytrain.runs.records import RunRecord, read_run
 from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trial_status import EARLY_STOPPING, TrialStatus
+from tests.helpers.free_cluster import wait_until_free
 from tests.helpers.small_runs import config, loop_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
@@ -119,9 +119,7 @@ def test_an_aborted_sweep_leaves_no_trial_in_the_cluster(images: Path, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         raytrain.sweep(at_once(images, tmp_path, epochs=5000), vary=["seed=0,1,2"], view=abort)
     assert documents(tmp_path, "tried").status.status == "interrupted"
-    steps = documents(tmp_path, "tried-00").status.step
-    time.sleep(15)
-    assert documents(tmp_path, "tried-00").status.step == steps
+    wait_until_free()
 
 
 class StopOnceTraining(StopSignals):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import CacheOrder, WorkerOrder
 from raytrain.data.partition import Partition
+from tests.helpers.worker_orders import assert_reads_only_its_local_batches
 
 sizes = st.integers(1, 1000)
 batch_sizes = st.integers(1, 400)
@@ -21,13 +22,7 @@ def test_a_worker_reads_only_its_local_batches_in_blocks_of_any_length(
     num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed, accumulate=data.draw(st.integers(1, 4)))
-    rank = data.draw(st.integers(0, len(loads) - 1))
-    first_step = data.draw(st.integers(0, plan.num_steps - 1))
-    partition = Partition(plan, rank, loads)
-    order = WorkerOrder(partition, first_step, rows_per_block)
-    read = np.concatenate([np.empty(0, np.int64), *(order.samples(number) for number in range(len(order)))])
-    wanted = [partition.local_samples(plan.batch(step)) for step in range(first_step, plan.num_steps)]
-    assert read.tolist() == np.concatenate(wanted).tolist()
+    assert_reads_only_its_local_batches(plan, loads, rows_per_block, data)
 
 
 def test_a_worker_that_has_no_samples_left_in_the_epoch_reads_all_of_the_next() -> None:

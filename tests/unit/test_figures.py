@@ -11,7 +11,6 @@ import pytest
 from matplotlib.axes import Axes
 from PIL import Image
 
-from raytrain.config import TrainConfig
 from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.curve_figures import comparison_figure, curve_figure
 from raytrain.display.png import save_png
@@ -20,8 +19,8 @@ from raytrain.inference.classification_metrics import Int64s, score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import RunRecord
-from raytrain.runs.status import RunStatus
 from raytrain.storage.open import open_store
+from tests.helpers.run_records import finished
 
 
 def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunRecord:
@@ -39,15 +38,7 @@ def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunReco
         rows.append(row)
         if step % steps_per_epoch == 0:
             rows.append(replace(row, kind="evaluation", learning_rate=None))
-    return RunRecord(
-        name=name,
-        config=TrainConfig(batch_size=8, learning_rate=0.1),
-        status=RunStatus(status="finished"),
-        summary={},
-        metrics=rows,
-        checkpoints=[],
-        skipped=[],
-    )
+    return finished(name, rows)
 
 
 def evaluation(num_classes: int, seed: int = 0) -> EvaluationResult:

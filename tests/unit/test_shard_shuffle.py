@@ -14,6 +14,7 @@ from raytrain.data.block_order import CacheOrder, WorkerOrder
 from raytrain.data.partition import Partition
 from raytrain.data.permutation import permute
 from raytrain.data.shard_shuffle import NUM_LANES, WINDOW_SHARDS, ShardShuffle, lane_positions
+from tests.helpers.worker_orders import assert_reads_only_its_local_batches
 
 layouts = st.lists(st.integers(1, 60), min_size=1, max_size=50)
 batch_sizes = st.integers(1, 400)
@@ -70,13 +71,7 @@ def test_a_worker_that_starts_in_the_middle_reads_only_its_local_batches(
     sizes: list[int], batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
-    rank = data.draw(st.integers(0, len(loads) - 1))
-    first_step = data.draw(st.integers(0, plan.num_steps - 1))
-    partition = Partition(plan, rank, loads)
-    order = WorkerOrder(partition, first_step, rows_per_block)
-    read = np.concatenate([np.empty(0, np.int64), *(order.samples(number) for number in range(len(order)))])
-    wanted = [partition.local_samples(plan.batch(step)) for step in range(first_step, plan.num_steps)]
-    assert read.tolist() == np.concatenate(wanted).tolist()
+    assert_reads_only_its_local_batches(plan, loads, rows_per_block, data)
 
 
 @given(layouts, batch_sizes, seeds, st.integers(1, 700), st.data())

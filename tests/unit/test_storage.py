@@ -517,13 +517,20 @@ def test_expired_credentials_are_renewed_once_for_all_threads() -> None:
         assert asked == [OLD_SESSION, NEW_SESSION]
 
 
-def test_credentials_are_renewed_before_they_expire() -> None:
-    asked: dict[str, datetime] = {}
+def issuer(lifetime_s: float) -> tuple[dict[str, datetime], Callable[[], Credentials]]:
+    """When the keys that were issued expire, and the function that issues them."""
+    issued: dict[str, datetime] = {}
 
-    def keys() -> Credentials:
-        name, expires_at = f"ASIA{len(asked)}", datetime.now(timezone.utc) + timedelta(seconds=2)
-        asked[name] = expires_at
+    def issue() -> Credentials:
+        name, expires_at = f"ASIA{len(issued)}", datetime.now(timezone.utc) + timedelta(seconds=lifetime_s)
+        issued[name] = expires_at
         return Credentials(name, "secret", "token", expires_at)
+
+    return issued, issue
+
+
+def test_credentials_are_renewed_before_they_expire() -> None:
+    asked, keys = issuer(lifetime_s=2)
 
     def answer(request: Request) -> Answer:
         name = request.access_key_id
@@ -538,12 +545,7 @@ def test_credentials_are_renewed_before_they_expire() -> None:
 
 
 def test_get_many_succeeds_while_credentials_expire() -> None:
-    issued: dict[str, datetime] = {}
-
-    def issuer() -> Credentials:
-        name, expires_at = f"ASIA{len(issued)}", datetime.now(timezone.utc) + timedelta(seconds=1)
-        issued[name] = expires_at
-        return Credentials(name, "secret", "token", expires_at)
+    issued, keys = issuer(lifetime_s=1)
 
     def answer(request: Request) -> Answer:
         expired = datetime.now(timezone.utc) >= issued[request.access_key_id]
@@ -551,7 +553,7 @@ def test_get_many_succeeds_while_credentials_expire() -> None:
 
     paths = [f"{number:03d}" for number in range(100)]
     with scripted_s3(answer) as (url, requests):
-        store = scripted(url, issuer)
+        store = scripted(url, keys)
         deadline = time.monotonic() + 30
         while len(issued) < 4 and time.monotonic() < deadline:
             assert store.get_many(paths) == [f"/bucket/prefix/{path}".encode() for path in paths]

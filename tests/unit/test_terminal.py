@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from raytrain.config import TrainConfig
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.curve_plots import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import StudyTerminalView, TerminalView
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.records import RunRecord
 from raytrain.runs.snapshot import Event, Snapshot
-from raytrain.runs.status import RunStatus
 from raytrain.runs.stop_request import StopRequest
+from tests.helpers.run_records import finished
 
 
 class Clock:
@@ -242,18 +240,6 @@ def test_a_run_that_never_started_leaves_nothing_on_the_screen() -> None:
 # Several runs.
 
 
-def record(name: str, rows: list[MetricRow]) -> RunRecord:
-    return RunRecord(
-        name=name,
-        config=TrainConfig(batch_size=8, learning_rate=0.1),
-        status=RunStatus(status="finished"),
-        summary={},
-        metrics=rows,
-        checkpoints=[],
-        skipped=[],
-    )
-
-
 @pytest.mark.parametrize("num_runs", [2, 3, 7])
 def test_names_of_compared_runs_are_never_cut(num_runs: int) -> None:
     names = [f"cifar10-rate-0.{number}-momentum" for number in range(num_runs)]
@@ -263,7 +249,7 @@ def test_names_of_compared_runs_are_never_cut(num_runs: int) -> None:
         step_row(20, loss=0.5),
         evaluation_row(20, 0.75, 0.8),
     ]
-    seen = text(comparison_plots([record(name, rows) for name in names]), width=80)
+    seen = text(comparison_plots([finished(name, rows) for name in names]), width=80)
     for name in names:
         assert f"━ {name}" in seen
     assert seen.count("0.500") == seen.count("0.800") == num_runs
@@ -271,7 +257,7 @@ def test_names_of_compared_runs_are_never_cut(num_runs: int) -> None:
 
 
 def test_a_name_wider_than_its_plot_is_wrapped() -> None:
-    seen = text(comparison_plots([record("x" * 60, [step_row(10)]), record("second", [])]), width=80)
+    seen = text(comparison_plots([finished("x" * 60, [step_row(10)]), finished("second", [])]), width=80)
     assert seen.count("x") >= 2 * 60
     assert max(map(len, seen.splitlines())) <= 80
 

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.actor import ActorProxy
 
+from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.ray.block_directory import BlockDirectory
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.backends.ray.stream_queues import Stream, StreamQueues
@@ -54,6 +55,19 @@ class RunInStorage:
     steps_per_epoch: int
     skip_limit: SkipLimit
     owner: Owner | None  # of the run, as whom the coordinator writes to storage
+
+    @classmethod
+    def of(cls, prepared: PreparedRun, num_steps: int, steps_per_epoch: int) -> RunInStorage:
+        """The place in storage of ``prepared``, which takes ``num_steps`` steps in all."""
+        return cls(
+            name=prepared.name,
+            url=prepared.store.url,
+            settings=prepared.store.settings,
+            num_steps=num_steps,
+            steps_per_epoch=steps_per_epoch,
+            skip_limit=prepared.skip_limit(),
+            owner=prepared.claim and prepared.claim.owner,
+        )
 
 
 class Coordinator:

@@ -22,7 +22,7 @@ from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.errors import CoordinatorLost, RaytrainError, StorageError, TrainingFailed
-from raytrain.runs.outcome import Outcome, TrainResult
+from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, Snapshot, View
 from raytrain.storage.tempdir import TemporaryFolder
@@ -67,7 +67,9 @@ class RunSession:
         """Start the coordinator, the workers and the reading of the data, and write down what the run is."""
         with ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
-            self._coordinator = start_coordinator(self._in_storage())
+            plan = self._spec.plan
+            in_storage = RunInStorage.of(self._prepared, plan.num_steps, plan.steps_per_epoch)
+            self._coordinator = start_coordinator(in_storage)
             opened.callback(stop_coordinator, self._coordinator)
             data = self._prepared.data
             stores = self._store, data.train_store, data.test_store
@@ -164,23 +166,7 @@ class RunSession:
         return failed(self._sentence(reason), snapshot)
 
     def _sentence(self, reason: str) -> str:
-        name, storage = self._prepared.name, self._spec.config.storage
-        return (
-            f"Run {name!r} failed: {reason.rstrip('.')}. Its last checkpoint is kept: resume with --name {name} "
-            f"--storage {storage} --resume."
-        )
-
-    def _in_storage(self) -> RunInStorage:
-        plan = self._spec.plan
-        return RunInStorage(
-            name=self._prepared.name,
-            url=self._store.url,
-            settings=self._store.settings,
-            num_steps=plan.num_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            skip_limit=self._prepared.skip_limit(),
-            owner=self._prepared.claim and self._prepared.claim.owner,
-        )
+        return failure_sentence(self._prepared.name, self._spec.config.storage, reason)
 
     def _worker_spec(self) -> WorkerSpec:
         store = self._store.with_lent_credentials(self._credentials)

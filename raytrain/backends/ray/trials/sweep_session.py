@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
-from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator
+from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
@@ -91,9 +91,11 @@ class SweepSession:
         """Start the coordinator, the reading of the images, and the first trials."""
         with ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement, self._placement.num_workers)
-            coordinator = start_coordinator(self._in_storage(), SweepCoordinator)
+            steps_per_epoch = self._specs[0].plan.steps_per_epoch
+            in_storage = RunInStorage.of(self._prepared, self.num_steps, steps_per_epoch)
+            coordinator = start_coordinator(in_storage, SweepCoordinator)
             self._coordinator = cast(SweepCoordinatorHandle, coordinator)  # handles of actors are invariant
-            opened.callback(ray.kill, cast(Any, coordinator))
+            opened.callback(stop_coordinator, coordinator)
             data, stores = self._prepared.data, [spec.store for spec in self._specs]
             credentials, self._lender = lend_credentials(coordinator, [data.train_store, data.test_store, *stores])
             self._stores = [store.with_lent_credentials(credentials) for store in stores]
@@ -197,18 +199,6 @@ class SweepSession:
         for number, evaluations in self._over.items():
             scheduler.add_finished(self._trials[number].name, evaluations)
         return scheduler
-
-    def _in_storage(self) -> RunInStorage:
-        prepared = self._prepared
-        return RunInStorage(
-            name=prepared.name,
-            url=prepared.store.url,
-            settings=prepared.store.settings,
-            num_steps=self.num_steps,
-            steps_per_epoch=self._specs[0].plan.steps_per_epoch,
-            skip_limit=prepared.skip_limit(),
-            owner=prepared.claim and prepared.claim.owner,
-        )
 
     def _coordinator_lost(self) -> CoordinatorLost:
         name, storage = self._prepared.name, self._prepared.config.storage
