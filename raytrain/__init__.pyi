@@ -22,6 +22,7 @@ from .inference.evaluate import evaluate as evaluate
 from .inference.export import export as export
 from .inference.predict import predict as predict
 from .runs.outcome import TrainResult as TrainResult
+from .storage.filesystem import filesystem as filesystem
 from .training.batch import Batch as Batch
 from .training.run import Run as Run
 

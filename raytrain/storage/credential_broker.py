@@ -10,11 +10,10 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 
-from raytrain.storage.credentials import CredentialFields, Credentials, resolve
+from raytrain.storage.credentials import CredentialFields, Credentials, ask_again_after_s, resolve
 
-_LEND_EVERY_S = 60.0
+_MIN_WAIT_S = 1.0
 _RETRY_AFTER_S = 5.0
 
 
@@ -64,10 +63,7 @@ class CredentialLender:
         self._lend()
 
     def lend_if_due(self) -> None:
-        """Lend again if a third of the credentials' lifetime has passed, or a minute.
-
-        They may have changed before they expire: a credentials file can be rewritten at any time.
-        """
+        """Lend again if :func:`raytrain.storage.credentials.ask_again_after_s` says so."""
         if time.monotonic() >= self._next_at_s:
             self._lend()
 
@@ -79,11 +75,4 @@ class CredentialLender:
             self._next_at_s = time.monotonic() + _RETRY_AFTER_S
             return
         self._send(resolved.fields() if resolved else None)
-        self._next_at_s = time.monotonic() + _valid_for_s(resolved)
-
-
-def _valid_for_s(lent: Credentials | None) -> float:
-    if lent is None or lent.expires_at is None:
-        return _LEND_EVERY_S
-    remaining_s = (lent.expires_at - datetime.now(timezone.utc)).total_seconds()
-    return max(1.0, min(_LEND_EVERY_S, remaining_s / 3))
+        self._next_at_s = time.monotonic() + max(_MIN_WAIT_S, ask_again_after_s(resolved))

@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+_ASK_EVERY_S = 60.0
+
 CredentialFields = tuple[str, str, "str | None", "datetime | None"]
 """The fields of :class:`Credentials` in order, as they are sent to another process."""
 
@@ -72,6 +74,18 @@ def required(credentials: Credentials | None) -> Credentials:
 
         raise NoCredentialsError
     return credentials
+
+
+def ask_again_after_s(credentials: Credentials | None) -> float:
+    """Seconds after which whoever keeps ``credentials`` should ask their source again: a minute, or a third of the
+    time until they expire.
+
+    They may have changed before they expire: a credentials file can be rewritten at any time.
+    """
+    if credentials is None or credentials.expires_at is None:
+        return _ASK_EVERY_S
+    remaining_s = (credentials.expires_at - datetime.now(timezone.utc)).total_seconds()
+    return min(_ASK_EVERY_S, remaining_s / 3)
 
 
 def own_role() -> Credentials | None:

@@ -28,7 +28,7 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
         from raytrain.storage.local import FolderStore
 
         return FolderStore(os.path.abspath(Path(url).expanduser()))
-    _check_url(url)
+    check_url(url)
     # Imported here because a folder needs neither obstore nor botocore.
     from raytrain.storage.s3 import BucketStore
     from raytrain.storage.s3_settings import resolve_settings
@@ -36,7 +36,7 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
     return BucketStore(url.rstrip("/"), settings or resolve_settings(url), credentials or resolve, uuid.uuid4().hex)
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
     """Raise UsageError unless ``url`` can be used; it is shown only if it cannot contain credentials."""
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]

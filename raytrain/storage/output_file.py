@@ -22,7 +22,12 @@ def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output
 def write_output(output: str, content: bytes) -> None:
     """Write or replace ``output``, a file or an ``s3://`` object, atomically. Raises StorageError if that fails."""
     folder, name = _open_folder(output)
-    folder.put(name, content)
+    if "://" in output:
+        from raytrain.storage.filesystem import write_object  # s3fs takes a second to import
+
+        write_object(output, content)
+    else:
+        folder.put(name, content)
 
 
 def _open_folder(output: str) -> tuple[Store, str]:

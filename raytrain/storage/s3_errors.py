@@ -6,7 +6,7 @@ obstore has types for a few errors and raises GenericError for all others; only 
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import Any, cast
 
 from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
@@ -29,9 +29,8 @@ _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLo
 
 def s3_error_code(error: BaseException) -> str | None:
     """Return S3's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
-    response: object = getattr(error, "response", None)  # botocore's ClientError
-    if isinstance(response, dict):
-        return cast("dict[str, dict[str, str]]", response).get("Error", {}).get("Code")
+    if response := _botocore_response(error):
+        return response.get("Error", {}).get("Code")
     found = re.search(
         r"<Code>(\w+)</Code>|\(code: (\w+)\)", str(error)
     )  # the second form comes from deleting an object
@@ -44,6 +43,8 @@ def http_status(error: BaseException) -> int | None:
         return 403
     if isinstance(error, UnauthenticatedError):
         return 401
+    if response := _botocore_response(error):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     found = re.search(r"status code: (\d{3})\b", str(error))
     return int(found[1]) if found else None
 
@@ -87,3 +88,9 @@ def credential_source_failure(error: BaseException) -> str | None:
         else None
     )
     return found and found[1]
+
+
+def _botocore_response(error: BaseException) -> dict[str, dict[str, Any]]:
+    """What botocore's ClientError says of S3's answer; empty for any other error."""
+    response: object = getattr(error, "response", None)
+    return cast("dict[str, dict[str, Any]]", response) if isinstance(response, dict) else {}
