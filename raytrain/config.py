@@ -53,6 +53,10 @@ class TrainConfig:
     """Layers to freeze, batch norm statistics included, by name: features.0, or layer1 and everything in it."""
     image_size: tuple[PositiveInt, PositiveInt] = (224, 224)
     """Height and width in pixels to which images are resized."""
+    resize: Literal["stretch", "crop", "pad"] = "stretch"
+    """stretch distorts an image to --image-size; crop cuts its centre out; pad shows all of it, on black."""
+    crop_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.875
+    """crop: fraction of the shorter side of an image that is seen."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
 
@@ -104,7 +108,9 @@ class TrainConfig:
     translate: NonNegativeInt = 0
     """Shift training images by up to this many pixels in each direction; the gap is 0 after normalisation."""
     random_resized_crop: bool = False
-    """Train on random crops (8 % to 100 % of the area), resized to --image-size."""
+    """Train on random crops (8 % to 100 % of the area) of the original images, resized to --image-size."""
+    cache_side: Annotated[float, Interval(ge=1)] | None = None
+    """Cut random crops from images kept at this many times --image-size, such as 1.15, not from the originals."""
     mean: tuple[float, ...] | None = None
     """Mean of each channel to subtract, in 0..1; by default measured on the training images."""
     std: tuple[Annotated[float, Interval(gt=0)], ...] | None = None
@@ -152,6 +158,7 @@ class TrainConfig:
         _check_workers(self)
         _check_loads(self)
         _check_gpus(self)
+        _check_crops(self)
         for name in ("mean", "std"):
             value = getattr(self, name)
             if value is not None and len(value) != self.channels:
@@ -164,6 +171,11 @@ class TrainConfig:
         """The minimum and maximum number of workers if ``workers`` is a range such as 1..4, else None."""
         fewest, dots, most = str(self.workers).partition("..")
         return (int(fewest), int(most)) if dots else None
+
+    @property
+    def crops_originals(self) -> bool:
+        """Whether each epoch decodes other parts of the original images, so that decoded images cannot be kept."""
+        return self.random_resized_crop and self.cache_side is None
 
     def scaled_to(self, num_workers: int) -> TrainConfig:
         """The same options with global batch size and learning rate: those of all ``num_workers`` together."""
@@ -283,6 +295,25 @@ def _check_loads(config: TrainConfig) -> None:
     loads = config.worker_load
     if loads is not None and sum(loads) <= 0:
         raise UsageError(f"--worker-load is {loads}; at least one number must be above 0.")
+
+
+def _check_crops(config: TrainConfig) -> None:
+    if config.cache_side is not None and not config.random_resized_crop:
+        raise UsageError(
+            f"--cache-side is {config.cache_side:g}, and only random crops use it; add --random-resized-crop, or omit "
+            "--cache-side."
+        )
+    if config.cache == "memory" and config.crops_originals:
+        raise UsageError(
+            "--cache is memory, and --random-resized-crop reads the original images in every epoch; add --cache-side "
+            "1.15 to cut the crops from images in memory, or omit --cache memory."
+        )
+    if config.translate >= min(config.image_size):
+        height, width = config.image_size
+        raise UsageError(
+            f"--translate is {config.translate}, and images have {height}x{width} pixels; it must be less than each "
+            "side."
+        )
 
 
 def _check_gpus(config: TrainConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageReader
-from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.local_batch import LocalBatch, batches_as_read, batches_from_cache
 from raytrain.data.manifest import Manifest
 from raytrain.data.partition import Partition
+from raytrain.data.permutation import Int64s
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.storage.base import Store
 
 OnSkipped = Callable[[list[SkippedImage]], None]
 
@@ -26,6 +26,7 @@ _BLOCK_ROWS = 512
 class MemoryBatches:
     """A :class:`raytrain.training.protocols.BatchSource` over images that are decoded once and stay in memory.
 
+    Training images that are cropped at random from the originals are read again in each epoch.
     ``on_skipped`` is called with the images of a block that cannot be used.
     """
 
@@ -35,11 +36,17 @@ class MemoryBatches:
         test_plan = data.test_plan(len(loads))
         self._train = Partition(plan, rank, loads)
         self._test = Partition(test_plan, rank, loads)
-        self._train_blocks = _blocks(data.train_store, data.train, data, plan, on_skipped)
-        self._test_blocks = _blocks(data.test_store, data.test, data, test_plan, on_skipped)
+        train_reader = ImageReader(data.train_store, *data.train_format)
+        test_reader = ImageReader(data.test_store, *data.test_format)
+        self._read_train = partial(_read, train_reader, data.train, on_skipped)
+        self._crops_originals = data.train_format.framing.crop_seed is not None
+        self._train_blocks = _blocks(self._read_train, plan)
+        self._test_blocks = _blocks(partial(_read, test_reader, data.test, on_skipped), test_plan)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         """This worker's part of each global batch from ``first_step`` on."""
+        if self._crops_originals:
+            return batches_as_read(self._train, self._read_train, first_step)
         return batches_from_cache(self._train, self._train_blocks, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
@@ -47,18 +54,21 @@ class MemoryBatches:
         return batches_from_cache(self._test, self._test_blocks, 0)
 
 
-def _blocks(store: Store, manifest: Manifest, data: Dataset, plan: BatchPlan, on_skipped: OnSkipped) -> CachedBlocks:
+def _blocks(read: Callable[[Int64s, int], Block], plan: BatchPlan) -> CachedBlocks:
     order = CacheOrder(plan, Cursor(), _BLOCK_ROWS)
-    reader = ImageReader(store, data.shape)
 
     @cache
     def block(number: int) -> Block:
-        samples = order.samples(number)
-        wanted = manifest.select(samples)
-        images, bad = reader.read(wanted)
-        labels = wanted.labels.astype(np.int64)
-        labels[list(bad)] = -1
-        on_skipped([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
-        return Block(images, labels, samples)
+        return read(order.samples(number), order.epoch(number))
 
     return CachedBlocks(block, _BLOCK_ROWS, plan, Cursor())
+
+
+def _read(reader: ImageReader, manifest: Manifest, on_skipped: OnSkipped, samples: Int64s, epoch: int) -> Block:
+    """Fetch and decode ``samples`` of a manifest for ``epoch``."""
+    wanted = manifest.select(samples)
+    images, bad = reader.read(wanted, reader.framing.frames(samples, epoch))
+    labels = wanted.labels.astype(np.int64)
+    labels[list(bad)] = -1
+    on_skipped([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
+    return Block(images, labels, samples)

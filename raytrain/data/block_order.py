@@ -36,6 +36,10 @@ class WorkerOrder:
         stop = (index + 1) * self.rows_per_block
         return self.partition.row_samples(self._first_epoch + epoch, start, stop)
 
+    def epoch(self, number: int) -> int:
+        """The epoch that block ``number`` is read for."""
+        return self._first_epoch + (number + self._skipped_blocks) // self._blocks_per_epoch
+
     def priority(self, number: int) -> int:
         """The step that first needs block ``number``. Steps are comparable between workers of different loads."""
         epoch, index = divmod(number + self._skipped_blocks, self._blocks_per_epoch)
@@ -77,6 +81,10 @@ class CacheOrder:
         start = number * self.rows_per_block
         rows = np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64)
         return self.plan.samples(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
+
+    def epoch(self, number: int) -> int:
+        """The first epoch that uses block ``number``; later ones use it again."""
+        return self.origin.epoch
 
     def priority(self, number: int) -> int:
         """Blocks are needed in the order of their numbers."""

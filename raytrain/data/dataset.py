@@ -10,7 +10,8 @@ import numpy as np
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
+from raytrain.data.framing import Framing
 from raytrain.data.manifest import Manifest, build_manifest, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
@@ -19,13 +20,13 @@ from raytrain.storage.open import open_store
 
 _NUM_MEASURED_IMAGES = 1024
 _TEST_BATCH_PER_WORKER = 250
-_CROP_MARGIN = 8 / 7  # random crops are cut from slightly larger images, as 256 to 224
 
 
 @dataclass(frozen=True)
 class Dataset:
     """The images that a run reads. ``mean`` and ``std`` are those of each channel, in 0..1.
 
+    ``train_format`` and ``test_format`` say how they are decoded.
     ``stored`` is the training manifest that the run has in storage; None if it is new.
     """
 
@@ -33,10 +34,19 @@ class Dataset:
     test_store: Store
     train: Manifest
     test: Manifest
-    shape: ImageShape
+    train_format: ImageFormat
+    test_format: ImageFormat
     mean: tuple[float, ...]
     std: tuple[float, ...]
     stored: Manifest | None = None
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of all decoded training images, and of all test images."""
+        return (
+            len(self.train) * self.train_format.shape.num_bytes,
+            len(self.test) * self.test_format.shape.num_bytes,
+        )
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
         """The global batches of a run with these options."""
@@ -80,23 +90,31 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
         train, test = stored
     else:
         train, test = _list_manifests(config, train_store, test_store)
-    shape = decoded_shape(config)
+    test_format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
-        measured_mean, measured_std = measure_mean_std(train_store, train, shape, config.seed)
+        measured_mean, measured_std = measure_mean_std(train_store, train, test_format, config.seed)
         mean, std = mean or measured_mean, std or measured_std
-    return Dataset(train_store, test_store, train, test, shape, mean, std, stored and stored[0])
+    train_format = training_format(config)
+    return Dataset(train_store, test_store, train, test, train_format, test_format, mean, std, stored and stored[0])
 
 
-def decoded_shape(config: TrainConfig) -> ImageShape:
-    """The shape that images are decoded to: the network's input, with a margin for random crops."""
-    margin = _CROP_MARGIN if config.random_resized_crop else 1
-    height, width = (round(side * margin) for side in config.image_size)
-    return ImageShape(height, width, config.channels)
+def evaluation_format(config: TrainConfig) -> ImageFormat:
+    """How images are decoded on which the network is used."""
+    return ImageFormat(ImageShape(*config.image_size, config.channels), Framing(config.resize, config.crop_fraction))
+
+
+def training_format(config: TrainConfig) -> ImageFormat:
+    """How images are decoded for training: at random parts, or with a margin if random crops are cut later."""
+    if not config.random_resized_crop:
+        return evaluation_format(config)
+    height, width = (round(side * (config.cache_side or 1)) for side in config.image_size)
+    framing = Framing(crop_seed=config.seed if config.crops_originals else None)
+    return ImageFormat(ImageShape(height, width, config.channels), framing)
 
 
 def measure_mean_std(
-    store: Store, manifest: Manifest, shape: ImageShape, seed: int
+    store: Store, manifest: Manifest, format: ImageFormat, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images.
 
@@ -105,8 +123,8 @@ def measure_mean_std(
     order = np.arange(len(manifest))  # packed images were shuffled when they were packed
     if manifest.packing is None:
         order = np.random.default_rng(seed).permutation(order)
-    images, bad = ImageReader(store, shape).read(manifest.select(np.sort(order[:_NUM_MEASURED_IMAGES])))
-    pixels = np.delete(images, list(bad), axis=0).reshape(-1, shape.channels) / 255
+    images, bad = ImageReader(store, *format).read(manifest.select(np.sort(order[:_NUM_MEASURED_IMAGES])))
+    pixels = np.delete(images, list(bad), axis=0).reshape(-1, format.shape.channels) / 255
     if not len(pixels):
         reason = next(iter(bad.values()))
         raise UsageError(f"None of {len(bad):,} images of {store.url} can be decoded ({reason}); check the files.")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from raytrain.data.framing import STRETCHED, Frame, Framing, View, stretch
 from raytrain.data.manifest import Manifest
 from raytrain.data.shards import DamagedShard, read_packed
 from raytrain.storage.base import ObjectChanged, Store
@@ -25,6 +28,8 @@ _MAX_SCANNED_PIXELS = 1 << 30  # over all scans of a JPEG, which may be many in 
 _MIN_SCAN_BYTES = 10
 _START_OF_SCAN = b"\xff\xda"  # not within compressed data, where a zero follows each 0xff
 _COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: three components of 16 bits
+_ORIENTATION = 0x0112  # the tag of EXIF
+_ROUNDING = 1e-6  # pixels
 
 
 class BadImage(ValueError):
@@ -44,6 +49,18 @@ class ImageShape:
         """Bytes of one decoded image."""
         return self.height * self.width * self.channels
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.height, self.width
+
+
+class ImageFormat(NamedTuple):
+    """What the images of a data set become when they are decoded."""
+
+    shape: ImageShape
+    framing: Framing = STRETCHED
+
 
 @dataclass(frozen=True)
 class ImageReader:
@@ -51,18 +68,21 @@ class ImageReader:
 
     store: Store
     shape: ImageShape
+    framing: Framing = STRETCHED
 
-    def read(self, manifest: Manifest) -> tuple[Pixels, dict[int, str]]:
+    def read(self, manifest: Manifest, frames: Sequence[Frame] | None = None) -> tuple[Pixels, dict[int, str]]:
         """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
 
-        The pixels of an unreadable image are 0. Raises StorageError if the store refuses or cannot be reached.
+        ``frames`` say what is seen of each image, in place of the reader's framing. The pixels of an unreadable image
+        are 0. Raises StorageError if the store refuses or cannot be reached.
         """
+        frames = frames or [self.framing.frame] * len(manifest)
         shape = self.shape
         images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
         bad: dict[int, str] = {}
-        for index, data in enumerate(self._contents(manifest)):
+        for index, (data, frame) in enumerate(zip(self._contents(manifest), frames, strict=True)):
             try:
-                images[index] = decode(_require_bytes(data), shape)
+                images[index] = decode(_require_bytes(data), shape, frame)
             except BadImage as error:
                 bad[index] = str(error)
         return images, bad
@@ -73,11 +93,12 @@ class ImageReader:
         return self.store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
 
-def decode(data: bytes, shape: ImageShape) -> Pixels:
-    """Pixels of one image file, uint8 (H, W, C), stretched to ``shape``.
+def decode(data: bytes, shape: ImageShape, frame: Frame = stretch) -> Pixels:
+    """Pixels of one image file, uint8 (H, W, C): what ``frame`` shows of it, resized to ``shape``.
 
-    The image is what a browser shows on a white page: rotated as EXIF says, white where it is transparent, the first
-    picture of an animation. 16 bits a channel become 8. Raises :class:`BadImage` for anything else, also for a
+    A JPEG is decoded at the smallest of libjpeg's scales at which nothing needs to be enlarged. The image is what a
+    browser shows on a white page: rotated as EXIF says, white where it is transparent, the first picture of an
+    animation. 16 bits a channel become 8. Raises :class:`BadImage` for anything else, also for a
     truncated file, and before decoding for an image that would take more than 512 MiB of memory: more than 268 million
     pixels of a JPEG (89 million of a progressive one of up to 12 scans), 67 million of a PNG, GIF or BMP (44 million
     if it has transparency), 26 million of a WebP.
@@ -85,10 +106,10 @@ def decode(data: bytes, shape: ImageShape) -> Pixels:
     if not data:
         raise BadImage("the file is empty")
     if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
-        pixels = _decode_jpeg(data, shape)
+        pixels = _decode_jpeg(data, shape, frame)
         if pixels is not None:
             return pixels
-    return _decode_any(data, shape)
+    return _decode_any(data, shape, frame)
 
 
 def _require_bytes(data: bytes | Exception) -> bytes:
@@ -104,7 +125,7 @@ def _require_bytes(data: bytes | Exception) -> bytes:
     return data
 
 
-def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
+def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:
     """Decode with libjpeg-turbo, which is fast. None if Pillow must decode the file, or say what is wrong with it."""
     import simplejpeg
 
@@ -113,36 +134,66 @@ def _decode_jpeg(data: bytes, shape: ImageShape) -> Pixels | None:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
         if colour_space in ("CMYK", "YCCK"):
             return None
-        _check_jpeg_size(data, int(width), int(height))
+        size = int(height), int(width)
+        _check_jpeg_size(data, *size)
+        least_height, least_width = _least_size(size, shape, frame)
         pixels = simplejpeg.decode_jpeg(
-            data, colours, min_height=shape.height, min_width=shape.width, fastdct=False, fastupsample=False
+            data, colours, min_height=least_height, min_width=least_width, fastdct=False, fastupsample=False
         )
     except BadImage:
         raise
     except ValueError:
         return None
-    return pixels if pixels.shape[:2] == (shape.height, shape.width) else _resize(pixels, shape)
+    return _show(pixels, shape, frame)
 
 
-def _resize(pixels: Pixels, shape: ImageShape) -> Pixels:
+def _least_size(size: tuple[int, int], shape: ImageShape, frame: Frame) -> tuple[int, int]:
+    """The size, up to ``size``, at which an image is decoded so that its view need not be enlarged."""
+    scale = min(frame(size, shape.size).scale, 1.0)
+    return math.ceil(size[0] * scale - _ROUNDING), math.ceil(size[1] * scale - _ROUNDING)
+
+
+def _show(pixels: Pixels, shape: ImageShape, frame: Frame) -> Pixels:
+    """The view of decoded pixels, without a copy of what is not seen."""
     from PIL import Image
 
-    image = Image.fromarray(pixels[:, :, 0] if shape.channels == 1 else pixels)
-    return _to_array(image.resize((shape.width, shape.height), Image.Resampling.BILINEAR), shape)
+    height, width = pixels.shape[:2]
+    view = frame((height, width), shape.size)
+    if view == (0, 0, width, height, *shape.size) and (height, width) == shape.size:
+        return pixels
+    top, left = math.floor(view.top), math.floor(view.left)
+    seen = np.ascontiguousarray(pixels[top : math.ceil(view.bottom), left : math.ceil(view.right)])
+    image = Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen)
+    moved = view._replace(left=view.left - left, top=view.top - top, right=view.right - left, bottom=view.bottom - top)
+    return _resize(image, moved, shape)
 
 
-def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
+def _resize(image: Any, view: View, shape: ImageShape) -> Pixels:
+    """Resize the ``view`` of an image of Pillow, and centre it on black if it is smaller than ``shape``."""
+    from PIL import Image
+
+    box = (max(view.left, 0), max(view.top, 0), min(view.right, image.width), min(view.bottom, image.height))
+    if image.size != (view.width, view.height) or box != (0, 0, *image.size):
+        image = image.resize((view.width, view.height), Image.Resampling.BILINEAR, box)
+    pixels = np.asarray(image, dtype=np.uint8).reshape(view.height, view.width, shape.channels)
+    if pixels.shape[:2] == shape.size:
+        return pixels
+    output = np.zeros((*shape.size, shape.channels), np.uint8)
+    top, left = (shape.height - view.height) // 2, (shape.width - view.width) // 2
+    output[top : top + view.height, left : left + view.width] = pixels
+    return output
+
+
+def _decode_any(data: bytes, shape: ImageShape, frame: Frame) -> Pixels:
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            _check_size(image, data, shape)
+            _check_size(image, data, shape, frame)
             image.load()
             _rotate_upright(image)
             converted = _convert(image, "L" if shape.channels == 1 else "RGB")
-            if converted.size != (shape.width, shape.height):
-                converted = converted.resize((shape.width, shape.height), Image.Resampling.BILINEAR)
-            return _to_array(converted, shape)
+            return _resize(converted, frame((converted.height, converted.width), shape.size), shape)
     except BadImage:
         raise
     except Image.DecompressionBombError as error:
@@ -153,7 +204,7 @@ def _decode_any(data: bytes, shape: ImageShape) -> Pixels:
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
 
 
-def _check_jpeg_size(data: bytes, width: int, height: int) -> None:
+def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
     """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
     num_pixels = width * height
     if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
@@ -180,14 +231,23 @@ def _is_read_in_scans(data: bytes) -> bool:
     return True
 
 
-def _check_size(image: Any, data: bytes, shape: ImageShape) -> None:
-    """Raise BadImage if the image, of which only the header was read, would need too much memory."""
-    limit = _MAX_IMAGE_BYTES // _bytes_per_pixel(image)
+def _check_size(image: Any, data: bytes, shape: ImageShape, frame: Frame) -> None:
+    """Raise BadImage if the image, of which only the header was read, would need too much memory.
+
+    A JPEG will be decoded at a fraction of its size if that is enough.
+    """
     if image.format in ("JPEG", "MPO"):
-        _check_jpeg_size(data, image.width, image.height)
-        if image.width * image.height > limit:
-            image.draft(None, (shape.width, shape.height))  # decodes at a fraction of the size
-    _check_pixels(image.width, image.height, limit)
+        _check_jpeg_size(data, image.height, image.width)
+        upright = (image.width, image.height) if _lies_on_its_side(image) else (image.height, image.width)
+        scale = min(frame(upright, shape.size).scale, 1.0)
+        image.draft(None, (math.ceil(image.width * scale), math.ceil(image.height * scale)))
+    _check_pixels(image.width, image.height, _MAX_IMAGE_BYTES // _bytes_per_pixel(image))
+
+
+def _lies_on_its_side(image: Any) -> bool:
+    with suppress(Exception):  # a damaged EXIF block
+        return image.getexif().get(_ORIENTATION, 1) >= 5
+    return False
 
 
 def _bytes_per_pixel(image: Any) -> int:
@@ -221,7 +281,3 @@ def _convert(image: Any, mode: str) -> Any:
         image = Image.new("RGB", image.size, "white")
         image.paste(layer, mask=layer)
     return image if image.mode == mode else image.convert(mode)
-
-
-def _to_array(image: Any, shape: ImageShape) -> Pixels:
-    return np.asarray(image, dtype=np.uint8).reshape(shape.height, shape.width, shape.channels)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.dataset import decoded_shape
+from raytrain.data.dataset import evaluation_format
 from raytrain.data.decode import decode
 from raytrain.inference.trusted_config import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint
@@ -27,13 +27,14 @@ class Classifier(nn.Module):
     Attributes:
         classes: the names of the classes, in the order of the logits.
         shape: the shape of the images that the network takes.
+        framing: what it sees of an image file.
         checkpoint: the path of the weights within the run.
     """
 
     def __init__(self, config: ResolvedConfig, classes: tuple[str, ...], checkpoint: str) -> None:
         super().__init__()
         self.classes = classes
-        self.shape = decoded_shape(config)
+        self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
         self.network = build_model(config.model, len(classes), config.channels, config.seed)
         self._augment = Augment(config)
@@ -51,7 +52,7 @@ class Classifier(nn.Module):
         Raises BadImage if a file cannot be decoded.
         """
         contents = [file if isinstance(file, bytes) else Path(file).read_bytes() for file in files]
-        images = np.stack([decode(content, self.shape) for content in contents])
+        images = np.stack([decode(content, self.shape, self.framing.frame) for content in contents])
         device = next(self.network.parameters()).device
         scores, labels = self(torch.from_numpy(images).to(device)).softmax(dim=1).max(dim=1)
         return [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]

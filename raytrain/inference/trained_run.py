@@ -13,7 +13,7 @@ from raytrain import recipes
 from raytrain.backends.ray.connection import connection
 from raytrain.backends.ray.placement import hardware, place
 from raytrain.config import ResolvedConfig
-from raytrain.data.dataset import decoded_shape
+from raytrain.data.dataset import evaluation_format
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
@@ -61,7 +61,7 @@ class TrainedRun:
             tables = predict_images(
                 images,
                 manifest,
-                decoded_shape(self.config),
+                evaluation_format(self.config),
                 run_store=self.store,
                 load_predictor=partial(Predictor, run=self.name, top_k=top_k, trust=self.trust),
                 placement=place(options, hardware()),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.permutation import mix
+from raytrain.data.dataset import training_format
+from raytrain.data.framing import crop_boxes, crop_draws
+from raytrain.data.permutation import Int64s, mix
+from raytrain.data.random_numbers import Floats, uniform
 
-_FLIP, _DOWN, _RIGHT, _AREA, _ASPECT, _TOP, _LEFT, _NUM_DRAWS = range(8)
-_LOG_ASPECT = math.log(4 / 3)
+_FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
 
 
 class Augment:
@@ -27,23 +28,22 @@ class Augment:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.source_shape = (*config.image_size, config.channels)
+        self.source_shape = (*training_format(config).shape.size, config.channels)
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         by_channel = torch.tensor([config.mean, config.std], dtype=torch.float64)[:, :, None, None]  # (2, C, 1, 1)
         self.scale = (1 / (255 * by_channel[1])).to(self.dtype)  # x·scale + shift = (x/255 - mean) / std
         self.shift = (-by_channel[0] / by_channel[1]).to(self.dtype)
 
-    def train(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
+    def train(self, images: Tensor, samples: Int64s, epoch: int) -> Tensor:
         """Augment and normalise the images of ``samples``, int64 (B,), for ``epoch``."""
-        draws = uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)  # (B, draws)
         pixels = images.permute(0, 3, 1, 2)  # (B, C, H, W)
-        if self.config.random_resized_crop:
-            pixels = _random_crop(pixels.to(self.dtype), draws, self.config.image_size)
-        else:
-            pixels = self._resize(pixels)
+        if self.config.cache_side is not None:
+            draws = crop_draws(self.config.seed, epoch, samples)
+            pixels = _crop(pixels.to(self.dtype), draws, self.config.image_size)
         if not (self.config.horizontal_flip or self.config.translate):
             return self._normalise(pixels)
+        draws = torch.from_numpy(uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)).to(pixels.device)
         return self._normalise(*self._flip_and_shift(pixels, draws))
 
     def evaluate(self, images: Tensor) -> Tensor:
@@ -80,50 +80,17 @@ class Augment:
         return planes.contiguous(memory_format=self.memory_format)  # last: broadcasting over three channels is slow
 
 
-def uniform(key: int, samples: Tensor, num_draws: int) -> Tensor:
-    """Uniform random numbers in [0, 1), float64 (B, num_draws), one for each sample (int64) and draw.
-
-    They depend only on ``key``, the sample and the number of the draw.
-    Draw d of sample s is number s·num_draws + d of the SplitMix64 generator (Steele, Lea and Flood 2014; the constants
-    of its mixing function are David Stafford's variant 13) that starts at ``key``. int64 arithmetic wraps like that of
-    uint64.
-    """
-    position = samples[:, None] * num_draws + torch.arange(num_draws, device=samples.device)
-    state = (position + 1) * _signed(0x9E3779B97F4A7C15) + _signed(key)
-    state = (state ^ _shifted_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted_right(state, 27)) * _signed(0x94D049BB133111EB)
-    state = state ^ _shifted_right(state, 31)
-    return _shifted_right(state, 11).double() * 2.0**-53
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def _shifted_right(words: Tensor, bits: int) -> Tensor:
-    """A logical shift: the one of torch copies the sign."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def _within(index: Tensor, size: int) -> Tensor:
     return (index >= 0) & (index < size)
 
 
-def _random_crop(pixels: Tensor, draws: Tensor, size: tuple[int, int]) -> Tensor:
-    """Crop a random box from each image and resize it to ``size``.
-
-    A box has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3 (Szegedy et al. 2015).
-    Like torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead of drawn
-    again, and that a box may start between two pixels.
-    """
+def _crop(pixels: Tensor, draws: Floats, size: tuple[int, int]) -> Tensor:
+    """Crop the box that ``draws`` (B, 4) choose from each image (B, C, H, W), and resize it to ``size``."""
     height, width = pixels.shape[2:]
-    area = height * width * (0.08 + 0.92 * draws[:, _AREA])
-    aspect = torch.exp((2 * draws[:, _ASPECT] - 1) * _LOG_ASPECT)
-    box_height = (area / aspect).sqrt().clamp(max=height) / height  # (B,), as a fraction of the image
-    box_width = (area * aspect).sqrt().clamp(max=width) / width
-    centre_y = (2 * draws[:, _TOP] - 1) * (1 - box_height)  # -1 and 1 are the edges of the image
-    centre_x = (2 * draws[:, _LEFT] - 1) * (1 - box_width)
-    zero = torch.zeros_like(area)
-    boxes = torch.stack([box_width, zero, centre_x, zero, box_height, centre_y], dim=1).view(-1, 2, 3).to(pixels.dtype)
+    left, top, right, bottom = crop_boxes((height, width), draws).T  # (B,) each
+    zero = np.zeros_like(left)
+    across = [(right - left) / width, zero, (left + right) / width - 1]  # -1 and 1 are the edges of the image
+    down = [zero, (bottom - top) / height, (top + bottom) / height - 1]
+    boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels)  # (B, 2, 3)
     grid = F.affine_grid(boxes, [*pixels.shape[:2], *size], align_corners=False)
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)

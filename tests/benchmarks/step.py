@@ -159,7 +159,7 @@ def train_plainly(file: str, precision: str) -> list[float]:
     order = torch.randperm(len(all_images))
     for step in range(len(order) // BATCH):
         samples = order[step * BATCH + rank * BATCH_PER_WORKER :][:BATCH_PER_WORKER]
-        images, labels = augment.train(all_images[samples], samples, epoch=0), all_labels[samples]
+        images, labels = augment.train(all_images[samples], samples.numpy(), epoch=0), all_labels[samples]
         with mixed:
             logits = model(images)
         loss = F.cross_entropy(logits.float(), labels)

@@ -269,7 +269,7 @@ def _split(samples: Any, loads: tuple[float, ...]) -> list[Any]:
 
 
 def _augmented(run: Run, block: Block, samples: Any, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pixels = run.augment.train(torch.from_numpy(block.images[samples]), torch.from_numpy(samples), epoch)
+    pixels = run.augment.train(torch.from_numpy(block.images[samples]), samples, epoch)
     return pixels, torch.from_numpy(block.labels[samples])
 
 

@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "augment": {
         "none": {"horizontal_flip": False, "translate": 0},
         "moved": {"horizontal_flip": True, "translate": 2},
-        "cropped": {"horizontal_flip": True, "translate": 0, "random_resized_crop": True},
+        "cropped": {"horizontal_flip": True, "translate": 0, "random_resized_crop": True, "cache_side": 1.0},
     },
     "unreadable": {"none": {}, "some": {}},
     "schedule": {

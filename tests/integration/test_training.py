@@ -22,7 +22,8 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.storage.open import open_store
-from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, config, loop_with
+from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
+from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, config, loop_with, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -55,6 +56,12 @@ def test_streaming_on_one_worker_ends_with_the_same_weights_as_the_cache_on_two(
 def wait_for_stop_in_step_8(run: raytrain.Run, batch: raytrain.Batch) -> None:
     if run.rank == 0 and batch.step == 7:
         assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
+
+
+def test_random_crops_of_the_originals_are_those_of_a_run_without_ray(images: Path, tmp_path: Path) -> None:
+    (alone,) = train_runs(1, folder_run(images, tmp_path, "alone", random_resized_crop=True, image_size=(9, 9)))
+    streamed = folder_run(images, tmp_path, "streamed", random_resized_crop=True, image_size=(9, 9))
+    assert largest_difference(weights(raytrain.train(streamed.config)), alone) < 1e-10
 
 
 def test_a_stopped_run_resumed_on_fewer_workers_ends_with_the_same_weights(

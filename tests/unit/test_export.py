@@ -103,10 +103,10 @@ def test_an_export_can_be_checked_on_real_images(suffix: str, cifar10_folder: Pa
 
 
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
-def test_resizing_is_exported(suffix: str, tmp_path: Path) -> None:
-    make_run(str(tmp_path), small(random_resized_crop=True))
+def test_a_network_trained_on_random_crops_takes_whole_images(suffix: str, tmp_path: Path) -> None:
+    make_run(str(tmp_path), small(random_resized_crop=True, cache_side=1.15))
     result = raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
-    assert result.input.startswith("uint8 (batch, 23, 14, 1)")
+    assert result.input.startswith("uint8 (batch, 20, 12, 1)")
 
 
 def test_an_export_can_be_written_to_s3(s3_url: str) -> None:

@@ -23,7 +23,7 @@ from raytrain.data import shards as shard_files
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder
 from raytrain.data.dataset import open_dataset
-from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
 from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images, train_test_split
 from raytrain.data.partition import Partition
@@ -273,7 +273,9 @@ def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.Im
         skipped: list[SkippedImage] = []
         coordinator: Any = SimpleNamespace(skipped=skipped, skip=SimpleNamespace(remote=skipped.extend))
         packed = manifest.packing is not None
-        return ingest.ImageSet(open_store(manifest.url), SHAPE, manifest, len(manifest), packed, coordinator)
+        return ingest.ImageSet(
+            open_store(manifest.url), ImageFormat(SHAPE), manifest, len(manifest), packed, coordinator
+        )
 
     return make
 
@@ -286,7 +288,7 @@ def read_local_batches(
     def read(rank: int) -> list[LocalBatch]:
         partition = Partition(plan, rank, [1.0] * num_workers)
         order = WorkerOrder(partition, first_step, rows_per_block)
-        tables = (ingest.read_table(images, order.samples(number)) for number in range(len(order)))
+        tables = (ingest.read_block(images, order, number) for number in range(len(order)))
         return list(batches_from_stream(partition, (ingest.to_block(table, SHAPE) for table in tables), first_step))
 
     return [read(rank) for rank in range(num_workers)]
@@ -352,7 +354,7 @@ def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
     damaged.write_bytes(damaged.read_bytes().replace(b"IDAT", b"TADI", 1))
     missing.unlink()
     images = image_set(manifest)
-    table = ingest.read_table(images, np.arange(150))
+    table = ingest.read_table(images, np.arange(150), epoch=0)
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
     coordinator: Any = images.coordinator

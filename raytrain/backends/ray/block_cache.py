@@ -9,7 +9,7 @@ import ray
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_table, to_block
+from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_block, to_block
 from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block
 from raytrain.data.decode import ImageShape
@@ -68,7 +68,7 @@ class CacheFiller:
         images, order = self._sets[name]
         count = min(_FIRST_BLOCKS, len(order)) if name == "train" else 0
         for number in range(count):
-            self._add(name, ray.put(read_table(images, order.samples(number))))
+            self._add(name, ray.put(read_block(images, order, number)))
         return count
 
     def _add(self, name: str, ref: Any) -> None:

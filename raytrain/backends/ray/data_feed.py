@@ -16,6 +16,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.block_order import CacheOrder
 from raytrain.data.dataset import Dataset
+from raytrain.data.decode import ImageFormat
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
@@ -59,8 +60,8 @@ class DataFeed:
         data = self._data
         self._coordinator = coordinator
         self._credentials = credentials
-        self.train = self._image_set(data.train_store, data.train)
-        self.test = self._image_set(data.test_store, data.test)
+        self.train = self._image_set(data.train_store, data.train, data.train_format)
+        self.test = self._image_set(data.test_store, data.test, data.test_format)
 
     def start(self, placement: Placement) -> None:
         """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
@@ -82,10 +83,10 @@ class DataFeed:
         """Stop reading, and release what was read."""
         self._opened.close()
 
-    def _image_set(self, store: Store, manifest: Manifest) -> ImageSet:
+    def _image_set(self, store: Store, manifest: Manifest, format: ImageFormat) -> ImageSet:
         return ImageSet(
             store=store.with_lent_credentials(self._credentials),
-            shape=self._data.shape,
+            format=format,
             manifest=ray.put(manifest),
             num_images=len(manifest),
             coordinator=self._coordinator,
@@ -103,7 +104,7 @@ class DataFeed:
     def _what_is_cached(self, object_store_bytes: int) -> tuple[bool, bool]:
         """Whether the training images are kept in memory, and the test images."""
         data = self._data
-        train_bytes, test_bytes = (len(images) * data.shape.num_bytes for images in (data.train, data.test))
+        train_bytes, test_bytes = data.num_bytes
         if self._config.cache == "memory" and train_bytes + test_bytes > object_store_bytes:
             raise UsageError(
                 f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a "
@@ -112,5 +113,6 @@ class DataFeed:
         if self._config.cache == "auto":
             room = _CACHE_FRACTION * object_store_bytes
             used_again = self._plan.num_steps - self._first_step > self._plan.steps_per_epoch
+            used_again = used_again and not self._config.crops_originals
             return used_again and train_bytes + test_bytes <= room, test_bytes <= room
         return self._config.cache == "memory", self._config.cache == "memory"

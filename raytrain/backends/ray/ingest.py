@@ -25,7 +25,7 @@ from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.private_api import EXECUTION_CALLBACK
 from raytrain.data.block_order import BlockOrder, BlockRef, interleave
 from raytrain.data.blocks import Block
-from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.data.prefetch import Prefetch
@@ -47,11 +47,16 @@ class ImageSet:
     """What a data task needs to read the images of one manifest."""
 
     store: Store
-    shape: ImageShape
+    format: ImageFormat
     manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
     num_images: int
     packed: bool
     coordinator: CoordinatorHandle | None = None  # hears of images that cannot be read, and of retried requests
+
+    @property
+    def shape(self) -> ImageShape:
+        """The shape of the decoded images."""
+        return self.format.shape
 
     @property
     def rows_per_block(self) -> int:
@@ -96,7 +101,7 @@ def block_refs(
 def _by_tasks(
     images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Sequence[BlockRef]
 ) -> Iterator[tuple[int, Any]]:
-    read = ray.remote(_read_block).options(num_cpus=cpus.task)
+    read = ray.remote(read_block).options(num_cpus=cpus.task)
     asked: deque[tuple[int, Any]] = deque()
     running: list[Any] = []
     for which, number in turns:
@@ -111,8 +116,9 @@ def _by_tasks(
         yield which, ref
 
 
-def _read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
-    return read_table(images, order.samples(number))
+def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
+    """Fetch and decode a block of ``order``, as :func:`read_table` does."""
+    return read_table(images, order.samples(number), order.epoch(number))
 
 
 def _by_pipelines(
@@ -135,13 +141,16 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
     return Block(images, table.column("label").to_numpy(), table.column("sample").to_numpy())
 
 
-def read_table(images: ImageSet, samples: Int64s) -> pa.Table:
-    """Fetch and decode ``samples``: columns image (H*W*C bytes), label (below 0 for an unreadable image), sample."""
+def read_table(images: ImageSet, samples: Int64s, epoch: int) -> pa.Table:
+    """Fetch ``samples`` and decode them for ``epoch``.
+
+    The columns are image (H*W*C bytes), label (below 0 for an unreadable image) and sample.
+    """
     assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
     retries_before = num_retries()
-    pixels, bad = ImageReader(images.store, images.shape).read(wanted)
+    pixels, bad = ImageReader(images.store, *images.format).read(wanted, images.format.framing.frames(samples, epoch))
     if retries := num_retries() - retries_before:
         images.coordinator.retried.remote(retries)
     if bad:
@@ -166,8 +175,8 @@ def to_table(pixels: np.ndarray[Any, np.dtype[np.uint8]], labels: Int64s, sample
 def _pipeline(
     images: ImageSet, orders: Sequence[BlockOrder], turns: Sequence[BlockRef], cpus: DataCpus
 ) -> ray.data.Dataset:
-    def read_block(row: Any) -> Any:
-        return _read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
+    def read_row(row: Any) -> Any:
+        return read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
 
     # The buffer limit: two blocks per task and two per order.
     room = (2 * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
@@ -176,7 +185,7 @@ def _pipeline(
     rows = ray.data.from_items(
         items, override_num_blocks=len(items)
     )  # its rows exist already; those of a range are read by tasks
-    return rows.map_batches(read_block, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
+    return rows.map_batches(read_row, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
 
 
 _ExecutionCallback: Any = EXECUTION_CALLBACK.load()

@@ -14,7 +14,7 @@ import ray.data
 from raytrain.backends.ray.credential_server import serving_credentials
 from raytrain.backends.ray.ingest import ImageSet, chosen, configure, to_block, to_table
 from raytrain.backends.ray.placement import Placement
-from raytrain.data.decode import ImageReader, ImageShape, Pixels
+from raytrain.data.decode import ImageFormat, ImageReader, ImageShape, Pixels
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.storage.base import Store
@@ -35,7 +35,7 @@ class LoadPredictor(Protocol):
 def predict_images(
     images: Store,
     manifest: Manifest,
-    shape: ImageShape,
+    format: ImageFormat,
     *,
     run_store: Store,
     load_predictor: LoadPredictor,
@@ -50,8 +50,8 @@ def predict_images(
     with serving_credentials([images, run_store]) as (served, lender):
         packed = manifest.packing is not None
         store = images.with_lent_credentials(served)
-        image_set = ImageSet(store, shape, ray.put(manifest), len(manifest), packed)
-        actor_arguments = load_predictor, run_store.with_lent_credentials(served), placement.threads, shape
+        image_set = ImageSet(store, format, ray.put(manifest), len(manifest), packed)
+        actor_arguments = load_predictor, run_store.with_lent_credentials(served), placement.threads, format.shape
         for table in _pipeline(image_set, actor_arguments, placement).iter_batches(
             batch_size=None, batch_format="pyarrow"
         ):
@@ -69,7 +69,7 @@ def read_block(row: dict[str, Any], images: ImageSet) -> pa.Table:
     start = int(row["id"][0]) * images.rows_per_block
     samples = np.arange(start, min(start + images.rows_per_block, images.num_images), dtype=np.int64)
     wanted = chosen(images, samples)
-    pixels, bad = ImageReader(images.store, images.shape).read(wanted)
+    pixels, bad = ImageReader(images.store, *images.format).read(wanted)
     errors = pa.array([bad.get(position) for position in range(len(wanted))], pa.string())
     table = to_table(pixels, wanted.labels.astype(np.int64), samples)
     return table.append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)

@@ -23,6 +23,7 @@ from raytrain.backends.ray.stream_queues import Stream
 from raytrain.backends.ray.streaming import stream_blocks
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.blocks import CachedBlocks
+from raytrain.data.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
@@ -83,22 +84,22 @@ class RayBatches:
         """This worker's part of each global batch from ``first_step`` on."""
         origin = self._spec.train_origin
         if origin is None:
-            return self._stream("train", self._train, first_step)
+            return self._stream("train", self._spec.train.shape, self._train, first_step)
         cache = self._cache("train", self._spec.train, self._spec.run.plan, origin)
         return batches_from_cache(self._train, cache, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
         """This worker's part of the test images."""
         if not self._spec.test_cached:
-            return self._stream("test", self._test, 0)
+            return self._stream("test", self._spec.test.shape, self._test, 0)
         return batches_from_cache(
             self._test, self._cache("test", self._spec.test, self._spec.run.test_plan, Cursor()), 0
         )
 
-    def _stream(self, dataset: str, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
+    def _stream(self, dataset: str, shape: ImageShape, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
-        blocks = stream_blocks(self._spec.coordinator, stream, partition.rank, self._spec.train.shape)
+        blocks = stream_blocks(self._spec.coordinator, stream, partition.rank, shape)
         return batches_from_stream(partition, blocks, first_step)
 
     def _cache(self, dataset: str, images: ImageSet, plan: BatchPlan, origin: Cursor) -> CachedBlocks:

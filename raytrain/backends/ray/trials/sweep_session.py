@@ -61,7 +61,7 @@ class SweepSession:
     ) -> None:
         found = hardware()
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
-        _check_memory(prepared.data, found)
+        _check_kept(prepared.config, prepared.data, found)
         pickle_by_value(loop)
         self._prepared = prepared
         self._trials = trials
@@ -221,9 +221,14 @@ def _place(config: TrainConfig, found: Hardware, num_trials: int) -> Placement:
     return place(dataclasses.replace(config, workers=num_trials), found)
 
 
-def _check_memory(data: Dataset, found: Hardware) -> None:
-    """Raise UsageError if the decoded images do not fit into the object store."""
-    needed = (len(data.train) + len(data.test)) * data.shape.num_bytes
+def _check_kept(config: TrainConfig, data: Dataset, found: Hardware) -> None:
+    """Raise UsageError if decoded images cannot be kept, or do not fit into the object store."""
+    if config.crops_originals:
+        raise UsageError(
+            "The trials of a sweep share decoded images, and --random-resized-crop reads the originals in every epoch; "
+            "add --cache-side 1.15."
+        )
+    needed = sum(data.num_bytes)
     available = found.object_store_bytes
     if needed > _CACHE_FRACTION * available:
         raise UsageError(

@@ -1,0 +1,121 @@
+"""Which part of an image is seen, and at which size: all of it, its centre, or a random part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from raytrain.data.permutation import Int64s, mix
+from raytrain.data.random_numbers import Floats, uniform
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+_AREA, _ASPECT, _TOP, _LEFT, NUM_CROP_DRAWS = range(5)
+_MIN_AREA = 0.08
+_LOG_ASPECT = math.log(4 / 3)
+_CROP_STREAM = 1  # keeps the draws of the crops apart from the order of the samples and from other augmentation
+
+
+class View(NamedTuple):
+    """A part of an image in pixels, from edge to edge, and the size in pixels that it is resized to.
+
+    If the size is smaller than what is asked for, the view is centred on black.
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    height: int
+    width: int
+
+    @property
+    def scale(self) -> float:
+        """The larger of the two factors by which the part is resized."""
+        return max(self.height / (self.bottom - self.top), self.width / (self.right - self.left))
+
+
+Frame = Callable[[Size, Size], View]
+"""The view of an image of the first size that gives an image of the second size."""
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How the images of a data set are framed.
+
+    ``stretch`` shows all of an image. ``crop`` shows the ``crop_fraction`` of it around its centre, without distortion.
+    ``pad`` shows all of it without distortion, on black. With ``crop_seed``, an image that is read for training shows
+    another random part in each epoch.
+    """
+
+    resize: Literal["stretch", "crop", "pad"] = "stretch"
+    crop_fraction: float = 1.0
+    crop_seed: int | None = None
+
+    @property
+    def frame(self) -> Frame:
+        """What is seen of an image that is not cropped at random."""
+        if self.resize == "crop":
+            return partial(_centre, fraction=self.crop_fraction)
+        return _pad if self.resize == "pad" else stretch
+
+    def frames(self, samples: Int64s, epoch: int) -> list[Frame]:
+        """What is seen of each of ``samples``, int64 (n,), in ``epoch``."""
+        if self.crop_seed is None:
+            return [self.frame] * len(samples)
+        return [partial(_crop, draws=draws) for draws in crop_draws(self.crop_seed, epoch, samples)]
+
+
+STRETCHED = Framing()
+
+
+def stretch(image: Size, output: Size) -> View:
+    """All of the image."""
+    return View(0, 0, image[1], image[0], *output)
+
+
+def crop_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
+    """The random numbers that choose a part of each sample in ``epoch``, float64 (n, 4)."""
+    return uniform(mix(seed, epoch, _CROP_STREAM), samples, NUM_CROP_DRAWS)
+
+
+def crop_boxes(image: Size, draws: Floats) -> Floats:
+    """A random box for each row of ``draws`` (n, 4): left, top, right and bottom in pixels, float64 (n, 4).
+
+    A box has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3 (Szegedy et al. 2015).
+    Like torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead of drawn
+    again, and that a box may start between two pixels.
+    """
+    height, width = image
+    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[:, _AREA])
+    aspect = np.exp((2 * draws[:, _ASPECT] - 1) * _LOG_ASPECT)
+    box_height = np.minimum(np.sqrt(area / aspect), height)
+    box_width = np.minimum(np.sqrt(area * aspect), width)
+    top = draws[:, _TOP] * (height - box_height)
+    left = draws[:, _LEFT] * (width - box_width)
+    return np.stack([left, top, left + box_width, top + box_height], axis=1)
+
+
+def _crop(image: Size, output: Size, draws: Floats) -> View:
+    left, top, right, bottom = crop_boxes(image, draws[None])[0].tolist()
+    return View(left, top, right, bottom, *output)
+
+
+def _centre(image: Size, output: Size, fraction: float) -> View:
+    """The ``fraction`` of the largest box in the image that has the shape of the output."""
+    scale = fraction * min(image[0] / output[0], image[1] / output[1])
+    height, width = output[0] * scale, output[1] * scale
+    top, left = (image[0] - height) / 2, (image[1] - width) / 2
+    return View(left, top, left + width, top + height, *output)
+
+
+def _pad(image: Size, output: Size) -> View:
+    scale = min(output[0] / image[0], output[1] / image[1])
+    height, width = (max(1, round(side * scale)) for side in image)
+    return View(0, 0, image[1], image[0], height, width)

@@ -1,0 +1,78 @@
+"""Runs on the images of a folder in a few gloo processes, without Ray, and the weights they end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain import TrainConfig
+from raytrain.backends.memory_batches import MemoryBatches
+from raytrain.backends.prepare import load_initial_weights, run_spec
+from raytrain.data.dataset import open_dataset
+from raytrain.runs.documents import run_store
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.small_runs import config as small_config
+from tests.integration.test_exact import Recorder, weights_of
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class FolderRun:
+    """A run's options, and the steps after which it is asked to stop."""
+
+    config: TrainConfig
+    stop_after: int | None = None
+    loop: Callable[[Run], None] | None = None
+
+
+def folder_run(
+    images: Path,
+    storage: Path,
+    name: str,
+    *,
+    stop_after: int | None = None,
+    loop: Callable[[Run], None] | None = None,
+    **options: Any,
+) -> FolderRun:
+    """A small run; the options are those of ``tests.helpers.small_runs.config`` with some changed."""
+    defaults = {"name": name, "mean": (0.4, 0.4, 0.4), "std": (0.2, 0.2, 0.2), "epochs": 2}
+    return FolderRun(small_config(images, storage, **{**defaults, **options}), stop_after, loop)
+
+
+def train_runs(world_size: int, *runs: FolderRun) -> list[Weights]:
+    """Train each run on ``world_size`` workers, from its checkpoint if it has one; the weights of the first worker."""
+    return run_in_processes(world_size, _train_all, runs)[0]
+
+
+def _train_all(runs: tuple[FolderRun, ...]) -> list[Weights]:
+    return [train_here(run)[0] for run in runs]
+
+
+def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
+    """Train a run as one worker of the current process group, if there is one."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    assert run.config.name is not None
+    store = run_store(run.config.storage, run.config.name)
+    data = open_dataset(run.config, store)
+    resolved = run.config.resolve(
+        name=run.config.name, num_workers=world_size, device="cpu", mean=data.mean, std=data.std
+    )
+    spec = run_spec(resolved, data, store, run.loop, world_size)
+    source = MemoryBatches(data, spec.plan, rank, (1.0,) * world_size, lambda skipped: None)
+    recorder = Recorder(run.stop_after)
+    part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
+    spec.train(part)
+    return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder
+
+
+def largest_difference(some: Weights, others: Weights) -> float:
+    """The largest difference between two networks' weights."""
+    return max((some[name].double() - others[name].double()).abs().max().item() for name in some)
