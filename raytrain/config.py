@@ -27,11 +27,19 @@ class TrainConfig:
     """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
 
     data: str = ""
-    """Training images: s3://bucket/prefix or a folder, with one folder per class."""
+    """Training images: s3://bucket/prefix or a folder, with one folder per class, or in any folders with --labels."""
     test_data: str | None = None
     """Test images, in the same layout. Without it, --test-fraction of --data is held out."""
     test_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
     """Fraction of each class that is held out for testing if --test-data is not given."""
+    labels: str | None = None
+    """Label file: a .csv or .parquet file or s3:// object with a row per image; its column split, if any, splits."""
+    key_column: str | None = None
+    """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
+    label_column: str | None = None
+    """Column of --labels with the class; by default label, class, target or category."""
+    group_by: str | None = None
+    """Column of --labels, such as patient: images that share a value are not divided over training and test images."""
     storage: str = "./runs"
     """Where runs are stored: a folder or s3://bucket/prefix."""
     name: str | None = None
@@ -159,6 +167,7 @@ class TrainConfig:
         _check_loads(self)
         _check_gpus(self)
         _check_crops(self)
+        _check_labels(self)
         for name in ("mean", "std"):
             value = getattr(self, name)
             if value is not None and len(value) != self.channels:
@@ -322,3 +331,9 @@ def _check_gpus(config: TrainConfig) -> None:
         raise UsageError(
             f"--gpus is {config.gpus!r}; give numbers of GPUs separated by commas, each once, such as 0,2."
         )
+
+
+def _check_labels(config: TrainConfig) -> None:
+    for name in ("key_column", "label_column", "group_by"):
+        if getattr(config, name) is not None and config.labels is None:
+            raise UsageError(f"{flag(name)} is a column of the label file; give that with --labels.")

@@ -24,12 +24,12 @@ def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: 
     if classes is None and len(found) == 1:
         raise UsageError(
             f"All {num_images:,} images below {url} are of one class, {found[0]!r}; a classifier needs at "
-            "least two class folders."
+            "least two classes."
         )
     if unknown := sorted(set(found) - set(classes or found)):
         raise UsageError(
             f"{url} has {len(unknown):,} classes that the training images lack: {_first_names(unknown)} (those "
-            f"have {_first_names(classes or ())}); rename or remove their folders."
+            f"have {_first_names(classes or ())}); rename or remove them."
         )
 
 

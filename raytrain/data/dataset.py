@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,10 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
 from raytrain.data.framing import Framing
-from raytrain.data.manifest import Manifest, build_manifest, train_test_split
+from raytrain.data.label_file import LabelColumns, LabelTable, read_label_file
+from raytrain.data.labelled_images import training_and_test_images
+from raytrain.data.manifest import Manifest, build_manifest
+from raytrain.data.split import check_can_split, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
 from raytrain.storage.base import Store
@@ -85,11 +87,12 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     """
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
+    labels = read_label_file(config.labels, label_columns(config)) if config.labels else None
     stored = _stored_manifests(run_store)
-    if stored is not None and _are_of(stored, train_store, test_store):
+    if stored is not None and _are_of(stored, train_store, test_store, labels):
         train, test = stored
     else:
-        train, test = _list_manifests(config, train_store, test_store)
+        train, test = _list_manifests(config, labels, train_store, test_store)
     test_format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
@@ -97,6 +100,11 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
         mean, std = mean or measured_mean, std or measured_std
     train_format = training_format(config)
     return Dataset(train_store, test_store, train, test, train_format, test_format, mean, std, stored and stored[0])
+
+
+def label_columns(config: TrainConfig) -> LabelColumns:
+    """The columns of the label file that the options name."""
+    return LabelColumns(config.key_column, config.label_column, config.group_by)
 
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:
@@ -142,21 +150,22 @@ def _stored_manifests(run_store: Store) -> tuple[Manifest, Manifest] | None:
     return train, test
 
 
-def _are_of(manifests: tuple[Manifest, Manifest], train_store: Store, test_store: Store) -> bool:
-    """Whether the manifests are of these places, so that a run that resumes need not list them again."""
+def _are_of(
+    manifests: tuple[Manifest, Manifest], train_store: Store, test_store: Store, labels: LabelTable | None
+) -> bool:
+    """Whether the manifests are of these places and labels, so that a run that resumes need not list them again."""
     train, test = manifests
-    return train.url == train_store.url and test.url == test_store.url
+    labels_digest = labels.digest if labels else ""
+    return (train.url, test.url, train.labels_digest) == (train_store.url, test_store.url, labels_digest)
 
 
-def _list_manifests(config: TrainConfig, train_store: Store, test_store: Store) -> tuple[Manifest, Manifest]:
+def _list_manifests(
+    config: TrainConfig, labels: LabelTable | None, train_store: Store, test_store: Store
+) -> tuple[Manifest, Manifest]:
+    if labels is not None:
+        return training_and_test_images(config, labels, train_store, test_store)
     manifest = build_manifest(train_store)
     if config.test_data:
         return manifest, build_manifest(test_store, classes=manifest.classes)
-    smallest = min(np.bincount(manifest.labels, minlength=len(manifest.classes)))
-    if smallest < 2:
-        needed = math.ceil(1 / config.test_fraction)
-        raise UsageError(
-            f"A class in {manifest.url} has only one image, so none can be held out for testing; add images ({needed} "
-            f"per class make --test-fraction {config.test_fraction} exact) or set --test-data."
-        )
+    check_can_split(manifest, config.test_fraction)
     return train_test_split(manifest, config.test_fraction, config.seed)

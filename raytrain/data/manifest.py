@@ -45,6 +45,8 @@ class Manifest:
     """Other files below ``url``: not images, hidden, or not in a class folder."""
     packing: Packing | None = None
     """None if each image is an object of its own."""
+    labels_digest: str = ""
+    """Of the label file (see :attr:`raytrain.data.label_file.LabelTable.digest`); empty if folders are the labels."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -89,6 +91,7 @@ class Manifest:
             "classes": self.classes,
             "num_ignored": self.num_ignored,
             "digest": self.digest,
+            "labels_digest": self.labels_digest,
         }
         columns: dict[str, Any] = {
             "key": self.keys,
@@ -119,6 +122,7 @@ class Manifest:
                 url=metadata["url"],
                 num_ignored=metadata["num_ignored"],
                 packing=read_packing(table, metadata),
+                labels_digest=metadata["labels_digest"],
             )
             _check_values(manifest)
             digest = metadata["digest"]
@@ -169,20 +173,6 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Mani
     labels = np.array([index.get(name, UNLABELLED) for name in names], np.int32)
     labelled = replace(images, labels=labels, classes=classes or found).select(np.flatnonzero(labels != UNLABELLED))
     return replace(labelled, num_ignored=images.num_ignored + len(images) - len(labelled))
-
-
-def train_test_split(manifest: Manifest, test_fraction: float, seed: int) -> tuple[Manifest, Manifest]:
-    """Hold out about ``test_fraction`` of each class at random; the same seed and images give the same split.
-
-    Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
-    Returns the training and the test images, each in the manifest's order.
-    """
-    held_out = np.zeros(len(manifest), bool)
-    for label in range(len(manifest.classes)):
-        members = np.flatnonzero(manifest.labels == label)
-        shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
-        held_out[shuffled[: _num_held_out(len(members), test_fraction)]] = True
-    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
 
 
 def _list_files(store: Store) -> Manifest:
@@ -239,10 +229,6 @@ def _check_values(manifest: Manifest) -> None:
     check_range("size_bytes", manifest.sizes_bytes, 0)
     if manifest.packing is not None:
         manifest.packing.check()
-
-
-def _num_held_out(num_images: int, fraction: float) -> int:
-    return min(max(1, round(num_images * fraction)), num_images - 1) if num_images > 1 else 0
 
 
 def _is_image(path: str) -> bool:

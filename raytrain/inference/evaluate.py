@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.data.manifest import build_manifest
+from raytrain.data.dataset import label_columns
+from raytrain.data.label_file import read_label_file
+from raytrain.data.labelled_images import evaluated_images
+from raytrain.data.manifest import Manifest, build_manifest
 from raytrain.inference.classification_metrics import Scores, score
-from raytrain.inference.trained_run import open_trained_run
+from raytrain.inference.trained_run import TrainedRun, open_trained_run
+from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
 
 
@@ -30,6 +34,7 @@ def evaluate(
     run: str,
     data: str,
     *,
+    labels: str | None = None,
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -40,6 +45,8 @@ def evaluate(
     Args:
         run: the run's name.
         data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``.
+        labels: a label file for the images, with the same columns as the run's; by default their folders are the
+            labels. If it has a column ``split``, its test images are used.
         storage: where the run is stored.
         workers: processes that share the work; by default as many as fit.
         address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
@@ -51,7 +58,7 @@ def evaluate(
     """
     trained = open_trained_run(run, storage, trust=trust)
     images = open_store(data)
-    manifest = build_manifest(images, classes=trained.classes)
+    manifest = _labelled(trained, images, labels)
     table = trained.predict(images, manifest, workers=workers, address=address)
     readable = table.filter(table["error"].is_null())
     truth, answers, losses = (readable[name].to_numpy() for name in ("truth", "answer", "loss"))
@@ -62,3 +69,10 @@ def evaluate(
         skipped=len(table) - len(readable),
         **vars(score(truth, answers, losses, trained.classes)),
     )
+
+
+def _labelled(trained: TrainedRun, images: Store, labels: str | None) -> Manifest:
+    if labels is None:
+        return build_manifest(images, classes=trained.classes)
+    table = read_label_file(labels, label_columns(trained.config))
+    return evaluated_images(images, table, trained.classes, trained.config.max_bad_fraction)

@@ -99,8 +99,8 @@ def filesystem(url: str) -> AbstractFileSystem:
     return BucketFileSystem(resolve, resolve_settings(url))
 
 
-def read_file(url: str) -> bytes:
-    """Return the content of a file or an ``s3://`` object. Raises StorageError if it cannot be read."""
+def read_object(url: str) -> bytes:
+    """Return the content of an ``s3://`` object. Raises StorageError if it cannot be read."""
     with _explained(url):
         content = filesystem(url).cat_file(url)
     assert isinstance(content, bytes)
@@ -122,5 +122,4 @@ def _explained(url: str) -> Generator[None, None, None]:
         cause = error.__cause__ or error
         if isinstance(error, FileNotFoundError) and s3_error_code(cause) != "NoSuchBucket":
             raise StorageError(f"There is no file {url}; check the path.") from None
-        endpoint_url = resolve_settings(url).endpoint_url if "://" in url else None
-        raise explain(cause, url, endpoint_url=endpoint_url) from error
+        raise explain(cause, url, endpoint_url=resolve_settings(url).endpoint_url) from error

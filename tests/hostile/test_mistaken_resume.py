@@ -55,9 +55,20 @@ def other_classes(images: Path, folder: Path) -> dict[str, Any]:
     return {"data": str(folder / "other")}
 
 
+def a_label_file(images: Path, folder: Path) -> dict[str, Any]:
+    keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
+    rows = [f"{key},{'changed' if key.endswith('0.png') else 'other'}\n" for key in keys]
+    (folder / "labels.csv").write_text("path,label\n" + "".join(rows))
+    return {"labels": str(folder / "labels.csv")}
+
+
 MISTAKES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     "data": (fewer_images, "was made with other images"),
     "classes": (other_classes, "was made with 3 classes, and this run has 3, of which number 0 is blue there"),
+    "labels": (
+        a_label_file,
+        r"was made with other labels \(digest none, but class folders\), and --labels has [0-9a-f]{8}…",
+    ),
     "model": (lambda *_: {"model": "resnet18"}, "was made with model tests.* and this run has resnet18"),
     "batch size": (lambda *_: {"batch_size": 10}, "was made with batch size 20, and this run has 10"),
     "seed": (lambda *_: {"seed": 1}, "was made with seed 0, and this run has 1"),
@@ -106,6 +117,19 @@ def test_the_same_images_in_another_folder_are_no_mistake(
     result = raytrain.train(resumed(moved, storage, epochs=2))
     assert result.status == "finished"
     assert '"epochs": 2' in open_store(result.run_dir).get("config.json").decode()
+
+
+def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+    options = config(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
+    raytrain.train(options)
+    labels = tmp_path / "labels.csv"
+    header, *rows = labels.read_text().splitlines(keepends=True)
+    labels.write_text("".join([header, *reversed(rows)]))  # the same labels in another order
+    assert raytrain.train(dataclasses.replace(options, resume=True, epochs=2)).status == "finished"
+    labels.write_text(labels.read_text().replace("changed", "other", 1))
+    with pytest.raises(UsageError, match="was made with other labels"):
+        raytrain.train(dataclasses.replace(options, resume=True, epochs=3))
 
 
 def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:

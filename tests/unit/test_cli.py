@@ -424,7 +424,8 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     calls: list[Any] = []
     stand_in(evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
     assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
-    assert calls == [(("first", "d"), {"storage": "./runs", "workers": 2, "address": None, "trust": False})]
+    named = {"labels": None, "storage": "./runs", "workers": 2, "address": None, "trust": False}
+    assert calls == [(("first", "d"), named)]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for words in (["accuracy", "0.8000"], ["images", "5"], ["skipped", "1"], ["picture", "first-confusion.png"]):
         assert words in lines

@@ -20,7 +20,8 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import S3Settings
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.filesystem import BucketFileSystem, read_file
+from raytrain.storage.filesystem import BucketFileSystem
+from raytrain.storage.input_file import read_input
 from raytrain.storage.open import open_store
 from raytrain.storage.output_file import write_output
 from tests.helpers.key_issuer import Issuer, issuing_s3
@@ -96,26 +97,26 @@ def test_its_errors_are_sentences_when_a_command_reads_or_writes(s3: S3Server, m
     with pytest.raises(StorageError, match=r"There is no bucket nowhere at http"):
         write_output("s3://nowhere/x.csv", b"")
     with pytest.raises(StorageError, match=r"There is no file s3://tests/missing.csv; check the path"):
-        read_file("s3://tests/missing.csv")
+        read_input("s3://tests/missing.csv")
     with scripted_s3(lambda request: refusal(403, "AccessDenied")) as (url, _):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         with pytest.raises(StorageError, match=r"has no permission for s3://bucket/labels.csv"):
-            read_file("s3://bucket/labels.csv")
+            read_input("s3://bucket/labels.csv")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StorageError, match=r"There are no AWS credentials for s3://bucket/labels.csv"):
-        read_file("s3://bucket/labels.csv")
+        read_input("s3://bucket/labels.csv")
     with pytest.raises(UsageError, match="must not contain credentials"):
         raytrain.filesystem("s3://key:secret@bucket/x")
 
 
 def test_a_write_arrives_whole(s3_url: str) -> None:
     write_output(f"{s3_url}/out/x.csv", b"a,b\n")
-    assert open_store(f"{s3_url}/out").get("x.csv") == b"a,b\n" == read_file(f"{s3_url}/out/x.csv")
+    assert open_store(f"{s3_url}/out").get("x.csv") == b"a,b\n" == read_input(f"{s3_url}/out/x.csv")
 
 
 def test_a_folder_is_the_local_file_system(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("content")
     assert raytrain.filesystem(str(tmp_path)).cat_file(str(tmp_path / "a.txt")) == b"content"
     with pytest.raises(StorageError, match="There is no file"):
-        read_file(str(tmp_path / "missing.csv"))
+        read_input(str(tmp_path / "missing.csv"))

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.manifest import UNLABELLED, Manifest, build_manifest, list_images, train_test_split
+from raytrain.data.manifest import UNLABELLED, Manifest, build_manifest, list_images
+from raytrain.data.split import train_test_split
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store

@@ -25,8 +25,9 @@ from raytrain.data.block_order import WorkerOrder
 from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
-from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images, train_test_split
+from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
 from raytrain.data.partition import Partition
+from raytrain.data.split import train_test_split
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.skipped_images import SkippedImage

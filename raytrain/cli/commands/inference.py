@@ -17,6 +17,9 @@ Workers = Annotated[int | None, arg(help="Number of worker processes; by default
 def evaluate(
     run: RunName,
     data: Data,
+    labels: Annotated[
+        str | None, arg(help="Label file of the images; by default their folders are the labels.")
+    ] = None,
     output: Annotated[str | None, arg(help="PNG file for the confusion matrix; by default RUN-confusion.png.")] = None,
     storage: Storage = "./runs",
     workers: Workers = None,
@@ -34,7 +37,7 @@ def evaluate(
 
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
-    result = raytrain.evaluate(run, data, storage=storage, workers=workers, address=address, trust=trust)
+    result = raytrain.evaluate(run, data, labels=labels, storage=storage, workers=workers, address=address, trust=trust)
     save_png(confusion_figure(result), picture)
     return CommandResult(evaluation_page(result, picture), {**result.summary(), "picture": picture})
 

@@ -1,0 +1,103 @@
+"""Images with the labels of a label file, and how many of its keys and of the images are left over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raytrain.config import TrainConfig
+from raytrain.data.class_folders import check_classes
+from raytrain.data.label_file import Int64s, LabelTable
+from raytrain.data.manifest import Manifest, list_images
+from raytrain.data.split import TRAINING_SPLITS, check_can_split, test_split_names, train_test_split
+from raytrain.errors import UsageError
+from raytrain.storage.base import Store
+
+_log = logging.getLogger("raytrain")
+
+_NUM_SHOWN = 3
+
+
+def training_and_test_images(
+    config: TrainConfig, table: LabelTable, train_store: Store, test_store: Store
+) -> tuple[Manifest, Manifest]:
+    """The images of a run that the label file ``table`` labels.
+
+    Its column ``split`` decides which images are held out; without one, ``--test-fraction`` of them are, in whole
+    groups if ``--group-by`` is given. With ``--test-data``, all of those are test images, unless there are splits.
+    """
+    tested = _tested(table)
+    train_images = list_images(train_store)
+    test_images = list_images(test_store) if config.test_data else train_images
+    check_keys(table, (train_images, test_images), config.max_bad_fraction)
+    train, rows = labelled(train_images, table, TRAINING_SPLITS if table.has_splits else ())
+    if config.test_data or table.has_splits:
+        return train, labelled(test_images, table, tested, train.classes)[0]
+    if config.group_by:
+        return train_test_split(train, config.test_fraction, config.seed, table.groups[rows])
+    check_can_split(train, config.test_fraction)
+    return train_test_split(train, config.test_fraction, config.seed)
+
+
+def evaluated_images(store: Store, table: LabelTable, classes: tuple[str, ...], max_bad_fraction: float) -> Manifest:
+    """The images below ``store`` that the label file labels; those of its test split if it has splits."""
+    images = list_images(store)
+    check_keys(table, (images,), max_bad_fraction)
+    return labelled(images, table, _tested(table), classes)[0]
+
+
+def _tested(table: LabelTable) -> Sequence[str]:
+    return test_split_names(table.splits, table.url) if table.has_splits else ()
+
+
+def labelled(
+    images: Manifest, table: LabelTable, splits: Sequence[str] = (), classes: tuple[str, ...] | None = None
+) -> tuple[Manifest, Int64s]:
+    """The images that the table labels, of the given ``splits`` or of all, and the table's row of each, (n,).
+
+    ``classes`` are those that the labels index, by default the names in the table, sorted. Raises UsageError if a label
+    is none of them, or there is only one class.
+    """
+    rows = table.rows_of(images)
+    chosen = np.flatnonzero((rows >= 0) & (table.labels[rows] != ""))
+    if splits:
+        chosen = chosen[np.isin(table.splits[rows[chosen]], splits)]
+    names = table.labels[rows[chosen]]
+    found = tuple(sorted(set(names)))
+    if not found:
+        raise UsageError(f"None of the {len(images):,} images below {images.url} has a label in {table.url}.")
+    check_classes(found, classes, images.url, len(images))
+    index = {name: label for label, name in enumerate(classes or found)}
+    labels = np.array([index[name] for name in names], np.int32)
+    num_ignored = images.num_ignored + len(images) - len(chosen)
+    manifest = replace(images.select(chosen), labels=labels, classes=classes or found, num_ignored=num_ignored)
+    return replace(manifest, labels_digest=table.digest), rows[chosen]
+
+
+def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:
+    """Warn of keys that no image has, and of images that have no key, in numbers.
+
+    Raises UsageError if more than ``max_bad_fraction`` of the keys have no image, as for images that cannot be read.
+    """
+    has_image = np.zeros(len(table.keys), bool)
+    for images in listed:
+        rows = table.rows_of(images)
+        has_image[rows[rows >= 0]] = True
+        if num_without := int((rows < 0).sum()):
+            _log.warning(
+                "%s images below %s are not in %s, and are not used.", f"{num_without:,}", images.url, table.url
+            )
+    unknown = table.keys[~has_image]
+    if not len(unknown):
+        return
+    first = ", ".join(repr(key) for key in unknown[:_NUM_SHOWN])
+    what = f"{len(unknown):,} of {len(table.keys):,} keys of {table.url} have no image below {listed[0].url}: {first}"
+    if len(unknown) > max_bad_fraction * len(table.keys):
+        raise UsageError(
+            f"{what}{', …' if len(unknown) > _NUM_SHOWN else ''}; keys are paths relative to it, such as "
+            f"{listed[0].keys[0].as_py()!r}. Correct them, or allow more with --max-bad-fraction."
+        )
+    _log.warning("%s; they are not used.", what)

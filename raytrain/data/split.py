@@ -1,0 +1,88 @@
+"""Which images are held out for testing: at random, in whole groups, or as a label file says."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.manifest import Manifest
+from raytrain.errors import UsageError
+
+Mask = npt.NDArray[np.bool_]
+
+TRAINING_SPLITS = ("train", "training")
+_TEST_SPLITS = (("test", "testing"), ("val", "valid", "validation", "dev"))
+"""Names of test splits. The first of these that a label file has is tested on; the others are not used."""
+
+
+def train_test_split(
+    manifest: Manifest, test_fraction: float, seed: int, groups: npt.NDArray[np.object_] | None = None
+) -> tuple[Manifest, Manifest]:
+    """Hold out about ``test_fraction`` of each class at random; the same seed and images give the same split.
+
+    Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
+    With ``groups``, the name of each image's group (N,), every group is on one side as a whole, and a class may lack
+    test images. Returns the training and the test images, each in the manifest's order.
+
+    Raises UsageError if no group can be held out.
+    """
+    if groups is None:
+        held_out = _held_out(manifest, test_fraction, seed)
+    else:
+        held_out = _held_out_groups(manifest, groups, test_fraction, seed)
+    return manifest.select(np.flatnonzero(~held_out)), manifest.select(np.flatnonzero(held_out))
+
+
+def check_can_split(manifest: Manifest, test_fraction: float) -> None:
+    """Raise UsageError if a class has only one image, so that none of it can be held out."""
+    if min(np.bincount(manifest.labels, minlength=len(manifest.classes))) < 2:
+        needed = math.ceil(1 / test_fraction)
+        raise UsageError(
+            f"A class in {manifest.url} has only one image, so none can be held out for testing; add images ({needed} "
+            f"per class make --test-fraction {test_fraction} exact) or set --test-data."
+        )
+
+
+def test_split_names(splits: npt.NDArray[np.object_], url: str) -> tuple[str, ...]:
+    """The names of the split of the label file ``url`` that is tested on. Raises UsageError if it has none."""
+    present = set(splits)
+    chosen = next((names for names in _TEST_SPLITS if present & set(names)), None)
+    if chosen is None or not present & set(TRAINING_SPLITS):
+        shown = ", ".join(repr(name) for name in sorted(present)[:5])
+        raise UsageError(f"The column 'split' of {url} has the values {shown}; it must have train, and test or val.")
+    return chosen
+
+
+def _held_out(manifest: Manifest, fraction: float, seed: int) -> Mask:
+    held_out = np.zeros(len(manifest), bool)
+    for label in range(len(manifest.classes)):
+        members = np.flatnonzero(manifest.labels == label)
+        shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
+        held_out[shuffled[: _num_held_out(len(members), fraction)]] = True
+    return held_out
+
+
+def _num_held_out(num_images: int, fraction: float) -> int:
+    return min(max(1, round(num_images * fraction)), num_images - 1) if num_images > 1 else 0
+
+
+def _held_out_groups(manifest: Manifest, groups: npt.NDArray[np.object_], fraction: float, seed: int) -> Mask:
+    """Hold out each group, the largest first, that brings the held-out share of the classes closer to ``fraction``."""
+    names, group = np.unique(groups.astype(str), return_inverse=True)
+    counts = np.zeros((len(names), len(manifest.classes)))
+    np.add.at(counts, (group, manifest.labels), 1)
+    shares = counts / counts.sum(axis=0).clip(min=1)  # (G, C), of each class
+    shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
+    chosen, distance = np.zeros(len(names), bool), np.full(len(manifest.classes), -fraction)
+    for number in shuffled[np.argsort(-counts.sum(axis=1)[shuffled], kind="stable")]:
+        if ((distance + shares[number]) ** 2).sum() < (distance**2).sum():
+            chosen[number] = True
+            distance += shares[number]
+    if not chosen.any():
+        raise UsageError(
+            f"None of {len(names):,} groups is small enough for --test-fraction {fraction}: the smallest has "
+            f"{int(counts.sum(axis=1).min()):,} of {len(manifest):,} images; raise it, or set --test-data."
+        )
+    return chosen[group]

@@ -1,0 +1,190 @@
+"""Label files: which images they label, which they hold out, and what is wrong with some."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain.config import TrainConfig
+from raytrain.data.dataset import open_dataset
+from raytrain.data.manifest import Manifest
+from raytrain.datasets.pack import pack
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.open import open_store
+from tests.helpers.small_runs import make_images
+
+
+def rows_of(images: Path, **columns: Any) -> dict[str, list[str]]:
+    """A row for each image: its class is its folder, unless ``columns`` say otherwise, by the image's number."""
+    keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
+    rows = {"path": keys, "label": [key.partition("/")[0] for key in keys]}
+    return {**rows, **{name: [value(number) for number in range(len(keys))] for name, value in columns.items()}}
+
+
+def write(file: Path, rows: dict[str, Any]) -> Path:
+    table = pa.table(rows)
+    (pq.write_table if file.suffix == ".parquet" else pyarrow.csv.write_csv)(table, file)
+    return file
+
+
+def opened(images: Path, labels: Path | str, tmp_path: Path, **options: Any) -> tuple[Manifest, Manifest]:
+    mean = (0.5, 0.5, 0.5)
+    config = TrainConfig(
+        data=str(images), labels=str(labels), batch_size=2, learning_rate=1, mean=mean, std=mean, **options
+    )
+    data = open_dataset(config, open_store(str(tmp_path / "run")))
+    return data.train, data.test
+
+
+def by_key(*manifests: Manifest) -> dict[str, str]:
+    keys = [key for manifest in manifests for key in manifest.keys.to_pylist()]
+    return dict(zip(keys, (each.classes[label] for each in manifests for label in each.labels), strict=True))
+
+
+def refused(images: Path, rows: dict[str, Any], tmp_path: Path, **options: Any) -> str:
+    with pytest.raises(UsageError) as raised:
+        opened(images, write(tmp_path / "labels.csv", rows), tmp_path, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    return make_images(folder)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.parquet"])
+def test_the_file_and_not_the_folder_says_the_class(name: str, images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, label=lambda number: ("007", "7")[number % 2])
+    train, test = opened(images, write(tmp_path / name, rows), tmp_path)
+    assert train.classes == test.classes == ("007", "7")
+    assert by_key(train, test) == dict(zip(rows["path"], rows["label"], strict=True))
+    assert (len(train), len(test)) == (82, 8)
+
+
+def test_labels_in_a_bucket_of_images_in_a_bucket(images: Path, tmp_path: Path, s3_url: str) -> None:
+    from tests.helpers.small_runs import put_images
+
+    put_images(images, open_store(f"{s3_url}/images"))
+    rows = rows_of(images)
+    rows["path"] = [f"{s3_url}/images/{key}" for key in rows["path"]]  # whole URLs are understood too
+    open_store(s3_url).put("labels.csv", write(tmp_path / "labels.csv", rows).read_bytes())
+    config = TrainConfig(data=f"{s3_url}/images", labels=f"{s3_url}/labels.csv", batch_size=2, learning_rate=1)
+    data = open_dataset(config, open_store(str(tmp_path / "run")))
+    assert (len(data.train), len(data.test), data.train.classes) == (81, 9, ("blue", "green", "red"))
+
+
+def test_columns_are_found_by_option(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, breed=lambda number: "ab"[number % 2])
+    rows["where"] = rows.pop("path")
+    labels = write(tmp_path / "labels.csv", rows)
+    train, _ = opened(images, labels, tmp_path, key_column="where", label_column="breed")
+    assert train.classes == ("a", "b")
+    with pytest.raises(UsageError, match=r"has none of key, .* among its columns label, breed, where; .*--key-col"):
+        opened(images, labels, tmp_path)
+    with pytest.raises(UsageError, match=r"no column 'bread' \(did you mean breed\?\) among .*--label-column"):
+        opened(images, labels, tmp_path, key_column="where", label_column="bread")
+
+
+def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, split=lambda number: ("train", "Train", "val", "test")[number % 4])
+    train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+    split_of = dict(zip(rows["path"], rows["split"], strict=True))
+    assert {split_of[key] for key in by_key(train)} == {"train", "Train"}
+    assert {split_of[key] for key in by_key(test)} == {"test"}
+    rows["split"] = ["a"] * 90
+    assert "has the values 'a'; it must have train, and test or val" in refused(images, rows, tmp_path)
+
+
+def test_groups_are_on_one_side_as_a_whole_and_classes_keep_their_shares(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, patient=lambda number: f"p{number % 30 // 2}")  # each has images of all three classes
+    labels = write(tmp_path / "labels.csv", rows)
+    train, test = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2)
+    patient_of = dict(zip(rows["path"], rows["patient"], strict=True))
+    assert {patient_of[key] for key in by_key(train)}.isdisjoint({patient_of[key] for key in by_key(test)})
+    assert Counter(by_key(test).values()) == {"blue": 6, "green": 6, "red": 6}
+    again = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2)[1]
+    other = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2, seed=1)[1]
+    assert again.digest == test.digest != other.digest
+
+
+def test_groups_that_cannot_be_held_out_are_refused(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, patient=lambda number: "ab"[number // 45])
+    assert "None of 2 groups is small enough for --test-fraction 0.1: the smallest has 45 of 90" in refused(
+        images, rows, tmp_path, group_by="patient"
+    )
+    rows["patient"][3:5] = ["", ""]
+    assert "2 of 90 rows of" in refused(images, rows, tmp_path, group_by="patient")
+
+
+def test_test_images_of_another_folder_take_their_labels_from_the_same_file(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images)
+    (tmp_path / "test").mkdir()
+    for name in ("blue", "green"):
+        (images / name / "000.png").rename(tmp_path / "test" / f"{name}.png")
+    rows["path"][0], rows["path"][30] = "blue.png", "green.png"
+    labels = write(tmp_path / "labels.csv", rows)
+    train, test = opened(images, labels, tmp_path, test_data=str(tmp_path / "test"))
+    assert (len(train), by_key(test)) == (88, {"blue.png": "blue", "green.png": "green"})
+
+
+def test_packed_images_take_other_labels(images: Path, tmp_path: Path) -> None:
+    pack(str(images), str(tmp_path / "packed"))
+    rows = rows_of(images, label=lambda number: "ab"[number % 2])
+    train, test = opened(tmp_path / "packed", write(tmp_path / "labels.csv", rows), tmp_path)
+    assert by_key(train, test) == dict(zip(rows["path"], rows["label"], strict=True)) and train.packing is not None
+
+
+def test_few_unknown_keys_and_images_without_labels_are_told_in_numbers(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = {name: values[:-5] for name, values in rows_of(images).items()}
+    rows["path"][0] = "gone.png"
+    with caplog.at_level(logging.WARNING, "raytrain"):
+        train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path, max_bad_fraction=0.02)
+    assert len(train) + len(test) == 84
+    told = " ".join(record.getMessage() for record in caplog.records)
+    assert "6 images below" in told and "1 of 85 keys of" in told and "'gone.png'; they are not used." in told
+
+
+def test_many_unknown_keys_are_refused_with_the_first_three(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images)
+    rows["path"][:4] = [f"gone/{number}.png" for number in range(4)]
+    sentence = refused(images, rows, tmp_path)
+    assert "4 of 90 keys of" in sentence
+    assert "have no image below" in sentence and ": 'gone/0.png', 'gone/1.png', 'gone/2.png', …;" in sentence
+    assert "such as 'blue/000.png'" in sentence
+
+
+def test_keys_that_disagree_are_refused_and_keys_that_agree_count_once(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images)
+    twice = {name: values + values[:1] for name, values in rows.items()}
+    train, test = opened(images, write(tmp_path / "labels.csv", twice), tmp_path)
+    assert len(train) + len(test) == 90
+    twice["label"][-1] = "red"
+    assert "contradicts itself for 1 keys, such as 'blue/000.png', which is 'blue' and 'red'" in refused(
+        images, twice, tmp_path
+    )
+
+
+def test_what_is_no_table_is_refused(images: Path, tmp_path: Path) -> None:
+    for name, content in (("labels.csv", b"a,b\n1,2,3\n"), ("labels.csv", b""), ("labels.parquet", b"PAR1")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match=r"cannot be read as a table \(.*\); correct the file"):
+            opened(images, tmp_path / name, tmp_path)
+    with pytest.raises(StorageError, match=r"There is no file .*missing.csv"):
+        opened(images, tmp_path / "missing.csv", tmp_path)
+    (tmp_path / "labels.xlsx").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"must end in .csv or .parquet"):
+        opened(images, tmp_path / "labels.xlsx", tmp_path)
+    with pytest.raises(UsageError, match="--group-by is a column of the label file"):
+        TrainConfig(group_by="patient", batch_size=1, learning_rate=1)
