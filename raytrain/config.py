@@ -45,7 +45,7 @@ class TrainConfig:
     name: str | None = None
     """Name of the run; by default the recipe's name and the time."""
     resume: bool = False
-    """Continue the run called --name from its last checkpoint, with the options that it started with."""
+    """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
     address: str | None = None
     """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from raytrain.storage.base import Store
     from raytrain.training.run import Run
     from raytrain.training.run_spec import RunSpec
+
+_LOG = logging.getLogger("raytrain")
 
 Loop = Callable[["Run"], None]
 """A training loop: called on every worker with its part of the run."""
@@ -66,8 +69,8 @@ class PreparedRun:
 def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = True) -> PreparedRun:
     """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read.
 
-    The run is then this process's own, unless another of its processes owns it. Writes nothing else to it.
-    ``restarting``: this process started the run before.
+    With ``resume``, a run that does not exist yet is started. The run is then this process's own, unless another of its
+    processes owns it. Writes nothing else to it. ``restarting``: this process started the run before.
     """
     from raytrain.data.dataset import open_dataset
     from raytrain.storage.open import open_store
@@ -76,7 +79,9 @@ def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = T
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
     _check_place(config, name, store)
-    if config.resume:
+    if config.resume and not store.exists(CONFIG):
+        _LOG.warning("There is no run %r in %s yet; it starts from the beginning.", name, config.storage)
+    elif config.resume:
         before = read_config(store)
         config = _resumed(config, before)
         check_options(config, before, f"Run {name!r}")
@@ -87,15 +92,10 @@ def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = T
 
 
 def _check_place(config: TrainConfig, name: str, store: Store) -> None:
-    """Raise UsageError if a new run exists already, or a run to resume does not."""
-    exists = store.exists(CONFIG)
-    if exists and not config.resume:
+    """Raise UsageError if a new run exists already."""
+    if store.exists(CONFIG) and not config.resume:
         raise UsageError(
             f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
-        )
-    if config.resume and not exists:
-        raise UsageError(
-            f"--resume: there is no run called {name!r} in {config.storage}; `raytrain runs` lists the runs there."
         )
 
 

@@ -86,7 +86,7 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     defaults = {name: recipe() for name, recipe in RECIPES.items()}
     command = _parse(argv, commands, defaults)
     options = command.keywords.get("options")
-    if isinstance(options, RecipeOptions) and options.resume and options.name:
+    if isinstance(options, RecipeOptions) and options.resume and options.name and not _starts_here(options):
         # A second time: what was not typed is now as the run has it, and no longer as the recipe has it.
         stored = _stored_options(command.func.__name__, options, defaults[options.recipe])
         command = _parse(argv, commands, {**defaults, options.recipe: stored})
@@ -130,6 +130,16 @@ def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[
         hint = did_you_mean(words[0], known)
         raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(known)}.")
     return {words[0]: known[words[0]]}
+
+
+def _starts_here(options: RecipeOptions) -> bool:
+    """Whether there is no run to resume yet, and the command has what a new one needs, as a launcher's has.
+
+    A person who resumes a run seldom types --data; one who mistypes its name should hear of it.
+    """
+    from raytrain.runs.documents import run_store  # deferred: a new run can be parsed without storage
+
+    return bool(options.data) and not run_store(options.storage, options.name or "").exists(CONFIG)
 
 
 def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -> TrainConfig:

@@ -132,6 +132,17 @@ def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path, m
         raytrain.train(dataclasses.replace(options, resume=True, epochs=3))
 
 
+def test_a_run_that_does_not_exist_yet_starts_and_then_continues(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_ray(monkeypatch)
+    assert raytrain.train(resumed(images, tmp_path, epochs=1)).status == "finished"
+    assert f"There is no run 'run' in {tmp_path} yet; it starts from the beginning." in caplog.messages
+    caplog.clear()
+    again = raytrain.train(resumed(images, tmp_path, epochs=2))
+    assert (again.status, again.steps, caplog.messages) == ("finished", 10, [])
+
+
 def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
     from raytrain.experiments.sweep.sweep import check_trials
     from raytrain.experiments.sweep.trials import plan_sweep, trials_of

@@ -221,7 +221,6 @@ def test_a_run_can_be_stored_in_s3(s3: S3Server, s3_url: str, images: Path) -> N
         ({"workers": 3}, "--workers is 3, and the cluster has 2 CPUs"),
         ({"device": "cuda"}, "have no GPU"),
         ({"worker_load": (1.0, 1.0, 1.0)}, "3 numbers for 2 workers"),
-        ({"resume": True}, "no run called 'run'"),
         ({"data": ""}, "--data is missing"),
         ({"model": "resnet1"}, "--model resnet1"),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -11,49 +14,172 @@ import boto3
 import pytest
 import yaml
 from moto import mock_aws
+from packaging.requirements import Requirement
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 REGION = "us-west-2"
 
 
-@pytest.fixture
-def config() -> dict[str, Any]:
-    """The launcher's configuration with Ray's defaults filled in."""
+LAUNCHER_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml")
+
+
+def launcher_config(name: str, text: str | None = None) -> dict[str, Any]:
+    """A configuration of Ray's launcher with Ray's defaults filled in; raises ValidationError if Ray would."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    filled = prepare_config(yaml.safe_load((CLUSTER / "aws.yaml").read_text()))
+    filled = prepare_config(yaml.safe_load(text or (CLUSTER / name).read_text()))
     validate_config(filled)
     return filled
 
 
 @pytest.fixture
-def account(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A mocked AWS account with the stack of iam.yaml."""
+def config() -> dict[str, Any]:
+    return launcher_config("aws.yaml")
+
+
+@pytest.fixture
+def empty_account(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A mocked AWS account."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     with mock_aws():
-        boto3.client("cloudformation", REGION).create_stack(
-            StackName="raytrain",
-            TemplateBody=(CLUSTER / "iam.yaml").read_text(),
-            Parameters=[{"ParameterKey": "Bucket", "ParameterValue": "images"}],
-            Capabilities=["CAPABILITY_NAMED_IAM"],
-        )
         yield boto3.client("iam", REGION)
 
 
-def test_only_workers_have_gpus_and_idle_workers_end(config: dict[str, Any], account: Any) -> None:
+@pytest.fixture
+def account(empty_account: Any) -> Any:
+    """A mocked AWS account with the stack of iam.yaml."""
+    create_stack(Bucket="images")
+    return empty_account
+
+
+def create_stack(**parameters: str) -> None:
+    boto3.client("cloudformation", REGION).create_stack(
+        StackName="raytrain",
+        TemplateBody=(CLUSTER / "iam.yaml").read_text(),
+        Parameters=[{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
+        Capabilities=["CAPABILITY_NAMED_IAM"],
+    )
+
+
+def test_gpus_are_on_workers_alone_which_run_only_while_they_are_used(config: dict[str, Any], account: Any) -> None:
     types = config["available_node_types"]
     assert {name: num_gpus(kind["node_config"]["InstanceType"]) for name, kind in types.items()} == {
-        "head": 0,
-        "gpu": 1,
+        "ray.head.default": 0,
+        "ray.worker.gpu.spot": 1,
+        "ray.worker.gpu.on_demand": 1,
+        "ray.worker.gpu4.spot": 4,
+        "ray.worker.cpu.spot": 0,
     }
-    assert types["gpu"]["min_workers"] < types["gpu"]["max_workers"] <= config["max_workers"]
-    assert 0 < config["idle_timeout_minutes"] <= 15
+    assert all(kind["min_workers"] == 0 for kind in types.values())
+    assert config["idle_timeout_minutes"] == 5
 
 
 def num_gpus(instance_type: str) -> int:
     (described,) = boto3.client("ec2", REGION).describe_instance_types(InstanceTypes=[instance_type])["InstanceTypes"]
     return sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
+def test_the_block_for_a_container_is_valid_too(name: str) -> None:
+    text = (CLUSTER / name).read_text()
+    block = re.search(r"^# docker:\n(#   .*\n)+", text, re.MULTILINE)
+    assert block
+    filled = launcher_config(name, text.replace(block[0], re.sub("^# ", "", block[0], flags=re.MULTILINE)))
+    assert filled["docker"]["image"] == f"rayproject/ray:{pinned()['ray']}-py312-gpu"
+
+
+def test_what_is_not_commented_out_uses_no_container(config: dict[str, Any]) -> None:
+    assert config["docker"] == {}
+
+
+@pytest.mark.parametrize(
+    ("unavailable", "asked", "expected"),
+    [
+        ((), {"GPU": 1, "CPU": 1}, "ray.worker.gpu.spot"),
+        (("ray.worker.gpu.spot",), {"GPU": 1, "CPU": 1}, "ray.worker.gpu.on_demand"),
+        ((), {"GPU": 4, "CPU": 4}, "ray.worker.gpu4.spot"),
+        ((), {"CPU": 1}, "ray.worker.cpu.spot"),
+        (("ray.worker.cpu.spot",), {"CPU": 1}, "ray.worker.cpu.spot"),  # no machine with GPUs for decoding alone
+    ],
+)
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
+def test_the_autoscaler_takes_spot_machines_first_and_others_if_there_are_none(
+    name: str, unavailable: tuple[str, ...], asked: dict[str, Any], expected: str, account: Any
+) -> None:
+    from ray.autoscaler._private.node_provider_availability_tracker import NodeProviderAvailabilityTracker
+    from ray.autoscaler._private.resource_demand_scheduler import get_nodes_for
+    from ray.autoscaler.node_launch_exception import NodeLaunchException
+
+    tracker = NodeProviderAvailabilityTracker(timer=lambda: 0.0)
+    for kind in unavailable:
+        no_capacity = NodeLaunchException("InsufficientInstanceCapacity", "none left", None)
+        tracker.update_node_availability(kind, 0, no_capacity)
+    scorer = functools.partial(script("on_demand_fallback").score, node_availability_summary=tracker.summary())
+    added, missing = get_nodes_for(with_resources(name), {}, "ray.head.default", 20, [asked], scorer)
+    assert (added, missing) == ({expected: 1}, [])
+
+
+@functools.cache
+def with_resources(name: str) -> dict[str, Any]:
+    """The node types of a file; of AWS's, with the resources that Ray finds out from EC2."""
+    config = launcher_config(name)
+    if config["provider"]["type"] == "aws":
+        from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+        config = AWSNodeProvider.fillout_available_node_types_resources(config)
+    return config["available_node_types"]
+
+
+def script(name: str) -> Any:
+    """A script that the head runs, as a module."""
+    spec = importlib.util.spec_from_file_location(name, CLUSTER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_head_starts_the_autoscaler_and_what_ends_it_with_files_that_are_there(config: dict[str, Any]) -> None:
+    commands = " ".join(config["head_start_ray_commands"])
+    assert "RAY_AUTOSCALER_UTILIZATION_SCORER=on_demand_fallback.score" in commands
+    assert {"~/cluster/end_when_idle.py", "~/cluster/on_demand_fallback.py"} <= set(config["file_mounts"])
+    assert "python ~/cluster/end_when_idle.py ~/ray_bootstrap_config.yaml" in commands
+
+
+def test_an_idle_cluster_is_ended_after_half_an_hour_without_a_job() -> None:
+    looks = iter([False] * 29 + [True] + [False] * 40)
+    script("end_when_idle").wait_until_idle(looks)
+    assert len(list(looks)) == 10
+
+
+def test_rays_provider_starts_spot_machines_and_an_idle_cluster_ends_them_all(
+    config: dict[str, Any], account: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's provider for AWS, against a mocked EC2: with the machine image, which AWS resolves, replaced."""
+    from ray.autoscaler._private.aws.config import bootstrap_aws
+    from ray.autoscaler._private.providers import _get_node_provider
+
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps the key pair there that it creates
+    (tmp_path / ".ssh").mkdir()
+    ec2 = boto3.client("ec2", REGION)
+    image = ec2.describe_images()["Images"][0]["ImageId"]
+    for kind in config["available_node_types"].values():
+        kind["node_config"]["ImageId"] = image
+    ready = bootstrap_aws(config)
+    provider = _get_node_provider(ready["provider"], ready["cluster_name"], use_cache=False)
+    for name, kind in (("ray.head.default", "head"), ("ray.worker.gpu.spot", "worker")):
+        tags = {"ray-node-type": kind, "ray-user-node-type": name}
+        provider.create_node(ready["available_node_types"][name]["node_config"], tags, 1)
+    assert sorted(machine.get("InstanceLifecycle", "") for machine in running(ec2)) == ["", "spot"]
+    script("end_when_idle").end_cluster(ready)
+    assert running(ec2) == []
+
+
+def running(ec2: Any) -> list[dict[str, Any]]:
+    states = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+    found = ec2.describe_instances(Filters=states)["Reservations"]
+    return [machine for reservation in found for machine in reservation["Instances"]]
 
 
 def test_every_machine_has_a_profile_of_the_stack(config: dict[str, Any], account: Any) -> None:
@@ -127,23 +253,67 @@ def test_no_statement_of_the_head_changes_machines_by_a_wildcard(account: Any) -
             assert listed(statement["Action"]) == ["ec2:Describe*"]
 
 
-def test_no_task_runs_on_the_head(config: dict[str, Any]) -> None:
-    assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
-    assert "CPU" not in yaml.safe_load((CLUSTER / "aws.yaml").read_text())["available_node_types"]["gpu"]["resources"]
+def test_other_images_are_only_read_and_a_key_of_ones_own_only_used(empty_account: Any) -> None:
+    create_stack(Bucket="runs", DataBucket="images", KmsKeyArn="arn:aws:kms:us-west-2:1:key/2")
+    statements = statements_of(empty_account, "raytrain-worker")
+    granted = {arn.rpartition(":")[2]: set(listed(each["Action"])) for each in statements for arn in resources(each)}
+    assert granted["images/*"] == {"s3:GetObject"}
+    assert granted["key/2"] == {"kms:Decrypt", "kms:GenerateDataKey"}
+    assert "s3:PutObject" in granted["runs/*"]
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
+def test_no_task_runs_on_the_head(name: str) -> None:
+    config = launcher_config(name)
+    assert config["available_node_types"]["ray.head.default"]["resources"] == {"CPU": 0}
     assert all("--num-cpus" not in command for command in config["head_start_ray_commands"])
 
 
-def test_files_copied_to_the_machines_exist_and_contain_no_credentials(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_files_copied_to_the_machines_exist_and_contain_no_credentials(name: str) -> None:
+    config = launcher_config(name)
     mounts = config["file_mounts"]
     assert all((CLUSTER.parent / local).exists() for local in mounts.values() if not local.startswith("~"))
     assert [local for local in mounts.values() if local.startswith("~")] == ["~/.ray/auth_token"]
     assert "AWS_" not in yaml.safe_dump(config)
 
 
-def test_the_commands_have_valid_shell_syntax(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_the_commands_have_valid_shell_syntax(name: str) -> None:
+    config = launcher_config(name)
     for kind in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
         for command in config[kind]:
             assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0, command
     assert all(
         "dashboard-host" not in word for command in config["head_start_ray_commands"] for word in shlex.split(command)
     )
+
+
+STOP_WAIT = re.compile(r"RAY_JOB_STOP_WAIT_TIME_S\W*=?\s*\"?(\d+)")
+
+
+@pytest.mark.parametrize("name", [*LAUNCHER_FILES, "anyscale.yaml", "Dockerfile"])
+def test_a_stopped_job_has_time_for_a_checkpoint(name: str) -> None:
+    assert STOP_WAIT.findall((CLUSTER / name).read_text())[-1] == "300"
+
+
+def pinned() -> dict[str, str]:
+    """The version of each package that machines get."""
+    lines = (CLUSTER / "requirements.txt").read_text().splitlines()
+    return dict(line.partition(" ")[0].split("==") for line in lines)
+
+
+def test_every_dependency_is_pinned_to_a_version_that_raytrain_allows() -> None:
+    from importlib.metadata import requires
+
+    allowed = [Requirement(each) for each in requires("raytrain") or () if "extra ==" not in each]
+    needed = {each.name for each in allowed} | {"boto3", "google-api-python-client"}
+    outside = [str(each) for each in allowed if not each.specifier.contains(pinned().get(each.name, "0"))]
+    assert (needed - set(pinned()), outside) == (set(), []), "make requirements.txt anew, as cluster/README.md says"
+
+
+def test_every_file_names_the_version_of_ray_that_is_pinned() -> None:
+    named = [re.findall(r"(?:ray:|rayVersion: )(\d+\.\d+\.\d+)", path.read_text()) for path in CLUSTER.rglob("*.*")]
+    dockerfile = re.findall(r"ray:(\d+\.\d+\.\d+)", (CLUSTER / "Dockerfile").read_text())
+    versions = {version for found in (*named, dockerfile) for version in found}
+    assert versions == {pinned()["ray"]}

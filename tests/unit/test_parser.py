@@ -85,6 +85,15 @@ def test_a_resumed_run_keeps_its_own_options_however_they_are_typed(
     assert config.storage in ("runs", "./runs")
 
 
+def test_a_launcher_may_resume_a_run_that_does_not_exist_yet(stored: TrainConfig) -> None:
+    config = parsed("train cifar10 --name=second --resume --data s3://b/other")
+    assert config == RECIPES["cifar10"](name="second", resume=True, data="s3://b/other")
+
+
+def test_resuming_a_run_that_does_not_exist_is_a_mistake_unless_data_is_given(stored: TrainConfig) -> None:
+    assert "There is no run 'frist' in ./runs (did you mean first?)" in refused("train cifar10 --name=frist --resume")
+
+
 def test_workers_and_device_are_chosen_anew_for_each_resume(stored: TrainConfig) -> None:
     config = parsed("train cifar10 --name=first --resume --workers=3 --device cuda --gpus 0,1,2")
     assert (config.workers, config.device, config.gpus, config.seed) == (3, "cuda", "0,1,2", 7)

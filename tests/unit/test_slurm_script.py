@@ -1,0 +1,57 @@
+"""The script for Slurm starts Ray on all nodes, passes a stop on, and ends as the run does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "cluster" / "slurm.sbatch"
+COMMANDS = {
+    "scontrol": "printf 'node1\\nnode2\\n'",
+    "srun": 'echo "srun $*" >>"$LOG"; [[ "$*" == *health-check* ]] || exec cat <"$FOREVER"',
+    "ray": ":",
+    "raytrain": 'trap "exit 3" TERM; echo "raytrain $RAY_ADDRESS $*" >>"$LOG"; echo >"$STARTED"; read -r <>"$FOREVER"',
+}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Slurm's and Ray's commands, replaced, on two nodes; the run waits for a stop, with which it fails."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, text in COMMANDS.items():
+        (commands / name).write_text(f"#!/bin/bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    for pipe in ("forever", "started"):
+        os.mkfifo(tmp_path / pipe)
+    return {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        **{name.upper(): str(tmp_path / name) for name in ("log", "forever", "started")},
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
+
+
+def test_a_stop_reaches_the_run_whose_exit_code_the_job_has(tmp_path: Path, environment: dict[str, str]) -> None:
+    script = shutil.copy(SCRIPT, tmp_path)
+    words = ["train", "cifar10", "--name", "my first"]
+    job = subprocess.Popen(["bash", script, *words], cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        (tmp_path / "started").read_text()
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=60) == 3
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)  # the nodes, which Slurm would end
+    log = (tmp_path / "log").read_text()
+    assert "--nodelist=node1 ray start --head" in log and "--exclude=node1 ray start --address=node1:20007" in log
+    assert "raytrain node1:20007 train cifar10 --name my first" in log
