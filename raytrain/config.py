@@ -49,6 +49,9 @@ class TrainConfig:
     address: str | None = None
     """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
 
+    scope_keys: bool = False
+    """Lend the cluster AWS keys that are good for the images and this run only, if AWS STS issues such keys."""
+
     recipe: str = "custom"
     """Name of the recipe that these options started from."""
     model: str = "resnet18"

@@ -11,7 +11,7 @@ from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.dataset import Dataset
-from raytrain.data.decode import ImageReader
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.local_batch import LocalBatch, batches_as_read, batches_from_cache
 from raytrain.data.manifest import Manifest
 from raytrain.data.partition import Partition
@@ -27,17 +27,24 @@ class MemoryBatches:
     """A :class:`raytrain.training.protocols.BatchSource` over images that are decoded once and stay in memory.
 
     Training images that are cropped at random from the originals are read again in each epoch.
-    ``on_skipped`` is called with the images of a block that cannot be used.
+    ``on_skipped`` is called with the images of a block that cannot be used. ``isolated``: see :class:`ImageReader`.
     """
 
     def __init__(
-        self, data: Dataset, plan: BatchPlan, rank: int, loads: Sequence[float], on_skipped: OnSkipped
+        self,
+        data: Dataset,
+        plan: BatchPlan,
+        rank: int,
+        loads: Sequence[float],
+        on_skipped: OnSkipped,
+        *,
+        isolated: bool,
     ) -> None:
         test_plan = data.test_plan(len(loads))
         self._train = Partition(plan, rank, loads)
         self._test = Partition(test_plan, rank, loads)
-        train_reader = ImageReader(data.train_store, *data.train_format)
-        test_reader = ImageReader(data.test_store, *data.test_format)
+        train_reader = ImageReader(data.train_store, *data.train_format, isolated)
+        test_reader = ImageReader(data.test_store, *data.test_format, isolated)
         self._read_train = partial(_read, train_reader, data.train, on_skipped)
         self._crops_originals = data.train_format.framing.crop_seed is not None
         self._train_blocks = _blocks(self._read_train, plan)

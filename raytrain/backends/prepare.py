@@ -16,6 +16,7 @@ from raytrain.runs.documents import check_name, new_name, read_config, run_store
 from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CONFIG
 from raytrain.runs.skipped_images import SkipLimit
+from raytrain.storage.scoped_credentials import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +61,13 @@ class PreparedRun:
         """The options with everything decided."""
         data = self.data
         return self.config.resolve(name=self.name, num_workers=num_workers, device=device, mean=data.mean, std=data.std)
+
+    def scope(self, *writes: str) -> Scope | None:
+        """What credentials that the cluster is lent are good for: reading the images, and URLs that start with one of
+        ``writes``. None if they are this process's own.
+        """
+        reads = f"{self.data.train_store.url}/", f"{self.data.test_store.url}/"
+        return Scope(reads, writes) if self.config.scope_keys else None
 
     def skip_limit(self) -> SkipLimit:
         """How many images may be skipped."""

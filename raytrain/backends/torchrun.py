@@ -42,6 +42,8 @@ def train(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not config.name:
         raise UsageError("--name is missing; the processes of torchrun have no other way to agree on one.")
+    if config.scope_keys:
+        raise UsageError("--scope-keys limits what a Ray cluster is lent; under torchrun, leave it out.")
     if config.gpus:
         os.environ.update(visible_gpus(config.gpus))
     device = _device(config)
@@ -73,7 +75,14 @@ class _Process:
         """See the training to its end."""
         prepared, spec = self._prepared, self._spec
         loads = spec.config.worker_load or (1.0,) * world_size
-        source = MemoryBatches(prepared.data, spec.plan, rank, loads, self.skip)
+        source = MemoryBatches(
+            prepared.data,
+            spec.plan,
+            rank,
+            loads,
+            self.skip,
+            isolated=prepared.config.resume,  # an image may have ended the run before
+        )
         run = spec.make_run(source, self, device, weights)
         return spec.train(run)
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
+from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.framing import Framing
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.label_file import LabelColumns, LabelTable, read_label_file
 from raytrain.data.labelled_images import training_and_test_images
 from raytrain.data.manifest import Manifest, build_manifest
@@ -131,7 +132,8 @@ def measure_mean_std(
     order = np.arange(len(manifest))  # packed images were shuffled when they were packed
     if manifest.packing is None:
         order = np.random.default_rng(seed).permutation(order)
-    images, bad = ImageReader(store, *format).read(manifest.select(np.sort(order[:_NUM_MEASURED_IMAGES])))
+    chosen = manifest.select(np.sort(order[:_NUM_MEASURED_IMAGES]))
+    images, bad = ImageReader(store, *format, isolated=True).read(chosen)
     pixels = np.delete(images, list(bad), axis=0).reshape(-1, format.shape.channels) / 255
     if not len(pixels):
         reason = next(iter(bad.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,9 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.data.framing import STRETCHED, Frame, Framing, View, stretch
-from raytrain.data.manifest import Manifest
-from raytrain.data.shards import DamagedShard, read_packed
-from raytrain.storage.base import ObjectChanged, Store
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -62,37 +58,6 @@ class ImageFormat(NamedTuple):
     framing: Framing = STRETCHED
 
 
-@dataclass(frozen=True)
-class ImageReader:
-    """Fetches and decodes the images of one store."""
-
-    store: Store
-    shape: ImageShape
-    framing: Framing = STRETCHED
-
-    def read(self, manifest: Manifest, frames: Sequence[Frame] | None = None) -> tuple[Pixels, dict[int, str]]:
-        """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
-
-        ``frames`` say what is seen of each image, in place of the reader's framing. The pixels of an unreadable image
-        are 0. Raises StorageError if the store refuses or cannot be reached.
-        """
-        frames = frames or [self.framing.frame] * len(manifest)
-        shape = self.shape
-        images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
-        bad: dict[int, str] = {}
-        for index, (data, frame) in enumerate(zip(self._contents(manifest), frames, strict=True)):
-            try:
-                images[index] = decode(_require_bytes(data), shape, frame)
-            except BadImage as error:
-                bad[index] = str(error)
-        return images, bad
-
-    def _contents(self, manifest: Manifest) -> list[bytes | Exception]:
-        if manifest.packing is not None:
-            return read_packed(self.store, manifest.packing)
-        return self.store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
-
-
 def decode(data: bytes, shape: ImageShape, frame: Frame = stretch) -> Pixels:
     """Pixels of one image file, uint8 (H, W, C): what ``frame`` shows of it, resized to ``shape``.
 
@@ -110,19 +75,6 @@ def decode(data: bytes, shape: ImageShape, frame: Frame = stretch) -> Pixels:
         if pixels is not None:
             return pixels
     return _decode_any(data, shape, frame)
-
-
-def _require_bytes(data: bytes | Exception) -> bytes:
-    """The content of a file; raises BadImage if the file itself is at fault, and any other exception as it is."""
-    if isinstance(data, FileNotFoundError):
-        raise BadImage("the object is gone")
-    if isinstance(data, ObjectChanged):
-        raise BadImage("the object was replaced after it was listed")
-    if isinstance(data, DamagedShard):
-        raise BadImage(str(data))
-    if isinstance(data, Exception):
-        raise data
-    return data
 
 
 def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:

@@ -65,6 +65,7 @@ class TrainedRun:
                 run_store=self.store,
                 load_predictor=partial(Predictor, run=self.name, top_k=top_k, trust=self.trust),
                 placement=place(options, hardware()),
+                scope_keys=self.config.scope_keys,
             )
             return pa.concat_tables(tables)
 

@@ -11,7 +11,7 @@ import hmac
 import time
 from collections.abc import Callable
 
-from raytrain.storage.credentials import CredentialFields, Credentials, ask_again_after_s, resolve
+from raytrain.storage.credentials import CredentialFields, Credentials, CredentialSource, ask_again_after_s
 
 _MIN_WAIT_S = 1.0
 _RETRY_AFTER_S = 5.0
@@ -51,14 +51,16 @@ class CredentialBroker:
 
 
 class CredentialLender:
-    """Lends this process's credentials: when it is created, and again from :meth:`lend_if_due` before they expire.
+    """Lends the credentials of a source: when it is created, and again from :meth:`lend_if_due` before they expire.
 
     Args:
         lend: sends the fields of the credentials (None if there are none) to a broker, and returns when they are there.
+        source: this process's credentials, or what may be lent of them.
     """
 
-    def __init__(self, lend: Callable[[CredentialFields | None], None]) -> None:
+    def __init__(self, lend: Callable[[CredentialFields | None], None], source: CredentialSource) -> None:
         self._send = lend
+        self._source = source
         self._next_at_s = 0.0
         self._lend()
 
@@ -69,7 +71,7 @@ class CredentialLender:
 
     def _lend(self) -> None:
         try:
-            resolved = resolve()
+            resolved = self._source()
         except Exception:
             # The credentials lent before may last until the source works again. If not, their users report the error.
             self._next_at_s = time.monotonic() + _RETRY_AFTER_S

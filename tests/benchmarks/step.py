@@ -26,7 +26,8 @@ from raytrain import models
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.blocks import Block, CachedBlocks
-from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.decode import ImageShape
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.manifest import build_manifest
 from raytrain.data.partition import Partition

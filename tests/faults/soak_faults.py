@@ -131,7 +131,7 @@ def worker_killed(run: Soaked) -> bool:
 
 def reader_killed(run: Soaked) -> bool:
     """Kill a process that reads images; wait up to 20 s for one to appear."""
-    return wait_until(lambda: run.over or run.kill_one("_read_block", "MapBatches"), _FOR_READERS_S) and not run.over
+    return wait_until(lambda: run.over or run.kill_one("read_block", "MapBatches"), _FOR_READERS_S) and not run.over
 
 
 def coordinator_killed(run: Soaked) -> bool:

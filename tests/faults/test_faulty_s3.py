@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain.data.decode import ImageReader, ImageShape
+from raytrain.data.decode import ImageShape
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import build_manifest
 from raytrain.demo.digits import render_digits
 from raytrain.demo.s3_server import S3Server

@@ -19,7 +19,7 @@ from tests.helpers.small_runs import assert_same_weights, config, make_images
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 OPTIONS = {"batch_size": 200, "epochs": 2}
-KILLS = {"ray::_read_block": 2, "ray::MapBatches": 2}
+KILLS = {"ray::read_block": 2, "ray::MapBatches": 2}
 """Kills for each kind of reading process: single tasks at the start of the run, then the tasks of Ray Data."""
 
 

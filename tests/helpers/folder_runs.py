@@ -66,7 +66,7 @@ def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
         name=run.config.name, num_workers=world_size, device="cpu", mean=data.mean, std=data.std
     )
     spec = run_spec(resolved, data, store, run.loop, world_size)
-    source = MemoryBatches(data, spec.plan, rank, (1.0,) * world_size, lambda skipped: None)
+    source = MemoryBatches(data, spec.plan, rank, (1.0,) * world_size, lambda skipped: None, isolated=False)
     recorder = Recorder(run.stop_after)
     part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
     spec.train(part)

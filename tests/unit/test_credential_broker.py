@@ -28,7 +28,6 @@ class Resolver:
         self.credentials: Credentials | None = KEYS
         self.error: Exception | None = None
         self.now_s = 1000.0
-        monkeypatch.setattr(credential_broker, "resolve", self.resolve)
         monkeypatch.setattr(credential_broker.time, "monotonic", lambda: self.now_s)
 
     def resolve(self) -> Credentials | None:
@@ -77,7 +76,7 @@ def test_neither_the_broker_nor_its_source_can_be_pickled_with_credentials() -> 
 
 def test_credentials_are_lent_at_once_and_renewed_every_minute(resolver: Resolver) -> None:
     lent: list[CredentialFields | None] = []
-    lender = CredentialLender(lent.append)
+    lender = CredentialLender(lent.append, resolver.resolve)
     assert lent == [KEYS.fields()]
     resolver.credentials = Credentials("AKIAREWRITTEN", "s")
     for resolver.now_s in (1001.0, 1059.0):
@@ -92,7 +91,7 @@ def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolv
     expires_at = datetime.now(timezone.utc) + timedelta(seconds=30)
     resolver.credentials = Credentials("ASIA", "s", "t", expires_at)
     lent: list[CredentialFields | None] = []
-    lender = CredentialLender(lent.append)
+    lender = CredentialLender(lent.append, resolver.resolve)
     resolver.now_s += 5
     lender.lend_if_due()
     assert len(lent) == 1
@@ -103,7 +102,7 @@ def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolv
 
 def test_if_the_source_fails_the_credentials_are_kept_and_it_is_retried_soon(resolver: Resolver) -> None:
     broker = CredentialBroker()
-    lender = CredentialLender(partial(broker.lend, TICKET))
+    lender = CredentialLender(partial(broker.lend, TICKET), resolver.resolve)
     resolver.error = RuntimeError("no luck")
     resolver.now_s += 61
     lender.lend_if_due()

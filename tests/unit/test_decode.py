@@ -16,7 +16,8 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageFile, ImageOps
 
-from raytrain.data.decode import BadImage, ImageReader, ImageShape, decode
+from raytrain.data.decode import BadImage, ImageShape, decode
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import build_manifest
 from raytrain.storage.open import open_store
 

@@ -23,7 +23,8 @@ from raytrain.data import shards as shard_files
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder
 from raytrain.data.dataset import open_dataset
-from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
+from raytrain.data.decode import ImageFormat, ImageShape
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
 from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
 from raytrain.data.partition import Partition
@@ -355,7 +356,7 @@ def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
     damaged.write_bytes(damaged.read_bytes().replace(b"IDAT", b"TADI", 1))
     missing.unlink()
     images = image_set(manifest)
-    table = ingest.read_table(images, np.arange(150), epoch=0)
+    table = ingest.read_table(images, np.arange(150), epoch=0, isolated=False)
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
     coordinator: Any = images.coordinator

@@ -68,7 +68,7 @@ class CacheFiller:
         images, order = self._sets[name]
         count = min(_FIRST_BLOCKS, len(order)) if name == "train" else 0
         for number in range(count):
-            self._add(name, ray.put(read_block(images, order, number)))
+            self._add(name, ray.put(read_block(images, order, number, isolated=True)))
         return count
 
     def _add(self, name: str, ref: Any) -> None:

@@ -13,7 +13,8 @@ import ray
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.storage.base import Store
 from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
-from raytrain.storage.credentials import CredentialFields, Credentials
+from raytrain.storage.credentials import CredentialFields, Credentials, resolve
+from raytrain.storage.scoped_credentials import Scope, ScopedCredentials
 
 _ASKERS = 64
 
@@ -52,26 +53,34 @@ class ServedCredentials:
         ray.get(self.server.lend.remote(self.ticket, fields))
 
 
-def lend_credentials(server: Any, stores: Iterable[Store]) -> tuple[ServedCredentials, CredentialLender | None]:
+def lend_credentials(
+    server: Any, stores: Iterable[Store], scope: Scope | None = None
+) -> tuple[ServedCredentials, CredentialLender | None]:
     """A source of this process's credentials for the ``stores`` in other processes, through an actor that serves them.
 
     If a store is in S3, they are lent now and whenever the lender is told that they may be due again. If all are
-    folders, there is no lender: the actor has nothing that it could give away.
+    folders, there is no lender: the actor has nothing that it could give away. With a ``scope``, what is lent is good
+    for that alone; raises UsageError if STS does not issue such credentials.
     """
     served = ServedCredentials(server, secrets.token_hex(16))
-    is_in_s3 = any(store.settings is not None for store in stores)
-    return served, CredentialLender(served._lend) if is_in_s3 else None
+    in_s3 = [store.settings for store in stores if store.settings is not None]
+    if not in_s3:
+        return served, None
+    source = resolve if scope is None else ScopedCredentials(scope, in_s3[0].region or "us-east-1")
+    return served, CredentialLender(served._lend, source)
 
 
 @contextmanager
-def serving_credentials(stores: Iterable[Store]) -> Iterator[tuple[ServedCredentials, CredentialLender | None]]:
-    """Serve this process's credentials for the ``stores`` with an actor, for as long as the ``with`` block runs."""
+def serving_credentials(
+    stores: Iterable[Store], scope: Scope | None = None
+) -> Iterator[tuple[ServedCredentials, CredentialLender | None]]:
+    """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block."""
     server: Any = (
         ray.remote(CredentialServer)
         .options(num_cpus=0, max_concurrency=_ASKERS, label_selector=on_this_node())
         .remote()
     )
     try:
-        yield lend_credentials(server, stores)
+        yield lend_credentials(server, stores, scope)
     finally:
         ray.kill(server)

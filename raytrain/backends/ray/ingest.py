@@ -22,10 +22,11 @@ import ray.data
 from ray.data import DataContext, ExecutionResources
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
-from raytrain.backends.ray.private_api import EXECUTION_CALLBACK
+from raytrain.backends.ray.private_api import EXECUTION_CALLBACK, is_repeated_task
 from raytrain.data.block_order import BlockOrder, BlockRef, interleave
 from raytrain.data.blocks import Block
-from raytrain.data.decode import ImageFormat, ImageReader, ImageShape
+from raytrain.data.decode import ImageFormat, ImageShape
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.data.prefetch import Prefetch
@@ -116,9 +117,13 @@ def _by_tasks(
         yield which, ref
 
 
-def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
-    """Fetch and decode a block of ``order``, as :func:`read_table` does."""
-    return read_table(images, order.samples(number), order.epoch(number))
+def read_block(images: ImageSet, order: BlockOrder, number: int, *, isolated: bool | None = None) -> pa.Table:
+    """Fetch and decode a block of ``order``, as :func:`read_table` does.
+
+    ``isolated``: see :class:`ImageReader`; by default if this task was begun before: an image may have killed it.
+    """
+    isolated = is_repeated_task() if isolated is None else isolated
+    return read_table(images, order.samples(number), order.epoch(number), isolated=isolated)
 
 
 def _by_pipelines(
@@ -141,7 +146,7 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
     return Block(images, table.column("label").to_numpy(), table.column("sample").to_numpy())
 
 
-def read_table(images: ImageSet, samples: Int64s, epoch: int) -> pa.Table:
+def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool) -> pa.Table:
     """Fetch ``samples`` and decode them for ``epoch``.
 
     The columns are image (H*W*C bytes), label (below 0 for an unreadable image) and sample.
@@ -150,7 +155,8 @@ def read_table(images: ImageSet, samples: Int64s, epoch: int) -> pa.Table:
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
     retries_before = num_retries()
-    pixels, bad = ImageReader(images.store, *images.format).read(wanted, images.format.framing.frames(samples, epoch))
+    reader = ImageReader(images.store, *images.format, isolated)
+    pixels, bad = reader.read(wanted, images.format.framing.frames(samples, epoch))
     if retries := num_retries() - retries_before:
         images.coordinator.retried.remote(retries)
     if bad:

@@ -14,10 +14,13 @@ import ray.data
 from raytrain.backends.ray.credential_server import serving_credentials
 from raytrain.backends.ray.ingest import ImageSet, chosen, configure, to_block, to_table
 from raytrain.backends.ray.placement import Placement
-from raytrain.data.decode import ImageFormat, ImageReader, ImageShape, Pixels
+from raytrain.backends.ray.private_api import is_repeated_task
+from raytrain.data.decode import ImageFormat, ImageShape, Pixels
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.storage.base import Store
+from raytrain.storage.scoped_credentials import Scope
 
 
 class BlockPredictor(Protocol):
@@ -40,14 +43,18 @@ def predict_images(
     run_store: Store,
     load_predictor: LoadPredictor,
     placement: Placement,
+    scope_keys: bool,
 ) -> Iterator[pa.Table]:
     """Predict all images of ``manifest`` on ``placement.num_workers`` actors of the connected cluster.
+
+    With ``scope_keys``, the credentials that they are lent are good for reading the images and the run only.
 
     Yields:
         Tables in the manifest's order with the columns key, error (why the image could not be read, else null) and
         those of the predictor, which mean nothing if there is an error.
     """
-    with serving_credentials([images, run_store]) as (served, lender):
+    scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
+    with serving_credentials([images, run_store], scope) as (served, lender):
         packed = manifest.packing is not None
         store = images.with_lent_credentials(served)
         image_set = ImageSet(store, format, ray.put(manifest), len(manifest), packed)
@@ -69,7 +76,8 @@ def read_block(row: dict[str, Any], images: ImageSet) -> pa.Table:
     start = int(row["id"][0]) * images.rows_per_block
     samples = np.arange(start, min(start + images.rows_per_block, images.num_images), dtype=np.int64)
     wanted = chosen(images, samples)
-    pixels, bad = ImageReader(images.store, *images.format).read(wanted)
+    reader = ImageReader(images.store, *images.format, isolated=is_repeated_task())
+    pixels, bad = reader.read(wanted)
     errors = pa.array([bad.get(position) for position in range(len(wanted))], pa.string())
     table = to_table(pixels, wanted.labels.astype(np.int64), samples)
     return table.append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)

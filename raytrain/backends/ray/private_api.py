@@ -76,6 +76,7 @@ TUNE_ENVIRONMENT = PrivateApi(
     "ENV_VARS_TO_PROPAGATE",
     "keep AWS keys out of the description of each trial's process, which the cluster shows to everybody",
 )
+WORKER = PrivateApi("ray._private.worker", "global_worker", "see that a task is repeated, because its process died")
 TRIAL_ERROR = PrivateApi(
     "ray.tune.experiment", "Trial.get_pickled_error", "say why the process of a trial died for good"
 )
@@ -96,6 +97,7 @@ PRIVATE_APIS = (
     EXECUTION_CALLBACK,
     REF_BUNDLES,
     TUNE_ENVIRONMENT,
+    WORKER,
     TRIAL_ERROR,
     ASHA_RESULT,
 )
@@ -130,6 +132,13 @@ def on_loopback() -> Iterator[None]:
 def announced_preemption() -> Any:
     """What Ray Train has told this worker of nodes that will be taken away; None as long as there is nothing."""
     return TRAIN_CONTEXT.load()().preemption_context.preemption_info
+
+
+def is_repeated_task() -> bool:
+    """Whether this task was begun before, by a process that died, or is repeated because its result was lost."""
+    import ray
+
+    return ray.is_initialized() and WORKER.load().core_worker.get_current_task_attempt_number() > 0
 
 
 def keep_aws_keys_out_of_trials() -> None:

@@ -73,7 +73,9 @@ class RunSession:
             opened.callback(stop_coordinator, self._coordinator)
             data = self._prepared.data
             stores = self._store, data.train_store, data.test_store
-            self._credentials, self._lender = lend_credentials(self._coordinator, stores)
+            self._credentials, self._lender = lend_credentials(
+                self._coordinator, stores, self._prepared.scope(f"{self._store.url}/")
+            )
             self._feed.connect(self._coordinator, self._credentials)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = self._worker_spec()

@@ -97,7 +97,10 @@ class SweepSession:
             self._coordinator = cast(SweepCoordinatorHandle, coordinator)  # handles of actors are invariant
             opened.callback(stop_coordinator, coordinator)
             data, stores = self._prepared.data, [spec.store for spec in self._specs]
-            credentials, self._lender = lend_credentials(coordinator, [data.train_store, data.test_store, *stores])
+            scope = self._prepared.scope(*(f"{self._prepared.store.url}{end}" for end in "/-"))  # NAME and NAME-00
+            credentials, self._lender = lend_credentials(
+                coordinator, [data.train_store, data.test_store, *stores], scope
+            )
             self._stores = [store.with_lent_credentials(credentials) for store in stores]
             self._feed.connect(coordinator, credentials)
             self._feed.start(self._placement)

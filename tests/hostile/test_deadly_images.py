@@ -1,0 +1,105 @@
+"""An image that kills the process that decodes it is an unreadable image, and what reads it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from raytrain.config import TrainConfig
+from raytrain.data.dataset import open_dataset
+from raytrain.data.decode import BadImage, ImageShape, decode
+from raytrain.data.decode_process import DecodeProcess
+from raytrain.data.image_reader import ImageReader
+from raytrain.data.manifest import build_manifest
+from raytrain.storage.open import open_store
+from tests.helpers.deadly_images import make_images
+from tests.unit.test_decode import encoded
+
+DECODER = Path(__file__).parents[1] / "helpers" / "deadly_decoder"
+SHAPE = ImageShape(12, 12, 3)
+GOOD = encoded(np.full((12, 12, 3), 90, np.uint8), "JPEG")
+
+
+def deadly(kind: str) -> bytes:
+    return encoded(Image.new("RGB", (12, 12)), "JPEG", comment=f"deadly:{kind}".encode())
+
+
+@pytest.fixture
+def deadly_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DECODER)
+
+
+@pytest.mark.usefixtures("deadly_decoder")
+@pytest.mark.parametrize(
+    ("kind", "ended"), [("segfault", "SIGSEGV"), ("exit", "exit status 0"), ("memory", "exit status 1")]
+)
+def test_an_image_that_kills_its_process_is_unreadable_and_the_others_are_decoded(kind: str, ended: str) -> None:
+    with DecodeProcess(SHAPE) as process:
+        assert (process.decode(GOOD) == decode(GOOD, SHAPE)).all()
+        for _ in range(2):
+            with pytest.raises(BadImage, match=rf"^decoding it ends the process \({ended}\)$"):
+                process.decode(deadly(kind))
+            assert (process.decode(GOOD) == decode(GOOD, SHAPE)).all()
+
+
+def test_a_process_that_was_killed_once_decodes_the_image_at_the_second_try() -> None:
+    with DecodeProcess(SHAPE) as process:
+        process.decode(GOOD)
+        (child,) = (each for each in psutil.Process().children() if "decode_process" in " ".join(each.cmdline()))
+        child.send_signal(signal.SIGKILL)
+        assert (process.decode(GOOD) == decode(GOOD, SHAPE)).all()
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_a_bad_image_is_told_as_elsewhere_and_ends_no_process() -> None:
+    with DecodeProcess(SHAPE) as process:
+        for _ in range(2):
+            with pytest.raises(BadImage, match=r"^the file is empty$"):
+                process.decode(b"")
+        assert process.decode(GOOD).shape == (12, 12, 3)
+
+
+def test_a_process_that_cannot_start_is_not_taken_for_a_bad_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with DecodeProcess(SHAPE) as process, pytest.raises(RuntimeError, match=r"could not start \(exit status 1\)"):
+        process.decode(GOOD)
+
+
+@pytest.mark.usefixtures("deadly_decoder")
+def test_the_driver_survives_a_deadly_image_while_it_opens_the_data(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "images"))
+    for name in ("a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"):
+        store.put(name, GOOD)
+    store.put("b/3.jpg", deadly("segfault"))
+    config = TrainConfig(data=store.url, test_fraction=0.3, image_size=(12, 12), learning_rate=1, batch_size=2)
+    assert open_dataset(config, open_store(str(tmp_path / "run"))).mean == pytest.approx((90 / 255,) * 3, abs=0.01)
+    _, bad = ImageReader(store, SHAPE, isolated=True).read(build_manifest(store))
+    assert bad == {4: "decoding it ends the process (SIGSEGV)"}
+
+
+DEADLY = ["green/0417.jpg", "green/0834.jpg", "red/0003.jpg"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_evaluation_and_prediction_go_on_without_images_that_kill_their_readers(tmp_path: Path) -> None:
+    images = make_images(tmp_path / "images", DEADLY)
+    words = [sys.executable, "-m", "tests.helpers.deadly_images", str(images), str(tmp_path / "runs")]
+    path = os.pathsep.join([str(DECODER), os.getcwd()])
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for cache in ("none", "memory"):
+        assert (results[cache]["status"], results[cache]["skipped"]) == ("finished", DEADLY)
+        assert results[cache]["num_skipped"] == len(DEADLY)
+    assert results["evaluate"]["skipped"] == results["predict"]["errors"] == len(DEADLY)
