@@ -1,17 +1,18 @@
-"""A run's metrics and skipped images as JSON lines in storage, written without holding up the run."""
+"""A run's metrics, events and skipped images as JSON lines in storage, written without holding up the run."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raytrain.runs.json_lines import Report, encode_lines, ignore, read_lines
-from raytrain.runs.layout import METRICS, SKIPPED
+from raytrain.runs.layout import EVENTS, METRICS, SKIPPED
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
+from raytrain.runs.snapshot import Event
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -38,6 +39,7 @@ class History:
         self._problems: list[str] = []
         self._metrics = _JsonLines(store, METRICS, MetricRow.from_json, MetricRow.to_json, self._problems.append)
         self._skipped = _JsonLines(store, SKIPPED, SkippedImage.from_json, asdict, self._problems.append)
+        self._events = _JsonLines(store, EVENTS, partial(Event.from_json, 0), Event.to_json, self._problems.append)
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._writer = threading.Thread(target=self._write_as_it_comes, name="history", daemon=True)
@@ -62,6 +64,11 @@ class History:
         self._metrics.extend([row])
         self._changed.set()
 
+    def note(self, event: Event) -> None:
+        """Add an event."""
+        self._events.extend([event])
+        self._changed.set()
+
     def skip(self, images: Iterable[SkippedImage]) -> list[SkippedImage]:
         """Add the images that are not listed yet; return those."""
         listed = self._skipped_keys
@@ -80,6 +87,7 @@ class History:
         """Write what storage does not have yet; raises what storage raises."""
         self._metrics.write()
         self._skipped.write()
+        self._events.write()
         self.error = None
 
     def close(self) -> None:
@@ -99,7 +107,7 @@ class History:
             self._changed.clear()
             try:
                 self.flush()
-                pause_s = max(self._metrics.pause_s(), self._skipped.pause_s())
+                pause_s = max(lines.pause_s() for lines in (self._metrics, self._skipped, self._events))
             except Exception as error:  # whatever storage raises: the rows are kept and written later
                 self.error = str(error) or type(error).__name__
                 self._changed.set()

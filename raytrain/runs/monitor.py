@@ -123,8 +123,10 @@ class RunMonitor:
     def event(self, text: str) -> None:
         """Note something that a viewer should read: a checkpoint was written, a worker failed."""
         with self._lock:
-            self._events.append(Event(self._num_events, self._elapsed_s(), text))
+            event = Event(self._num_events, self._elapsed_s(), text)
+            self._events.append(event)
             self._num_events += 1
+            self._history.note(event)
 
     def flush(self) -> None:
         """Return when everything recorded so far is in storage; raises what storage raises."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.stop_request import StopRequest
 
-Status = Literal["starting", "running", "finished", "stopped", "failed"]
+Status = Literal["starting", "running", "finished", "stopped", "failed", "interrupted"]
 
 
 class RowCursor(NamedTuple):
@@ -30,6 +30,18 @@ class Event(NamedTuple):
     number: int
     at_s: float
     text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a line of events.jsonl, whose place in the file is its number."""
+        return {"at_s": round(self.at_s, 3), "text": self.text}
+
+    @classmethod
+    def from_json(cls, number: int, document: Mapping[str, Any]) -> Event:
+        """The inverse of :meth:`to_json`. Raises KeyError or ValueError if the document is no event."""
+        at_s, text = document["at_s"], document["text"]
+        if type(at_s) not in (int, float) or not isinstance(text, str):
+            raise ValueError("an event has a time and a text")
+        return cls(number, at_s, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +89,7 @@ class Snapshot:
     @property
     def over(self) -> bool:
         """Whether the run has ended, one way or another."""
-        return self.status in ("finished", "stopped", "failed")
+        return self.status not in ("starting", "running")
 
 
 View = Callable[[Snapshot], None]

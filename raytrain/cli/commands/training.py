@@ -11,15 +11,18 @@ import raytrain
 from raytrain.backends.torchrun_environment import is_first_process
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, RunName, Storage
+from raytrain.cli.commands.watch import page_of
 from raytrain.cli.parser import RecipeOptions, StudyOptions
+from raytrain.runs.snapshot import Snapshot, View
 
 TrustResumed = Annotated[
     FlagCreatePairsOff[bool],
     arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run."),
 ]
+Watch = Annotated[FlagCreatePairsOff[bool], arg(help="Show the run in the browser too; prints the address.")]
 
 
-def train(options: RecipeOptions, trust: TrustResumed = False) -> CommandResult:
+def train(options: RecipeOptions, trust: TrustResumed = False, watch: Watch = False) -> CommandResult:
     """Train a recipe's network on labelled images.
 
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
@@ -32,9 +35,15 @@ def train(options: RecipeOptions, trust: TrustResumed = False) -> CommandResult:
 
     # Under torchrun only one process shows the run. The others must not even take over the terminal.
     console = None if is_first_process() else Console(quiet=True, force_terminal=False)
-    with TerminalView(console) as view:
-        result = raytrain.train(config, view=view.update)
+    with page_of(config, wanted=watch and is_first_process()) as views, TerminalView(console) as terminal:
+        views.append(terminal.update)
+        result = raytrain.train(config, view=lambda snapshot: _show(snapshot, views))
     return CommandResult(result_page(config, result), result.summary(), exit_code=int(result.status == "failed"))
+
+
+def _show(snapshot: Snapshot, views: list[View]) -> None:
+    for view in views:
+        view(snapshot)
 
 
 def study(

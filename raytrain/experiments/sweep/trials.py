@@ -66,8 +66,7 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
     Raises UsageError if a trial's options are not allowed, or if two trials have the same options.
     """
     _check_shared_options(config)
-    width = max(2, len(str(len(sweep.points) - 1)))
-    trials = [_trial(f"{name}-{number:0{width}d}", point, config) for number, point in enumerate(sweep.points)]
+    trials = [_trial(*each, config) for each in zip(trial_names(sweep, name), sweep.points, strict=True)]
     seen: dict[TrainConfig, Trial] = {}
     for trial in trials:
         twin = seen.setdefault(dataclasses.replace(trial.config, name=None), trial)
@@ -77,6 +76,12 @@ def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
                 f"--vary: {both} result in the same options; leave one out, or vary the option that overrides it."
             )
     return trials
+
+
+def trial_names(sweep: Sweep, name: str) -> list[str]:
+    """The names of the trials of the sweep called ``name``, in the order of its points."""
+    width = max(2, len(str(len(sweep.points) - 1)))
+    return [f"{name}-{number:0{width}d}" for number in range(len(sweep.points))]
 
 
 def as_typed(values: Mapping[str, Any]) -> str:
@@ -117,7 +122,7 @@ def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) 
     store = open_run(config.storage, config.name or "")
     if not store.exists(SWEEP):
         raise UsageError(f"Run {config.name!r} is not a sweep; resume it with `raytrain train … --resume`.")
-    stored = _read_sweep(store)
+    stored = read_sweep(store)
     if (vary and tuple(vary) != stored.vary) or trials not in (None, len(stored.points)):
         words = " ".join(stored.vary)
         raise UsageError(
@@ -127,7 +132,7 @@ def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) 
     return stored
 
 
-def _read_sweep(store: Store) -> Sweep:
+def read_sweep(store: Store) -> Sweep:
     """The document in the sweep's folder; raises UsageError if it is damaged, or if a point sets what may not vary."""
     document = read_json(store, SWEEP)
     if not matches(document.get("vary"), list[str]) or not are_points(document.get("points")):

@@ -1,0 +1,59 @@
+"""The command that shows runs in the browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands.arguments import Storage
+
+if TYPE_CHECKING:
+    from raytrain.config import TrainConfig
+    from raytrain.page.server import PageServer
+    from raytrain.runs.snapshot import View
+
+
+def watch(
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, of a sweep or of a study.")],
+    storage: Storage = "./runs",
+    port: Annotated[int | None, arg(help="Port on this machine; by default 8266, or any that is free.")] = None,
+) -> CommandResult:
+    """Show runs in the browser, live or when they are over, until Ctrl-C. The page can stop them.
+
+    Example: raytrain watch first
+    """
+    from raytrain.page.run_names import names_of
+    from raytrain.page.server import PageServer
+    from raytrain.page.watched_runs import StoredRuns
+
+    names = [name for run in runs for name in names_of(storage, run)]
+    with StoredRuns(storage, names) as watched, PageServer(watched, port) as server:
+        _print_address(server)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    return CommandResult("", {"storage": storage, "runs": names})
+
+
+@contextmanager
+def page_of(config: TrainConfig, *, wanted: bool) -> Generator[list[View]]:
+    """Serve the page of a run that this process trains, if it is ``wanted``. Gives the view that feeds it."""
+    if not wanted:
+        yield []
+        return
+    from raytrain.page.server import PageServer
+    from raytrain.page.watched_runs import WatchedRuns
+
+    watched = WatchedRuns(config.storage, [config.name] if config.name else [])
+    with PageServer(watched) as server:
+        _print_address(server)
+        yield [watched.update]
+
+
+def _print_address(server: PageServer) -> None:
+    """Say where the page is. The address is the key to it."""
+    print(f"Watch it at {server.url}", flush=True)

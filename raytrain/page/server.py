@@ -1,0 +1,236 @@
+"""Serves the page of some runs on this machine: the files of the page, what is new as server-sent events, and Stop.
+
+Only whoever has the token may see or stop a run. It is in the fragment of the page's address, which no browser sends
+anywhere, and the page sends it in a header of its own, which no other site can. There is no cookie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from raytrain.errors import RaytrainError, UsageError
+from raytrain.page.feed import FeedCursor, RunFeed
+from raytrain.page.watched_runs import WatchedRuns
+
+DEFAULT_PORT = 8266
+"""Next to that of Ray's dashboard."""
+TOKEN_HEADER = "X-Raytrain-Token"
+_HOST = "127.0.0.1"
+_UPDATE_EVERY_S = 0.5
+_KEEP_ALIVE_S = 10.0
+_SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
+_LAST_WORDS_S = 2.0
+_LAST_QUESTIONS_S = 1.0  # after the last words a page still asks for the last evaluation
+_FILES = {
+    "": "text/html",
+    "page.css": "text/css",
+    "uPlot.min.css": "text/css",
+    **dict.fromkeys(
+        (
+            *("uPlot.iife.min.js", "page.js", "format.js", "curves.js", "chart.js", "run_view.js", "stop_panel.js"),
+            *("evaluation_view.js", "comparison.js", "parallel_coordinates.js"),
+        ),
+        "text/javascript",
+    ),
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PageServer:
+    """Serves the page of ``runs`` while it is open, in a thread of its own, to this machine only.
+
+    ``port`` 0 takes any free port; None prefers :data:`DEFAULT_PORT`. Raises UsageError if the port is taken.
+    """
+
+    def __init__(self, runs: WatchedRuns, port: int | None = None) -> None:
+        self._runs = runs
+        self._port = port
+        self._token = secrets.token_urlsafe(24)
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._closing = False
+        self._viewers: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="page")
+
+    def __enter__(self) -> PageServer:
+        self._thread.start()
+        try:
+            self._port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._end_thread()
+            raise
+        self._runs.on_change(self._notify)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Tell every viewer how the runs stand, and close."""
+        self._runs.on_change(lambda: None)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._end_thread()
+
+    @property
+    def url(self) -> str:
+        """The address of the page, with the token."""
+        return f"http://{_HOST}:{self._port}/#token={self._token}"
+
+    async def _start(self) -> int:
+        app = web.Application(middlewares=[self._guard], client_max_size=10_000)
+        for name in _FILES:
+            app.router.add_get(f"/{name}", _file)
+        app.router.add_get("/api/events", self._events)
+        app.router.add_get("/api/curves", self._curves)
+        app.router.add_get("/api/documents", self._documents)
+        app.router.add_post("/api/stop", self._stop_run)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LAST_WORDS_S)
+        await self._runner.setup()
+        return await self._listen()
+
+    async def _listen(self) -> int:
+        for port in [DEFAULT_PORT, 0] if self._port is None else [self._port]:
+            with suppress(OSError):
+                site = web.TCPSite(self._runner, _HOST, port)
+                await site.start()
+                return self._runner.addresses[0][1]
+        raise UsageError(f"--port is {self._port}, which another program uses; give another one, or leave it out.")
+
+    async def _stop(self) -> None:
+        self._closing = True
+        self._wake_viewers()
+        if self._viewers:
+            await asyncio.wait(self._viewers, timeout=_LAST_WORDS_S)
+            await asyncio.sleep(_LAST_QUESTIONS_S)
+        await self._runner.cleanup()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _notify(self) -> None:
+        self._loop.call_soon_threadsafe(self._wake_viewers)
+
+    def _wake_viewers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let only viewers with the token see a run, and tell a browser what the page may do."""
+        allowed = not request.path.startswith("/api/") or (self._has_token(request) and _is_same_origin(request))
+        try:
+            response = await handler(request) if allowed else _refusal()
+        except web.HTTPException as error:
+            response = web.Response(status=error.status, text=error.reason)
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+        return response
+
+    def _has_token(self, request: web.Request) -> bool:
+        given = request.headers.get(TOKEN_HEADER, "")
+        return secrets.compare_digest(given.encode("utf-8", "surrogateescape"), self._token.encode())
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Everything about all runs, and then what is new, as long as the viewer listens."""
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        task = asyncio.current_task()
+        assert task is not None
+        self._viewers.add(task)
+        try:
+            await self._send_updates(response)
+        except (OSError, asyncio.TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._viewers.discard(task)
+        return response
+
+    async def _send_updates(self, response: web.StreamResponse) -> None:
+        cursors: dict[str, FeedCursor] = {}
+        await _send(response, "runs", json.dumps(self._runs.description()).encode())
+        while True:
+            changed, closing = self._changed, self._closing
+            for feed in self._runs.feeds:
+                message, cursors[feed.name] = feed.since(cursors.get(feed.name, FeedCursor()))
+                if message is not None:
+                    await _send(response, "run", message)
+            if closing:
+                await _send(response, "closed", b"{}")
+                return
+            await asyncio.sleep(0 if self._closing else _UPDATE_EVERY_S)
+            try:
+                await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
+            except asyncio.TimeoutError:
+                await _write(response, b":\n\n")
+
+    async def _curves(self, request: web.Request) -> web.Response:
+        """A part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
+        try:
+            first, last = int(request.query.get("first", "")), int(request.query.get("last", ""))
+        except ValueError:
+            raise web.HTTPBadRequest from None
+        curves = await asyncio.to_thread(self._feed(request).between, first, last)
+        return web.json_response(curves)
+
+    async def _documents(self, request: web.Request) -> web.Response:
+        """What changes rarely: ``?run=NAME``."""
+        name = self._feed(request).name
+        return web.json_response(await asyncio.to_thread(self._runs.documents, name))
+
+    async def _stop_run(self, request: web.Request) -> web.Response:
+        """Ask a run to stop with a checkpoint: ``?run=NAME``."""
+        name = self._feed(request).name
+        try:
+            await asyncio.to_thread(self._runs.stop, name)
+        except RaytrainError as error:
+            return web.json_response({"error": str(error)}, status=409)
+        return web.json_response({})
+
+    def _feed(self, request: web.Request) -> RunFeed:
+        for feed in self._runs.feeds:
+            if feed.name == request.query.get("run"):
+                return feed
+        raise web.HTTPNotFound
+
+
+async def _file(request: web.Request) -> web.Response:
+    name = request.path.rpartition("/")[2]
+    text = (files("raytrain.page") / "static" / (name or "index.html")).read_text("utf-8")
+    return web.Response(text=text, content_type=_FILES[name])
+
+
+def _refusal() -> web.Response:
+    return web.json_response({"error": "wrong token"}, status=403)
+
+
+def _is_same_origin(request: web.Request) -> bool:
+    """Whether the page itself asks. A proxy may change the host that it asks for, but not what the browser says."""
+    origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "same-origin")
+    if site not in ("same-origin", "none"):
+        return False
+    return origin is None or "Sec-Fetch-Site" in request.headers or urlsplit(origin).netloc == request.host
+
+
+async def _send(response: web.StreamResponse, event: str, message: bytes) -> None:
+    await _write(response, b"event: %s\ndata: %s\n\n" % (event.encode(), message))
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    await asyncio.wait_for(response.write(data), _SLOWEST_WRITE_S)

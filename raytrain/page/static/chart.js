@@ -1,0 +1,189 @@
+// One chart: some lines, bands and points over the steps or the time, with zoom, hover values and a logarithmic scale.
+
+import { align } from "./curves.js";
+import { el, fill, formatDuration, formatNumber } from "./format.js";
+
+/* global uPlot */
+
+export class Chart {
+  /**
+   * @param title the heading.
+   * @param format shows a value of the y axis.
+   * @param onZoom called with [first, last] on the x axis, or null for all of it.
+   * @param sync charts with the same key share their cursor.
+   */
+  constructor({ title, format = formatNumber, onZoom = () => {}, sync = "run" }) {
+    this.title = title;
+    this.format = format;
+    this.onZoom = onZoom;
+    this.sync = sync;
+    this.log = false;
+    this.axis = "step";
+    this.series = [];
+    this.range = null;
+    this.plot = null;
+    this.values = el("div", { class: "values" });
+    this.logButton = el("button", { type: "button", class: "quiet", "aria-pressed": "false", title: "logarithmic scale", click: () => this.toggleLog() }, "log");
+    this.canvas = el("div", { class: "plot" });
+    this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.values, this.logButton), this.canvas);
+    new ResizeObserver(() => this.resize()).observe(this.canvas);
+  }
+
+  /**
+   * Show `series`: objects with `label`, `x`, `y`, `color` (a CSS variable), and perhaps `width`, `alpha`, `points`,
+   * `low` and `high` (a band), `quiet` (without a value in the heading), `dash`. `range` is the visible part, or null.
+   */
+  show(series, { axis = "step", range = null } = {}) {
+    const bands = series.filter((one) => one.low).length;
+    const shape = JSON.stringify([axis, bands, series.map(({ label, color, alpha, width, points }) => [label, color, alpha, width, points])]);
+    this.series = series;
+    this.range = range;
+    if (shape !== this.shape || axis !== this.axis) {
+      this.shape = shape;
+      this.axis = axis;
+      this.rebuild();
+      return;
+    }
+    this.plot?.setData(this.data(), false);
+    this.rescale();
+  }
+
+  toggleLog() {
+    this.log = !this.log;
+    this.logButton.setAttribute("aria-pressed", String(this.log));
+    this.rebuild();
+  }
+
+  /** Draw anew, as after a change of the theme. */
+  rebuild() {
+    this.plot?.destroy();
+    this.plot = null;
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    if (!width || !this.series.length) return;
+    this.plot = new uPlot(this.options(width, height), this.data(), this.canvas);
+    this.rescale();
+  }
+
+  resize() {
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    if (!this.plot) this.rebuild();
+    else if (width && (this.plot.width !== width || this.plot.height !== height)) this.plot.setSize({ width, height });
+  }
+
+  rescale() {
+    const xs = this.plot?.data[0];
+    if (!xs) return;
+    const [min, max] = this.range ?? [xs[0] ?? 0, xs.at(-1) ?? 1];
+    this.zooming = true;
+    this.plot.batch(() => this.plot.setScale("x", { min, max: max > min ? max : min + 1 }));
+    this.zooming = false;
+    this.showValues(null);
+  }
+
+  data() {
+    const lines = this.series.flatMap(({ x, y, low, high }) => (low ? [{ x, y: low }, { x, y: high }, { x, y }] : [{ x, y }]));
+    const [xs, ...columns] = align(lines);
+    if (!this.log) return [xs, ...columns];
+    return [xs, ...columns.map((column) => column.map((value) => (value != null && value <= 0 ? null : value)))];
+  }
+
+  options(width, height) {
+    const css = getComputedStyle(this.element);
+    const color = (name) => css.getPropertyValue(name).trim();
+    const axis = { stroke: color("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: color("--grid"), width: 1 } };
+    const series = [{}], bands = [];
+    this.places = [];
+    for (const one of this.series) {
+      const stroke = color(one.color);
+      if (one.low) {
+        const edge = { stroke: "transparent", points: { show: false } };
+        bands.push({ series: [series.length + 1, series.length], fill: translucent(stroke, 0.16) });
+        series.push(edge, { ...edge });
+      }
+      this.places.push(series.length);
+      series.push({
+        stroke: translucent(stroke, one.alpha ?? 1),
+        width: one.width ?? 2,
+        dash: one.dash,
+        points: { show: one.points ? this.fewPoints(one) : false, size: 6, fill: stroke, stroke },
+      });
+    }
+    return {
+      width,
+      height,
+      series,
+      bands,
+      legend: { show: false },
+      padding: [8, 10, 0, 0],
+      scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => padded(low, high) } },
+      axes: [
+        { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => (this.axis === "time" ? formatDuration(tick) : compact(tick))) },
+        { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
+      ],
+      cursor: { sync: { key: this.sync }, points: { size: 7 }, drag: { x: true, y: false } },
+      hooks: {
+        setCursor: [(plot) => this.showValues(plot.cursor.idx)],
+        setSelect: [(plot) => this.zoom(plot)],
+        setScale: [(plot, key) => key === "x" && !this.zooming && this.isReset(plot) && this.onZoom(null)],
+      },
+    };
+  }
+
+  fewPoints(one) {
+    return one.x.length < 60;
+  }
+
+  isReset(plot) {
+    const { min, max } = plot.scales.x;
+    return this.range != null && min <= plot.data[0][0] && max >= plot.data[0].at(-1);
+  }
+
+  zoom(plot) {
+    const { left, width } = plot.select;
+    if (width < 4) return;
+    const [first, last] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    this.onZoom([first, last]);
+  }
+
+  /** The values under the cursor in the heading; the latest ones without a cursor. */
+  showValues(index) {
+    if (!this.plot) return;
+    const parts = this.series.flatMap((one, number) => {
+      if (one.quiet) return [];
+      const column = this.plot.data[this.places[number]];
+      const value = nearest(column, index ?? column.length - 1);
+      return value == null ? [] : [el("span", {}, swatch(this.series.length > 1 ? one.color : null), one.label ? `${one.label} ` : "", el("b", {}, this.format(value)))];
+    });
+    const x = index == null ? null : this.plot.data[0][index];
+    const where = x == null ? null : el("span", { class: "where" }, this.axis === "time" ? formatDuration(x) : `step ${formatNumber(x)}`);
+    fill(this.values, where, ...parts.slice(0, 6));
+  }
+}
+
+/** A dot in a colour of the style sheet. */
+export function swatch(color) {
+  if (!color) return null;
+  const dot = el("i", { class: "swatch" });
+  dot.style.background = `var(${color})`;
+  return dot;
+}
+
+function nearest(column, index) {
+  for (let i = index; i >= 0; i--) if (column[i] != null) return column[i];
+  return null;
+}
+
+function padded(low, high) {
+  if (low == null || high == null) return [0, 1];
+  const space = (high - low || Math.abs(high) || 1) * 0.06;
+  return [low >= 0 && low - space < 0 ? 0 : low - space, high + space];
+}
+
+function compact(value) {
+  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+}
+
+function translucent(color, alpha) {
+  return alpha === 1 ? color : `color-mix(in srgb, ${color} ${100 * alpha}%, transparent)`;
+}

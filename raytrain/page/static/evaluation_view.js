@@ -1,0 +1,69 @@
+// What the last evaluation showed: images as the network sees them, those it gets most wrong, and the confusions.
+
+import { el, formatNumber, formatPercent } from "./format.js";
+
+const MAX_TABLE_CLASSES = 24;
+const NUM_CONFUSIONS = 8;
+const IMAGE = /^data:image\/png;base64,[A-Za-z0-9+/=]+$/;
+
+/** The elements of an `evaluation.json`, null if it holds nothing to show. Anybody may have written it. */
+export function evaluationView(document) {
+  const classes = Array.isArray(document?.classes) ? document.classes : [];
+  const sections = [
+    gallery("Most wrong", "The test images with the largest loss", document?.worst, classes),
+    gallery("Last batch", "Training images as the network sees them, and what it says", document?.batch, classes),
+    confusions(document?.confusion, classes),
+  ].filter(Boolean);
+  return sections.length ? el("div", {}, el("h2", {}, `Evaluation after step ${formatNumber(document.step)}`), el("div", { class: "panels" }, ...sections)) : null;
+}
+
+function gallery(title, about, examples, classes) {
+  if (!Array.isArray(examples) || !examples.length) return null;
+  const figures = examples.filter(({ image }) => IMAGE.test(image)).map((example) => {
+    const { image, label, prediction, probability, key } = example;
+    const right = label === prediction;
+    const said = `${classes[prediction] ?? prediction} ${probability == null ? "" : formatPercent(probability)}`;
+    return el(
+      "figure",
+      { class: right ? "right" : "wrong", title: key ?? "" },
+      el("img", { src: image, alt: `${classes[label] ?? label}, predicted ${said}` }),
+      el("figcaption", {}, el("b", {}, classes[label] ?? label), el("span", {}, said)),
+    );
+  });
+  return el("section", {}, el("h3", {}, title), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures));
+}
+
+function confusions(cells, classes) {
+  if (!Array.isArray(cells) || !cells.length || !classes.length) return null;
+  const totals = classes.map(() => 0);
+  for (const [label, , count] of cells) totals[label] += count;
+  const wrong = cells.filter(([label, prediction]) => label !== prediction).slice(0, NUM_CONFUSIONS);
+  const list = el("ol", { class: "confusions" }, ...wrong.map(([label, prediction, count]) =>
+    el("li", {}, el("b", {}, classes[label]), " taken for ", el("b", {}, classes[prediction]), ` ${formatNumber(count)} × (${formatPercent(count / totals[label])})`)));
+  const matrix = classes.length <= MAX_TABLE_CLASSES ? table(cells, classes, totals) : picture(cells, classes, totals);
+  return el("section", { class: "confusion" }, el("h3", {}, "Confusion matrix"), el("p", { class: "about" }, "Rows are the labels, columns the predictions"), matrix, wrong.length ? list : null);
+}
+
+function table(cells, classes, totals) {
+  const counts = new Map(cells.map(([label, prediction, count]) => [`${label} ${prediction}`, count]));
+  const head = el("tr", {}, el("td"), ...classes.map((name) => el("th", { scope: "col" }, el("span", {}, name))));
+  const rows = classes.map((name, label) => el("tr", {}, el("th", { scope: "row" }, name), ...classes.map((_, prediction) => cell(counts.get(`${label} ${prediction}`) ?? 0, label, prediction, totals, classes))));
+  return el("div", { class: "scroll" }, el("table", { class: "matrix" }, head, ...rows));
+}
+
+function cell(count, label, prediction, totals, classes) {
+  const fraction = totals[label] ? count / totals[label] : 0;
+  const element = el("td", { title: `${classes[label]} taken for ${classes[prediction]}: ${count}`, "data-right": label === prediction }, count ? formatNumber(count) : "");
+  element.style.setProperty("--share", `${(100 * Math.sqrt(fraction)).toFixed(0)}%`);
+  return element;
+}
+
+function picture(cells, classes, totals) {
+  const canvas = el("canvas", { class: "matrix", width: classes.length, height: classes.length });
+  const context = canvas.getContext("2d");
+  for (const [label, prediction, count] of cells) {
+    context.fillStyle = `rgba(${label === prediction ? "14, 138, 138" : "200, 80, 20"}, ${Math.sqrt(count / totals[label])})`;
+    context.fillRect(prediction, label, 1, 1);
+  }
+  return canvas;
+}

@@ -1,0 +1,68 @@
+// Numbers, times and elements. Text from outside, such as a class name, only ever becomes the text of an element.
+
+export const UNKNOWN = "–";
+
+// Control characters, marks that reverse the direction of text, and halves of characters.
+const CONTROLS = /[\u0000-\u001f\u007f-\u009f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]|\p{Surrogate}/gu;
+
+/** A text from outside as it may be shown. */
+export function printable(text) {
+  return String(text).replace(CONTROLS, "\ufffd");
+}
+
+/** An element with attributes (functions are listeners) and children (text or elements; null is left out). */
+export function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : printable(child))));
+  return element;
+}
+
+/** Replace the children of an element. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : printable(child))));
+}
+
+/** A number with as many digits as are worth reading. */
+export function formatNumber(value) {
+  if (value == null || !Number.isFinite(value)) return UNKNOWN;
+  if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 1e7 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : size >= 10 ? 1 : 4 });
+}
+
+export function formatPercent(value) {
+  return value == null ? UNKNOWN : `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 2 : 1)} %`;
+}
+
+export function formatBytes(value) {
+  if (value == null) return UNKNOWN;
+  return value >= 1e9 ? `${(value / 1e9).toFixed(1)} GB` : `${(value / 1e6).toFixed(0)} MB`;
+}
+
+/** As in 4 s, 12 min 5 s, 3 h 20 min. */
+export function formatDuration(seconds) {
+  if (seconds == null) return UNKNOWN;
+  const s = Math.round(seconds);
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+}
+
+/** As in 00:12:34, for lines that stand below each other. */
+export function formatClock(seconds) {
+  const s = Math.floor(seconds);
+  return [s / 3600, (s / 60) % 60, s % 60].map((part) => String(Math.floor(part)).padStart(2, "0")).join(":");
+}
+
+/** The value of an option, as a user types it. */
+export function formatOption(value) {
+  if (value == null) return UNKNOWN;
+  return Array.isArray(value) ? value.map(formatOption).join(" ") || UNKNOWN : String(value);
+}

@@ -1,0 +1,136 @@
+// The page: connects to its server, reconnects by itself, and shows one run or several.
+
+import { Comparison } from "./comparison.js";
+import { el, fill, printable } from "./format.js";
+import { RunView } from "./run_view.js";
+
+const RECONNECT_MS = [500, 1000, 2000, 4000];
+const SILENCE_MS = 25_000; // the server says something every ten seconds
+
+const token = readToken();
+const views = new Map();
+const connection = el("span", { class: "connection", role: "status" });
+const nav = el("nav", { hidden: true });
+const main = el("main");
+let comparison = null;
+
+function readToken() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  try {
+    if (given) sessionStorage.setItem("raytrain-token", given);
+    return given ?? sessionStorage.getItem("raytrain-token") ?? "";
+  } catch {
+    return given ?? "";
+  }
+}
+
+/** Ask the server; relative, because a proxy may serve the page below any path. */
+async function request(path, options = {}) {
+  const response = await fetch(`api/${path}`, { ...options, headers: { "X-Raytrain-Token": token } });
+  if (!response.ok) throw Object.assign(new Error((await response.json().catch(() => ({}))).error ?? response.statusText), { status: response.status });
+  return response;
+}
+
+const api = {
+  curves: async (run, first, last) => (await request(`curves?${new URLSearchParams({ run, first, last })}`)).json(),
+  documents: async (run) => (await request(`documents?${new URLSearchParams({ run })}`)).json(),
+  stop: (run) => request(`stop?${new URLSearchParams({ run })}`, { method: "POST" }),
+};
+
+const handlers = {
+  runs({ runs }) {
+    if (runs.length > 1 && !comparison) {
+      comparison = new Comparison(api, select);
+      main.prepend(comparison.element);
+    }
+  },
+  run(message) {
+    if (!views.has(message.run)) add(message.run);
+    views.get(message.run).apply(message);
+    comparison?.apply(message, views.get(message.run));
+    if (views.size === 1) document.title = `${Math.floor((100 * message.state.step) / message.state.num_steps)} % · ${printable(message.run)}`;
+  },
+};
+
+function add(name) {
+  const view = new RunView(name, api);
+  views.set(name, view);
+  view.element.hidden = comparison !== null;
+  main.append(view.element);
+}
+
+/** Show one run of several, or none. */
+function select(name) {
+  for (const [each, view] of views) view.element.hidden = each !== name;
+  views.get(name)?.redraw();
+}
+
+/** Handle the events of one connection; returns true if the server has said its last word. */
+async function listen() {
+  const abort = new AbortController();
+  let silence = setTimeout(() => abort.abort(), SILENCE_MS);
+  try {
+    const { body } = await request("events", { signal: abort.signal });
+    show("live", "live");
+    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = "", part = await reader.read(); !part.done; part = await reader.read()) {
+      clearTimeout(silence);
+      silence = setTimeout(() => abort.abort(), SILENCE_MS);
+      const messages = (rest + part.value).split("\n\n");
+      rest = messages.pop();
+      for (const message of messages) if (handle(message)) return true;
+    }
+  } finally {
+    clearTimeout(silence);
+  }
+  return false;
+}
+
+function handle(message) {
+  const fields = Object.fromEntries(message.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+  handlers[fields.event]?.(JSON.parse(fields.data));
+  return fields.event === "closed";
+}
+
+async function connect() {
+  for (let failures = 0; ; failures++) {
+    try {
+      if (await listen()) return show("closed", "the server has ended");
+      failures = 0;
+    } catch (error) {
+      if (error.status === 403) return refuse();
+    }
+    show("lost", "reconnecting …");
+    await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS[Math.min(failures, RECONNECT_MS.length - 1)]));
+  }
+}
+
+function show(state, text) {
+  connection.dataset.state = state;
+  fill(connection, text);
+}
+
+function refuse() {
+  show("closed", "not allowed");
+  fill(main, el("div", { class: "banner", "data-status": "failed" }, el("strong", {}, "This address lacks the right token. "), "Open the whole address that raytrain printed, with everything behind the #."));
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  redraw();
+}
+
+function redraw() {
+  comparison?.redraw();
+  for (const view of views.values()) view.redraw();
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+document.body.append(
+  el("div", { class: "top" }, el("span", { class: "brand" }, "raytrain"), nav, connection, el("button", { type: "button", class: "quiet", click: switchTheme, title: "light or dark" }, "◐")),
+  main,
+);
+show("lost", "connecting …");
+connect();

@@ -1,0 +1,70 @@
+// Parallel coordinates: one vertical axis for each option that differs, and one for the accuracy; a line for each run.
+
+import { el, fill, formatNumber, formatPercent, printable } from "./format.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 1000, HEIGHT = 260, TOP = 34, BOTTOM = 26, SIDE = 70;
+
+export class ParallelCoordinates {
+  /** `choose(name)` is called with the run whose line is clicked. */
+  constructor(choose) {
+    this.choose = choose;
+    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": "parallel coordinates" });
+    this.element = el("figure", { class: "chart coordinates", hidden: true }, el("figcaption", {}, el("h3", {}, "What makes the difference"), el("div", { class: "values" }, "a line is a run, the better the darker")), this.picture);
+  }
+
+  /** Show `runs`, each with `name`, `values` by option and `score`, the best accuracy or null. */
+  show(runs, options) {
+    this.element.hidden = runs.length < 2 || !options.length;
+    if (this.element.hidden) return;
+    const axes = [...options.map((option) => axis(option.replaceAll("_", "-"), runs.map(({ values }) => values[option]), formatNumber)), axis("best accuracy", runs.map(({ score }) => score), formatPercent)];
+    axes.forEach((one, i) => { one.x = SIDE + ((WIDTH - 2 * SIDE) * i) / (axes.length - 1); });
+    const scores = axes.at(-1);
+    const lines = runs.map(({ name, values, score }) => ({ name, rank: score == null ? 0 : 1 - scores.place(score), points: axes.map((one, i) => [one.x, one.place(i < options.length ? values[options[i]] : score)]) }));
+    fill(this.picture, ...lines.sort((a, b) => a.rank - b.rank).map((line) => this.line(line)), ...axes.flatMap(drawAxis));
+  }
+
+  line({ name, rank, points }) {
+    const known = points.filter(([, y]) => y !== null);
+    const path = svg("path", { d: known.map(([x, y], i) => `${i ? "L" : "M"}${x} ${vertical(y)}`).join(""), class: "line" }, svg("title", {}, printable(name)));
+    path.style.strokeOpacity = String(0.2 + 0.8 * rank);
+    path.addEventListener("click", () => this.choose(name));
+    return path;
+  }
+}
+
+/** An axis: `place(value)` is 0 at the top to 1, null if not known. Numbers over two decades are on a logarithmic scale. */
+function axis(title, values, format) {
+  const known = values.filter((value) => value != null);
+  if (!known.every((value) => typeof value === "number")) {
+    const words = [...new Set(known.map((value) => JSON.stringify(value)))].sort();
+    return { title, ticks: words.map((word, i) => [share(i, words.length), word.replace(/^"|"$/g, "")]), place: (value) => (value == null ? null : share(words.indexOf(JSON.stringify(value)), words.length)) };
+  }
+  const low = Math.min(...known), high = Math.max(...known);
+  const scale = low > 0 && high / low > 50 ? Math.log : (value) => value;
+  const place = (value) => (value == null ? null : high === low ? 0.5 : 1 - (scale(value) - scale(low)) / (scale(high) - scale(low)));
+  return { title, place, ticks: known.length ? [...new Set([low, high])].map((value) => [place(value), format(value)]) : [] };
+}
+
+function share(i, count) {
+  return count < 2 ? 0.5 : i / (count - 1);
+}
+
+function drawAxis({ x, title, ticks }) {
+  return [
+    svg("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }),
+    svg("text", { x, y: 16, class: "title" }, printable(title)),
+    ...ticks.map(([y, text]) => svg("text", { x: x + 6, y: vertical(y) + 4, class: "tick" }, printable(text))),
+  ];
+}
+
+function vertical(y) {
+  return TOP + y * (HEIGHT - TOP - BOTTOM);
+}
+
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}

@@ -1,0 +1,223 @@
+// The page of one run: heading, progress, stop, curves, and what the last evaluation showed.
+
+import { Chart } from "./chart.js";
+import { Curves, smooth } from "./curves.js";
+import { evaluationView } from "./evaluation_view.js";
+import { el, fill, formatBytes, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
+import { StopPanel } from "./stop_panel.js";
+
+const COLORS = { train: "--train", test: "--test" };
+const KNOWN = {
+  loss: { title: "Loss" },
+  accuracy: { title: "Accuracy", format: formatPercent },
+  learning_rate: { title: "Learning rate" },
+  images_per_s: { title: "Images per second" },
+  data_wait_fraction: { title: "Waiting for data", format: formatPercent },
+  cpu_fraction: { title: "CPU", format: formatPercent },
+  gpu_fraction: { title: "GPU", format: formatPercent },
+  gpu_memory_bytes: { title: "GPU memory", format: formatBytes },
+  object_store_bytes: { title: "Object store", format: formatBytes },
+};
+const FIRST = ["loss", "accuracy"];
+const HIDDEN = new Set(["elapsed_s", "samples_seen"]);
+
+export class RunView {
+  /**
+   * @param name the run's name.
+   * @param api `curves(name, first, last)`, `documents(name)` and `stop(name)` return promises; a missing one hides
+   *   what needs it.
+   */
+  constructor(name, api) {
+    this.name = name;
+    this.api = api;
+    this.state = null;
+    this.curves = { step: new Curves(), evaluation: new Curves() };
+    this.zoomed = null;
+    this.range = null;
+    this.axis = "step";
+    this.strength = 0.4;
+    this.events = new Map();
+    this.charts = new Map();
+    this.build();
+  }
+
+  build() {
+    this.title = el("h1", {}, this.name);
+    this.status = el("span", { class: "pill", role: "status" });
+    this.facts = el("p", { class: "facts" });
+    this.bar = el("progress", { max: 1, value: 0, "aria-label": "progress" });
+    this.progress = el("p", { class: "progress-text" });
+    this.stopPanel = new StopPanel(() => this.api.stop(this.name), Boolean(this.api.stop));
+    this.banner = el("div", { class: "banner", hidden: true });
+    this.tiles = el("dl", { class: "tiles" });
+    this.large = el("div", { class: "charts large" });
+    this.small = el("div", { class: "charts" });
+    this.eventList = el("ol", { class: "events" });
+    this.evaluation = el("div", { class: "evaluation" });
+    this.config = el("div", { class: "config" });
+    this.element = el(
+      "article",
+      { class: "run" },
+      el("header", {}, el("div", { class: "heading" }, this.title, this.status, this.stopPanel.button), this.facts, this.bar, this.progress),
+      this.stopPanel.element,
+      this.banner,
+      this.tiles,
+      this.controls(),
+      this.large,
+      this.small,
+      this.evaluation,
+      el("div", { class: "columns" }, el("section", {}, el("h2", {}, "Events"), this.eventList), this.config),
+    );
+  }
+
+  controls() {
+    const axis = el("button", { type: "button", click: () => this.switchAxis(axis) }, "over steps");
+    const slider = el("input", { type: "range", min: 0, max: 1, step: 0.05, value: this.strength, "aria-label": "smoothing" });
+    slider.addEventListener("input", () => { this.strength = Number(slider.value); this.draw(); });
+    this.reset = el("button", { type: "button", hidden: true, click: () => this.zoom(null) }, "show all");
+    return el("div", { class: "controls" }, el("label", {}, "smoothing ", slider), axis, this.reset, el("span", { class: "hint" }, "drag in a chart to zoom in"));
+  }
+
+  switchAxis(button) {
+    this.axis = this.axis === "step" ? "time" : "step";
+    fill(button, this.axis === "step" ? "over steps" : "over time");
+    this.zoom(null);
+  }
+
+  /** Take a message of the server: the state, new events, new buckets. */
+  apply(message) {
+    const evaluatedBefore = this.state?.evaluation?.step, isFirst = this.state === null;
+    this.state = message.state;
+    for (const event of message.events) this.events.set(event.number, event);
+    for (const kind of ["step", "evaluation"]) this.curves[kind].apply(message.curves[kind]);
+    this.showState();
+    this.draw();
+    if (isFirst || this.state.evaluation?.step !== evaluatedBefore) this.readDocuments();
+  }
+
+  showState() {
+    const state = this.state;
+    const stopping = state.stop_reason && !state.over;
+    fill(this.status, stopping ? "stopping" : state.status);
+    this.status.dataset.status = stopping ? "stopping" : state.status;
+    const workers = state.num_workers === 1 ? "1 worker" : `${state.num_workers} workers`;
+    const skipped = state.num_skipped ? `${formatNumber(state.num_skipped)} images skipped` : null;
+    const retried = state.num_retries ? `${formatNumber(state.num_retries)} requests retried` : null;
+    fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, skipped, retried, state.problem].filter(Boolean).join(" · "));
+    this.bar.value = state.step / state.num_steps;
+    const left = state.time_left_s == null ? "" : ` · ${formatDuration(state.time_left_s)} left`;
+    fill(this.progress, `${Math.floor((100 * state.step) / state.num_steps)} % · epoch ${state.epoch} of ${state.num_epochs} · step ${formatNumber(state.step)} of ${formatNumber(state.num_steps)}${left}`);
+    this.stopPanel.show(state, [...this.events.values()]);
+    this.showBanner();
+    this.showTiles();
+    this.showEvents();
+  }
+
+  showBanner() {
+    const { over, result, status, step } = this.state;
+    this.banner.hidden = !over;
+    this.banner.dataset.status = status;
+    if (!over) return;
+    const checkpoint = result?.checkpoint ? el("span", {}, "Checkpoint: ", el("code", {}, result.checkpoint)) : null;
+    const reason = result?.error ?? (result?.stop_reason ? `Asked by ${result.stop_reason}.` : null);
+    const words = { finished: "Finished", stopped: "Stopped with a checkpoint", failed: "Failed", interrupted: "Interrupted" };
+    fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, checkpoint);
+  }
+
+  showTiles() {
+    const { latest, evaluation } = this.state;
+    const tiles = [
+      ["Test accuracy", formatPercent(evaluation?.accuracy)],
+      ["Test loss", formatNumber(evaluation?.loss)],
+      ["Training loss", formatNumber(latest?.loss)],
+      ["Learning rate", formatNumber(latest?.learning_rate)],
+      ["Images/s", formatNumber(latest?.images_per_s)],
+      ["Waiting for data", formatPercent(latest?.data_wait_fraction)],
+    ];
+    fill(this.tiles, ...tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  }
+
+  showEvents() {
+    const newest = [...this.events.values()].sort((a, b) => b.number - a.number);
+    if (newest[0]?.number === this.newestEvent) return;
+    this.newestEvent = newest[0]?.number;
+    fill(this.eventList, ...newest.map(({ at_s, text }) => el("li", {}, el("time", {}, formatClock(at_s)), text)));
+  }
+
+  draw() {
+    const names = new Set([...FIRST, ...Object.keys(KNOWN), ...this.curves.step.metrics.keys(), ...this.curves.evaluation.metrics.keys()]);
+    for (const name of names) if (!HIDDEN.has(name)) this.drawChart(name);
+  }
+
+  drawChart(name) {
+    const series = this.series(name);
+    if (!series.length) return;
+    if (!this.charts.has(name)) {
+      const { title = name.replaceAll("_", " "), format = formatNumber } = KNOWN[name] ?? {};
+      const chart = new Chart({ title, format, sync: `run ${this.name}`, onZoom: (range) => this.zoom(range) });
+      this.charts.set(name, chart);
+      (FIRST.includes(name) ? this.large : this.small).append(chart.element);
+    }
+    this.charts.get(name).show(series, { axis: this.axis, range: this.range });
+  }
+
+  series(name) {
+    const { step, evaluation } = this.zoomed ?? this.curves;
+    const series = [], train = step.get(name), test = evaluation.get(name);
+    const smoothed = FIRST.includes(name) || !(name in KNOWN);
+    if (train?.mean.some((value) => value != null)) {
+      const x = step.x(this.axis), averaged = smoothed && this.strength > 0;
+      const band = train.low.some((low, i) => low !== train.high[i]) ? { low: train.low, high: train.high } : {};
+      series.push({ label: "train", x, y: train.mean, color: COLORS.train, ...band, ...(averaged ? { quiet: true, alpha: 0.3, width: 1 } : {}) });
+      if (averaged) series.push({ label: "train", x, y: smooth(step.step, train.mean, this.strength), color: COLORS.train });
+    }
+    if (test?.mean.some((value) => value != null)) {
+      series.push({ label: "test", x: evaluation.x(this.axis), y: test.mean, color: COLORS.test, points: true });
+    }
+    if (series.length === 1 && name in KNOWN && !FIRST.includes(name)) series[0].label = "";
+    return series;
+  }
+
+  /** Show a part of the x axis with finer curves from the server, or everything. */
+  async zoom(range) {
+    this.range = range;
+    this.zoomed = null;
+    this.reset.hidden = range === null;
+    this.draw();
+    if (range === null || !this.api.curves) return;
+    const [first, last] = this.axis === "step" ? [Math.floor(range[0]), Math.ceil(range[1])] : this.steps(range);
+    const answer = await this.api.curves(this.name, first, last).catch(() => null);
+    if (answer === null || this.range !== range) return;
+    this.zoomed = Object.fromEntries(Object.entries(answer).map(([kind, change]) => {
+      const curves = new Curves();
+      curves.apply({ reset: true, ...change });
+      return [kind, curves];
+    }));
+    this.draw();
+  }
+
+  /** The steps of a range of times. */
+  steps([from, until]) {
+    const times = this.curves.step.x("time"), { step } = this.curves.step;
+    const inside = step.filter((_, i) => times[i] >= from && times[i] <= until);
+    return inside.length ? [inside[0], inside.at(-1)] : [0, 0];
+  }
+
+  async readDocuments() {
+    const documents = await this.api.documents?.(this.name).catch(() => null);
+    if (!documents) return;
+    fill(this.evaluation, evaluationView(documents.evaluation));
+    if (documents.config) this.showConfig(documents.config);
+  }
+
+  showConfig(config) {
+    const rows = Object.entries(config).filter(([, value]) => value !== null);
+    const table = el("table", {}, ...rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name.replaceAll("_", "-")), el("td", {}, formatOption(value)))));
+    fill(this.config, el("h2", {}, "Configuration"), el("div", { class: "scroll" }, table));
+  }
+
+  /** Draw everything anew, as after a change of the theme. */
+  redraw() {
+    for (const chart of this.charts.values()) chart.rebuild();
+  }
+}

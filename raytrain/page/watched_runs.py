@@ -1,0 +1,104 @@
+"""The runs that a page shows: their feeds, their documents in storage, and the way to stop them."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from raytrain.errors import RaytrainError, StorageError
+from raytrain.page.feed import RunFeed
+from raytrain.runs.documents import read_config, read_json, run_store
+from raytrain.runs.json_lines import plain
+from raytrain.runs.layout import EVALUATION
+from raytrain.runs.run_reader import RunReader
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.stop_request import StopRequest, request_stop
+
+_READ_EVERY_S = 1.0
+_READ_FRACTION = 0.1
+"""Largest fraction of the time that is spent on reading: a long history in a slow place is read less often."""
+
+
+class WatchedRuns:
+    """Runs below ``storage`` by their names, in the order in which they are shown.
+
+    The process that trains a run passes its snapshots to :meth:`update`; :class:`StoredRuns` reads them from storage.
+    """
+
+    def __init__(self, storage: str, names: Sequence[str]) -> None:
+        self.storage = storage
+        self.feeds = [RunFeed(name) for name in names]
+        self._on_change: Callable[[], None] = lambda: None
+
+    def on_change(self, notify: Callable[[], None]) -> None:
+        """Call ``notify``, in any thread, whenever there is something new."""
+        self._on_change = notify
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show ``snapshot``; a run that is not known yet is added."""
+        feed = next((feed for feed in self.feeds if feed.name == snapshot.name), None)
+        if feed is None:
+            feed = RunFeed(snapshot.name)
+            self.feeds.append(feed)
+        feed.update(snapshot)
+        self._on_change()
+
+    def report(self, feed: RunFeed, problem: str) -> None:
+        """Show why nothing new comes of a run at present."""
+        feed.report(problem)
+        self._on_change()
+
+    def description(self) -> dict[str, Any]:
+        """What a viewer is told first."""
+        return {"storage": self.storage, "runs": [feed.name for feed in self.feeds]}
+
+    def documents(self, name: str) -> dict[str, Any]:
+        """The options of a run, and what its last evaluation showed; what cannot be read is left out."""
+        config = None
+        store = run_store(self.storage, name)
+        with suppress(RaytrainError, FileNotFoundError):
+            config = dataclasses.asdict(read_config(store))
+        with suppress(StorageError):
+            return plain({"config": config, "evaluation": read_json(store, EVALUATION)})
+        return {"config": config, "evaluation": {}}
+
+    def stop(self, name: str) -> None:
+        """Ask a run to stop with a checkpoint. Raises UsageError if it does not train, and StorageError."""
+        request_stop(self.storage, name, StopRequest(f"the page on {socket.gethostname()}"))
+
+
+class StoredRuns(WatchedRuns):
+    """Runs that train elsewhere, or are over: a thread reads their documents while this is open."""
+
+    def __init__(self, storage: str, names: Sequence[str]) -> None:
+        super().__init__(storage, names)
+        self._closed = threading.Event()
+        readers = [RunReader(run_store(storage, name).fail_fast(), name) for name in names]
+        self._threads = [threading.Thread(target=self._read, args=(r,), daemon=True, name="reader") for r in readers]
+
+    def __enter__(self) -> StoredRuns:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _read(self, reader: RunReader) -> None:
+        """Read a run again and again; storage that is out of reach may be back the next time."""
+        feed = next(feed for feed in self.feeds if feed.name == reader.name)
+        while not self._closed.is_set():
+            started = time.monotonic()
+            try:
+                if reader.exists():  # a trial of a sweep may start later
+                    self.update(reader.snapshot(feed.rows))
+            except StorageError as error:
+                self.report(feed, str(error))
+            self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))

@@ -1,0 +1,211 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from PIL import Image
+from playwright.sync_api import Page, expect
+
+from raytrain.demo.digits import render_digits
+from raytrain.page.server import PageServer
+from raytrain.page.watched_runs import StoredRuns
+from raytrain.runs.documents import read_json, write_json
+from raytrain.runs.layout import EVALUATION, STOP_REQUEST
+from tests.helpers.dropping_proxy import DroppingProxy
+from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
+
+expect.set_options(timeout=120_000)
+Visit = Callable[..., Page]
+NASTY = "<img src=x onerror=alert(1)>\x1b[31m[red]\u202e"
+ALONE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+"""The environment of a run in one process, without Ray."""
+
+
+def png(height: int, width: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@contextmanager
+def page_of(storage: Path, *names: str, port: int = 0) -> Iterator[PageServer]:
+    with StoredRuns(str(storage), names) as runs, PageServer(runs, port) as server:
+        yield server
+
+
+@contextmanager
+def training(data: Path, storage: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A run with --watch that would take hours, and the address of its page."""
+    words = [sys.executable, "-m", "raytrain", "train", "digits", "--data", str(data / "train"), "--watch"]
+    options = ["--test-data", str(data / "test"), "--name", "run", "--storage", str(storage), "--epochs", "100000"]
+    command = [*words, *options, "--log-every", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ALONE}) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().removeprefix("Watch it at ").strip()
+        finally:
+            process.kill()
+
+
+def step_shown(page: Page) -> int:
+    found = re.search(r"step ([\d,]+) of", page.locator(".progress-text").inner_text())
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def expect_later_step(page: Page, step: int) -> None:
+    page.wait_for_function(
+        "step => Number((document.querySelector('.progress-text')?.innerText.match(/step ([\\d,]+)/)?.[1] ?? '0')"
+        ".replaceAll(',', '')) > step",
+        arg=step,
+    )
+
+
+def ink(page: Page, title: str) -> int:
+    """The number of pixels of a chart that are drawn upon."""
+    chart = page.locator("figure.chart", has=page.locator(f"h3:text-is('{title}')")).locator("canvas")
+    expect(chart).to_be_visible()
+    return chart.evaluate(
+        "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data"
+        ".reduce((sum, value, i) => sum + (i % 4 === 3 && value > 0), 0)"
+    )
+
+
+def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: Path) -> None:
+    data = render_digits(tmp_path / "digits", num_images=300)
+    with training(data, tmp_path / "runs") as (process, url):
+        first = visit(url)
+        expect(first.locator(".pill")).to_have_text("running")
+        expect_later_step(first, 1)
+        assert ink(first, "Loss") > 0
+        step = step_shown(first)
+        expect_later_step(first, step + 2)  # it goes on without a reload
+        second = visit(url)
+        expect_later_step(second, step)  # a page that is opened late has it all
+        first.reload()
+        expect_later_step(first, step)
+        first.get_by_role("button", name="Stop", exact=True).click()
+        first.get_by_role("button", name="Go on training").click()
+        expect(first.locator(".stop-panel")).to_be_hidden()
+        first.get_by_role("button", name="Stop", exact=True).click()
+        first.get_by_role("button", name="Stop the run").click()
+        for viewer in (first, second):
+            expect(viewer.locator(".banner")).to_contain_text("Stopped with a checkpoint")
+            expect(viewer.locator(".banner")).to_contain_text("/runs/run/checkpoints/step-")
+            expect(viewer.locator(".connection")).to_have_text("the server has ended")
+        expect(first.locator(".stop-steps li[data-state=done]")).to_have_count(5)
+        assert process.wait(60) == 0
+    store = tmp_path / "runs" / "run"
+    assert f"step-{step_shown(first):09d}.pt" in {path.name for path in (store / "checkpoints").iterdir()}
+
+
+def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(step, loss=1 / step) for step in range(1, 50)])
+    add_events(store, "training on 2 workers")
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.locator(".events")).to_contain_text("training on 2 workers")
+        expect(page.locator(".config")).to_contain_text("raytrain.models:digits")
+        append_rows(tmp_path / "run", [step_row(50, loss=0.5), evaluation_row(50, accuracy=0.875, loss=0.25)])
+        expect(page.locator(".tiles")).to_contain_text("87.5 %")
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Stop the run").click()
+        expect(page.locator(".pill")).to_have_text("stopping")
+        assert "the page on" in read_json(store, STOP_REQUEST)["reason"]
+        end_run(store, "stopped", 51, "runs/run/checkpoints/step-000000051.pt")
+        expect(page.locator(".banner")).to_contain_text("step-000000051.pt")
+
+
+def test_a_page_that_loses_its_connection_comes_back_by_itself(visit: Visit, tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    with page_of(tmp_path, "run") as server, DroppingProxy(urlsplit(server.url).port or 0) as proxy:
+        page = visit(f"http://127.0.0.1:{proxy.port}/#{urlsplit(server.url).fragment}")
+        expect(page.locator(".progress-text")).to_contain_text("step 1 of")
+        proxy.drop()
+        append_rows(tmp_path / "run", [step_row(2, loss=0.5)])
+        expect(page.locator(".progress-text")).to_contain_text("step 2 of")
+        expect(page.locator(".connection")).to_have_text("live")
+
+
+def test_a_wrong_token_shows_nothing_but_what_to_do(visit: Visit, tmp_path: Path) -> None:
+    store_run(tmp_path, "secret-run", [step_row(1, loss=1.0)])
+    with page_of(tmp_path, "secret-run") as server:
+        page = visit(server.url[:-1])
+        expect(page.locator(".banner")).to_contain_text("lacks the right token")
+        assert "secret-run" not in page.content()
+
+
+def test_text_from_outside_stays_text(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0, **{NASTY: 1e308}), step_row(2, **{NASTY: None})])
+    add_events(store, NASTY)
+    pixel = "data:image/png;base64," + base64.b64encode(png(1, 1)).decode()
+    worst = [{"image": image, "label": 0, "prediction": 1, "key": NASTY} for image in (pixel, "javascript:alert(1)")]
+    write_json(
+        store, EVALUATION, {"step": 1, "classes": [NASTY, "b"], "worst": worst, "confusion": [[0, 1, 3], [1, 1, 2]]}
+    )
+    append_rows(tmp_path / "run", [evaluation_row(2, accuracy=0.5, loss=1e300)])
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.locator(".events")).to_contain_text("<img src=x onerror=alert(1)>")
+        expect(page.locator(".gallery img")).to_have_count(1)
+        assert page.locator("img[src=x]").count() == 0
+        text = page.locator("body").inner_text()
+        assert "\x1b" not in text and "\u202e" not in text
+        assert page.get_by_text("taken for").inner_text().count("<img src=x") == 1
+
+
+def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:
+    rows = [step_row(step, loss=100.0 if step == 54_321 else 1.0) for step in range(1, 100_001)]
+    end_run(store_run(tmp_path, "run", rows, status="finished"), "finished", 100_000, "checkpoint")
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.locator(".banner")).to_contain_text("Finished after step 100,000")
+        overlay = page.locator("figure.chart", has=page.locator("h3:text-is('Loss')")).locator(".u-over")
+        overlay.scroll_into_view_if_needed()
+        box = overlay.bounding_box()
+        assert box is not None
+        middle = box["x"] + box["width"] * 0.54321
+        with page.expect_response(lambda response: "/api/curves" in response.url) as closer:
+            page.mouse.move(middle - 15, box["y"] + 50)
+            page.mouse.down()
+            page.mouse.move(middle + 15, box["y"] + 60)
+            page.mouse.up()
+        assert max(closer.value.json()["step"]["metrics"]["loss"].get("high", [])) == 100.0
+        assert closer.value.json()["step"]["width"] < 16
+        expect(page.get_by_role("button", name="show all")).to_be_visible()
+        page.get_by_role("button", name="show all").click()
+        expect(page.get_by_role("button", name="show all")).to_be_hidden()
+
+
+def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
+    for number, rate in enumerate((0.01, 0.1, 1.0)):
+        rows = [step_row(step, loss=rate / step) for step in range(1, 20)]
+        rows.append(evaluation_row(20, accuracy=0.9 - rate / 2))
+        store_run(tmp_path, f"rates-{number}", rows, status="finished", learning_rate=rate)
+    with page_of(tmp_path, "rates-0", "rates-1", "rates-2") as server:
+        page = visit(server.url)
+        expect(page.locator(".runs tbody tr")).to_have_count(3)
+        expect(page.locator(".runs thead")).to_contain_text("learning-rate")
+        expect(page.locator(".runs tbody tr").first).to_contain_text("rates-0")  # the best
+        expect(page.locator(".coordinates path.line")).to_have_count(3)
+        expect(page.locator("article.run:visible")).to_have_count(0)
+        page.get_by_role("button", name="rates-1").click()
+        expect(page.locator("article.run:visible h1")).to_have_text("rates-1")
+
+
+def test_a_page_on_a_phone_needs_no_sideways_scrolling(visit: Visit, tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(step, loss=1 / step, accuracy=0.5) for step in range(1, 50)])
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
+        expect(page.locator(".pill")).to_have_text("running")
+        assert ink(page, "Accuracy") > 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375

@@ -1,0 +1,132 @@
+"""Down-sampling: what a screen cannot show is not sent, and no extreme is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from raytrain.page.curves import MAX_BUCKETS, Curves
+from raytrain.page.feed import FeedCursor, RunFeed
+from raytrain.runs.snapshot import Snapshot
+from tests.helpers.stored_histories import evaluation_row, step_row
+
+
+def filled(values: list[float]) -> Curves:
+    curves = Curves()
+    curves.extend(step_row(step, loss=value) for step, value in enumerate(values, start=1))
+    return curves
+
+
+def test_a_short_curve_is_sent_as_it_is() -> None:
+    buckets = filled([3.0, 2.0, 1.0]).since(0)
+    assert buckets["step"] == [1, 2, 3]
+    assert buckets["metrics"]["loss"] == {"mean": [3.0, 2.0, 1.0]}
+
+
+def test_a_long_curve_keeps_its_extremes_and_its_mean() -> None:
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[77_777] = 50.0
+    curves = filled(values.tolist())
+    buckets = curves.since(0)
+    loss = buckets["metrics"]["loss"]
+    assert MAX_BUCKETS / 2 <= len(buckets["step"]) <= MAX_BUCKETS
+    assert max(loss["high"]) == 50.0
+    assert min(loss["low"]) == float(f"{values.min():.6g}")
+    width = buckets["width"]
+    assert loss["mean"][5] == float(f"{values[5 * width - 1 : 6 * width - 1].mean():.6g}")
+
+
+def test_values_that_are_not_finite_leave_a_gap_and_json_stays_json() -> None:
+    buckets = filled([1.0, math.nan, math.inf, 1e308, -1e308]).since(0)
+    assert buckets["metrics"]["loss"]["mean"] == [1.0, None, None, 1e308, -1e308]
+    long = filled([math.nan, 1e308] * 5 * MAX_BUCKETS).since(0)
+    json.dumps(long, allow_nan=False)
+    assert set(long["metrics"]["loss"]["high"]) == {1e308}
+
+
+def test_a_metric_that_appears_late_and_one_that_is_missing_leave_gaps() -> None:
+    curves = Curves()
+    curves.extend([step_row(1, loss=1.0), step_row(2, loss=2.0, top5=0.5), step_row(3, top5=0.6)])
+    metrics = curves.since(0)["metrics"]
+    assert metrics["loss"]["mean"] == [1.0, 2.0, None]
+    assert metrics["top5"]["mean"] == [None, 0.5, 0.6]
+
+
+def test_millions_of_metric_names_do_not_become_columns() -> None:
+    curves = Curves()
+    curves.extend(step_row(step, **{f"metric {step}": 1.0}) for step in range(1, 500))
+    assert len(curves.since(0)["metrics"]) <= 64
+
+
+def test_a_closer_look_is_finer() -> None:
+    curves = filled([float(step) for step in range(1, 100_001)])
+    near = curves.between(50_000, 50_099)
+    assert near["step"] == list(range(50_000, 50_100))
+    assert near["metrics"]["loss"]["mean"][0] == 50_000.0
+    assert curves.between(5, 4)["step"] == []
+
+
+def snapshot(rows: list[Any], first_row: int = 0, attempt: int = 1) -> Snapshot:
+    step = rows[-1].step if rows else 0
+    return Snapshot(
+        name="run",
+        status="running",
+        step=step,
+        num_steps=10**6,
+        steps_per_epoch=100,
+        num_workers=1,
+        elapsed_s=0.0,
+        time_left_s=None,
+        attempt=attempt,
+        first_row=first_row,
+        rows=tuple(rows),
+        latest=None,
+        evaluation=None,
+        num_skipped=0,
+        num_retries=0,
+        stop_request=None,
+        events=(),
+        result=None,
+    )
+
+
+def replayed(messages: list[dict[str, Any]], kind: str) -> dict[int, float | None]:
+    """The means by step that a viewer has after these messages, as ``curves.js`` puts them together."""
+    kept: dict[int, float | None] = {}
+    for change in (message["curves"][kind] for message in messages):
+        if change["reset"]:
+            kept = {}
+        if change["step"]:
+            first = change["step"][0] // change["width"]
+            kept = {step: value for step, value in kept.items() if step // change["width"] < first}
+        kept |= dict(zip(change["step"], change["metrics"].get("loss", {"mean": []})["mean"], strict=False))
+    return kept
+
+
+def test_a_viewer_of_every_update_and_one_who_comes_late_have_the_same_curve() -> None:
+    feed, cursor, messages = RunFeed("run"), FeedCursor(), []
+    rows = [step_row(step, loss=float(step)) for step in range(1, 5001)]
+    for first in range(0, 5000, 137):
+        feed.update(snapshot(rows[first : first + 137], first))
+        message, cursor = feed.since(cursor)
+        assert message is not None
+        messages.append(json.loads(message))
+    late, _ = feed.since(FeedCursor())
+    assert late is not None
+    assert replayed(messages, "step") == replayed([json.loads(late)], "step")
+    assert len(messages[-1]["curves"]["step"]["step"]) < 100  # only what is new
+    assert feed.since(cursor) == (None, cursor)
+
+
+def test_a_run_that_resumes_from_an_earlier_step_is_sent_anew() -> None:
+    feed = RunFeed("run")
+    feed.update(snapshot([step_row(1, loss=1.0), step_row(2, loss=2.0), evaluation_row(2, loss=3.0)]))
+    before, cursor = feed.since(FeedCursor())
+    feed.update(snapshot([step_row(1, loss=1.0), step_row(2, loss=9.0)], attempt=2))
+    after, _ = feed.since(cursor)
+    first, second = json.loads(before or b""), json.loads(after or b"")
+    assert replayed([first, second], "step") == {1: 1.0, 2: 9.0}
+    assert replayed([first, second], "evaluation") == {}

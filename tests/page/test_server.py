@@ -1,0 +1,178 @@
+"""What the page's server gives, to whom, and that no viewer can hold it up."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from raytrain.errors import UsageError
+from raytrain.page.run_names import names_of
+from raytrain.page.server import TOKEN_HEADER, PageServer
+from raytrain.page.watched_runs import StoredRuns, WatchedRuns
+from raytrain.runs.documents import write_json
+from raytrain.runs.layout import STOP_REQUEST, SWEEP
+from tests.helpers.stored_histories import append_rows, end_run, step_row, store_run
+from tests.page.test_curves import snapshot
+
+
+@contextmanager
+def page(storage: Path, *names: str) -> Iterator[PageServer]:
+    with StoredRuns(str(storage), names or ("run",)) as runs, PageServer(runs, port=0) as server:
+        yield server
+
+
+def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> Any:
+    """The answer to a request with the right token, unless ``headers`` say otherwise. Raises HTTPError."""
+    address = urlsplit(server.url)
+    headers = {TOKEN_HEADER: address.fragment.removeprefix("token="), **headers}
+    request = urllib.request.Request(f"http://{address.netloc}{path}", method=method, headers=headers)
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def status_of(server: PageServer, path: str, method: str = "GET", **headers: str) -> int:
+    try:
+        return ask(server, path, method, **headers).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def messages(server: PageServer) -> Iterator[tuple[str, Any]]:
+    """The server-sent events of a viewer: name and content."""
+    event = ""
+    for line in ask(server, "/api/events"):
+        name, _, value = line.decode().rstrip("\n").partition(": ")
+        if name == "event":
+            event = value
+        elif name == "data":
+            yield event, json.loads(value)
+
+
+def run_messages(server: PageServer) -> Iterator[dict[str, Any]]:
+    return (content for event, content in messages(server) if event == "run")
+
+
+def test_a_viewer_gets_the_whole_history_and_then_what_is_new(tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(10, loss=2.0)])
+    with page(tmp_path) as server:
+        viewer = run_messages(server)
+        first = next(viewer)
+        assert first["state"]["status"] == "running"
+        assert first["curves"]["step"]["metrics"]["loss"]["mean"] == [2.0]
+        append_rows(tmp_path / "run", [step_row(20, loss=1.0)])
+        second = next(viewer)
+        assert (second["curves"]["step"]["step"], second["curves"]["step"]["reset"]) == ([20], False)
+        assert next(run_messages(server))["curves"]["step"]["step"] == [10, 20]  # another viewer, who comes late
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "ä", "x" * 5000])
+def test_without_the_token_nothing_is_shown_and_nothing_stops(tmp_path: Path, token: str) -> None:
+    store_run(tmp_path, "run", [step_row(10, loss=2.0)])
+    with page(tmp_path) as server:
+        wrong = {TOKEN_HEADER: token.encode().decode("latin1")}
+        for path in ("/api/events", "/api/documents?run=run", "/api/curves?run=run&first=1&last=2"):
+            assert status_of(server, path, **wrong) == 403
+        assert status_of(server, "/api/stop?run=run", "POST", **wrong) == 403
+        assert status_of(server, "/") == 200  # the empty page tells nothing
+    assert not (tmp_path / "run" / STOP_REQUEST).exists()
+
+
+def test_another_site_cannot_use_the_page_even_with_the_token(tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [step_row(10, loss=2.0)])
+    with page(tmp_path) as server:
+        for header in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert status_of(server, "/api/stop?run=run", "POST", **header) == 403
+        assert status_of(server, "/api/stop?run=run") == 405  # a link stops nothing
+        assert not (tmp_path / "run" / STOP_REQUEST).exists()
+        same = {"Origin": f"http://{urlsplit(server.url).netloc}", "Sec-Fetch-Site": "same-origin"}
+        assert status_of(server, "/api/stop?run=run", "POST", **same) == 200
+    assert "the page on" in (tmp_path / "run" / STOP_REQUEST).read_text()
+
+
+def test_a_run_that_is_over_or_unknown_cannot_be_stopped(tmp_path: Path) -> None:
+    end_run(store_run(tmp_path, "run", []), "finished", 1000, "checkpoints/step-000001000.pt")
+    with page(tmp_path) as server:
+        assert status_of(server, "/api/stop?run=run", "POST") == 409
+        assert status_of(server, "/api/stop?run=other", "POST") == 404
+        assert status_of(server, "/api/curves?run=run&first=a&last=b") == 400
+
+
+def test_the_browser_is_told_to_run_nothing_but_the_page(tmp_path: Path) -> None:
+    store_run(tmp_path, "run", [])
+    with page(tmp_path) as server:
+        headers = ask(server, "/").headers
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert ask(server, "/api/events").headers["Content-Security-Policy"] == policy
+
+
+def test_the_page_needs_no_other_server_and_no_fixed_path() -> None:
+    folder = Path(__file__).parents[2] / "raytrain" / "page" / "static"
+    for file in [*folder.glob("*.js"), *folder.glob("*.html"), *folder.glob("*.css")]:
+        text = (
+            file.read_text().replace("http://www.w3.org/2000/svg", "").replace("https://github.com/leeoniya/uPlot", "")
+        )
+        assert not re.search(r"https?://|(?:src|href|fetch\(|from )\s*=?\s*[\"'`]/", text), file.name
+
+
+def test_a_viewer_that_never_reads_holds_up_nobody(tmp_path: Path) -> None:
+    runs = WatchedRuns(str(tmp_path), ["run"])
+    with PageServer(runs, port=0) as server:
+        address = urlsplit(server.url)
+        token = address.fragment.removeprefix("token=")
+        asleep = [socket.create_connection(("127.0.0.1", address.port or 0)) for _ in range(100)]
+        for viewer in asleep:
+            viewer.sendall(f"GET /api/events HTTP/1.1\r\nHost: x\r\n{TOKEN_HEADER}: {token}\r\n\r\n".encode())
+        names = [f"metric {number}" for number in range(50)]
+        rows = [step_row(step, **dict.fromkeys(names, float(step))) for step in range(1, 10_001)]
+        awake = run_messages(server)
+        for first in range(0, 10_000, 2_000):
+            runs.update(snapshot(rows[first : first + 2_000], first))
+            assert next(awake)["state"]["step"] == first + 2_000
+        for viewer in asleep:
+            viewer.close()
+
+
+def test_viewers_hear_the_last_word_before_the_server_ends(tmp_path: Path) -> None:
+    runs = WatchedRuns(str(tmp_path), [])
+    heard: list[tuple[str, Any]] = []
+    with PageServer(runs, port=0) as server:
+        runs.update(snapshot([step_row(1, loss=1.0)]))
+        viewer = messages(server)
+        while not heard or heard[-1][0] != "run":
+            heard.append(next(viewer))
+        listener = threading.Thread(target=lambda: heard.extend(viewer))
+        listener.start()
+        runs.update(snapshot([step_row(2, loss=1.0)], first_row=1))
+    listener.join()
+    assert [event for event, _ in heard[-2:]] == ["run", "closed"]
+    assert heard[-2][1]["state"]["step"] == 2
+
+
+def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"--port is {port}"), PageServer(WatchedRuns("", []), port):
+            pass
+
+
+def test_a_sweep_or_a_study_is_all_of_its_runs(tmp_path: Path) -> None:
+    for name in ("rates-00", "scaling-1", "scaling-2", "scaling-10", "scaling-final", "alone"):
+        store_run(tmp_path, name, [])
+    write_json(store_run(tmp_path, "rates", []), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
+    assert names_of(str(tmp_path), "rates") == ["rates-00", "rates-01"]
+    assert names_of(str(tmp_path), "scaling") == ["scaling-1", "scaling-2", "scaling-10"]
+    assert names_of(str(tmp_path), "alone") == ["alone"]
+    with pytest.raises(UsageError, match="There is no run 'none'"):
+        names_of(str(tmp_path), "none")

@@ -1,0 +1,84 @@
+"""A run as somebody elsewhere sees it, from its documents alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raytrain.runs.history import History
+from raytrain.runs.layout import METRICS
+from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.run_reader import RunReader
+from raytrain.runs.snapshot import START
+from raytrain.runs.stop_request import StopRequest, request_stop
+from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
+
+
+def test_a_reader_sees_what_the_run_wrote_and_later_only_what_is_new(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(10, loss=2.0), step_row(20, loss=1.0)])
+    reader = RunReader(store, "run")
+    first = reader.snapshot()
+    assert (first.status, first.step, first.num_steps, first.epoch, first.num_epochs) == ("running", 20, 1000, 1, 4)
+    assert [row.loss for row in first.rows] == [2.0, 1.0]
+    assert first.time_left_s is not None and round(first.time_left_s) == 98  # 980 steps of 0.1 s
+    append_rows(tmp_path / "run", [evaluation_row(20, accuracy=0.5), step_row(30, loss=0.5)])
+    second = reader.snapshot(first.cursor)
+    assert (second.first_row, [row.step for row in second.rows]) == (2, [20, 30])
+    assert second.evaluation is not None and second.evaluation.accuracy == 0.5
+
+
+def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(10, loss=2.0)])
+    reader = RunReader(store, "run")
+    with (tmp_path / "run" / METRICS).open("a") as file:
+        file.write('{"kind": "step", "step": 20, "ep')
+        file.flush()
+        assert [row.step for row in reader.snapshot().rows] == [10]
+        file.write('och": 1}\n')
+    assert [row.step for row in reader.snapshot().rows] == [10, 20]
+
+
+def test_a_history_that_a_resume_has_cut_is_read_anew(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(step, loss=1.0) for step in (10, 20, 30)])
+    reader = RunReader(store, "run")
+    seen = reader.snapshot().cursor
+    store_run(tmp_path, "run", [step_row(10, loss=1.0), step_row(20, loss=5.0), step_row(40, loss=6.0)])
+    again = reader.snapshot(seen)
+    assert again.first_row == 0
+    assert [row.step for row in again.rows] == [10, 20, 40]
+
+
+def test_the_events_of_a_run_are_in_its_storage_also_those_before_a_resume(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [])
+    for reason in ("first", "second"):
+        monitor = RunMonitor("run", 1000, 250, History(store))
+        monitor.request_stop(StopRequest(reason))
+        monitor.finish("stopped")
+    assert [event.text for event in RunReader(store, "run").snapshot().events] == [
+        "stop requested: first",
+        "stop requested: second",
+    ]
+
+
+def test_a_stop_request_and_the_end_of_the_run_are_seen(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(10, loss=1.0)])
+    reader = RunReader(store, "run")
+    request_stop(str(tmp_path), "run", StopRequest("somebody"))
+    asked = reader.snapshot()
+    assert asked.stop_request == StopRequest("somebody")
+    assert asked.result is None and not asked.over
+    end_run(store, "stopped", 11, "checkpoints/step-000000011.pt")
+    over = reader.snapshot(asked.cursor)
+    assert over.over and over.result is not None
+    assert (over.step, over.result.checkpoint) == (11, "checkpoints/step-000000011.pt")
+
+
+def test_damaged_documents_hide_only_themselves(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(10, loss=1.0)], status="finished")
+    add_events(store, "training on 2 workers")
+    with (tmp_path / "run" / METRICS).open("a") as file:
+        file.write('garbage\n[1]\n{"kind": "step", "step": 20, "epoch": 1, "loss": 1e999}\n')
+    store.put("summary.json", b'{"steps": "many"}')
+    snapshot = RunReader(store, "run").snapshot(START)
+    assert [(row.step, row.loss) for row in snapshot.rows] == [(10, 1.0), (20, None)]
+    assert [event.text for event in snapshot.events] == ["training on 2 workers"]
+    assert (snapshot.status, snapshot.result) == ("finished", None)
