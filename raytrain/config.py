@@ -162,6 +162,8 @@ class TrainConfig:
     """Number of newest checkpoints to keep, besides the best."""
     trace: bool = False
     """Record which samples each worker used in each step, for `raytrain audit`."""
+    track: tuple[str, ...] = ()
+    """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
 
     def __post_init__(self) -> None:
         _check_bounds(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from raytrain.config import TrainConfig
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import Snapshot, View
 from raytrain.runs.stop_request import StopRequest
+from raytrain.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -21,8 +22,15 @@ if TYPE_CHECKING:
 class RunHandle:
     """A run that trains in a thread of this process; :func:`raytrain.start` makes one."""
 
-    def __init__(self, config: TrainConfig, loop: Callable[[Run], None] | None, view: View | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        loop: Callable[[Run], None] | None,
+        view: View | None,
+        trackers: Sequence[str | Tracker] = (),
+    ) -> None:
         self._view = view
+        self._trackers = trackers
         self._signals = StopSignals()
         self._snapshot: Snapshot | None = None
         self._result: Future[TrainResult] = Future()
@@ -49,7 +57,8 @@ class RunHandle:
 
     def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
         try:
-            self._result.set_result(train(config, loop=loop, view=self._update, signals=self._signals))
+            result = train(config, loop=loop, view=self._update, signals=self._signals, trackers=self._trackers)
+            self._result.set_result(result)
         except BaseException as error:
             self._result.set_exception(error)
 

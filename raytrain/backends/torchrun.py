@@ -29,11 +29,17 @@ from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import START, View
+from raytrain.trackers.tracking import Tracking
 from raytrain.training.run_spec import RunSpec
 
 
 def train(
-    config: TrainConfig, loop: Loop | None, view: View | None, signals: StopSignals, started_at: float
+    config: TrainConfig,
+    loop: Loop | None,
+    view: View | None,
+    signals: StopSignals,
+    tracking: Tracking,
+    started_at: float,
 ) -> TrainResult:
     """Train in this process, as one of those that torchrun started. Every process returns the result.
 
@@ -53,7 +59,7 @@ def train(
         resolved = prepared.resolve(world_size, device.type)
         spec = run_spec(resolved, prepared.data, prepared.store, loop, world_size)
         weights = load_initial_weights(spec, prepared.first_step)  # before the run is known: they may not fit
-        process = (_FirstProcess if rank == 0 else _Process)(prepared, spec, signals, view, started_at)
+        process = (_FirstProcess if rank == 0 else _Process)(prepared, spec, signals, view, tracking, started_at)
         outcome = process.train(device, rank, world_size, weights)
         return _shared(process.conclude(outcome, _gathered(process.skipped, world_size)), world_size)
 
@@ -62,7 +68,13 @@ class _Process:
     """One process of torchrun: it listens for stop requests, and remembers the images that it cannot use."""
 
     def __init__(
-        self, prepared: PreparedRun, spec: RunSpec, signals: StopSignals, view: View | None, started_at: float
+        self,
+        prepared: PreparedRun,
+        spec: RunSpec,
+        signals: StopSignals,
+        view: View | None,
+        tracking: Tracking,
+        started_at: float,
     ) -> None:
         self.skipped: dict[str, SkippedImage] = {}
         self._failure: str | None = None
@@ -112,24 +124,33 @@ class _FirstProcess(_Process):
     """The first process, which keeps the run's monitor and documents."""
 
     def __init__(
-        self, prepared: PreparedRun, spec: RunSpec, signals: StopSignals, view: View | None, started_at: float
+        self,
+        prepared: PreparedRun,
+        spec: RunSpec,
+        signals: StopSignals,
+        view: View | None,
+        tracking: Tracking,
+        started_at: float,
     ) -> None:
-        super().__init__(prepared, spec, signals, view, started_at)
+        super().__init__(prepared, spec, signals, view, tracking, started_at)
         plan = spec.plan
         history = History(prepared.store)
         self._monitor = RunMonitor(prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=self._limit)
         self._recorder = RunRecorder(prepared.store, plan.num_steps, prepared.first_step, started_at)
         self._reporter = LocalReporter(self._monitor, self._recorder, self._look)
         self._view = view
+        self._tracking = tracking
         self._seen = START
 
     def train(self, device: torch.device, rank: int, world_size: int, weights: Mapping[str, Tensor] | None) -> Outcome:
         self._prepared.data.write(self._prepared.store)
         self._recorder.begin(self._spec.config)
+        self._tracking.begin(self._spec.config, self._prepared.store, self._monitor.event)
         try:
             with self._reporter:
                 return super().train(device, rank, world_size, weights)
         except BaseException as error:
+            self._tracking.abort()
             with suppress(RaytrainError):  # the reason why the run ends matters more
                 self._recorder.write_status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
@@ -146,6 +167,9 @@ class _FirstProcess(_Process):
         self._monitor.finish(outcome.status, result)
         self._look()
         self._recorder.conclude(result, self._monitor.snapshot())
+        self._tracking.finish(result)
+        self._look()  # shows what trackers said at the end
+        self._recorder.log_events(self._monitor.snapshot())
         return result
 
     def started(self, num_workers: int, step: int) -> None:
@@ -168,9 +192,10 @@ class _FirstProcess(_Process):
         return self._reporter.stop_requested() or super().stop_requested()
 
     def _look(self) -> None:
+        snapshot = self._monitor.snapshot(self._seen)
+        self._seen = snapshot.cursor
+        self._tracking.update(snapshot)
         if self._view is not None:
-            snapshot = self._monitor.snapshot(self._seen)
-            self._seen = snapshot.cursor
             self._view(snapshot)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from raytrain.backends.prepare import Loop, check, load_loop, prepare
@@ -24,6 +24,10 @@ from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import View
 from raytrain.runs.status import mark_failed
 from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.trackers.open_trackers import open_trackers
+from raytrain.trackers.protocol import Tracker
+from raytrain.trackers.tracker_thread import NamedTracker
+from raytrain.trackers.tracking import Tracking
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -35,6 +39,7 @@ def train(
     loop: Callable[[Run], None] | None = None,
     view: View | None = None,
     signals: StopSignals | None = None,
+    trackers: Sequence[str | Tracker] = (),
 ) -> TrainResult:
     """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
 
@@ -46,6 +51,8 @@ def train(
             ``config`` names.
         view: called about twice a second with the run's :class:`Snapshot`.
         signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
+        trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
+            with the methods of :class:`raytrain.trackers.protocol.Tracker`, such as Lightning's loggers.
 
     Raises:
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
@@ -58,11 +65,12 @@ def train(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
     signals = signals or StopSignals()
+    named = open_trackers([*config.track, *trackers])
     if is_under_torchrun():
         from raytrain.backends import torchrun
 
-        return torchrun.train(config, load_loop(config, loop), view, signals, started_at)
-    return _train_on_ray(config, loop, view, signals, started_at)
+        return torchrun.train(config, load_loop(config, loop), view, signals, Tracking(named), started_at)
+    return _train_on_ray(config, loop, view, signals, named, started_at)
 
 
 def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:
@@ -90,7 +98,12 @@ def import_in_background(module: str) -> threading.Thread:
 
 
 def _train_on_ray(
-    config: TrainConfig, loop: Loop | None, view: View | None, signals: StopSignals, started_at: float
+    config: TrainConfig,
+    loop: Loop | None,
+    view: View | None,
+    signals: StopSignals,
+    trackers: Sequence[NamedTracker],
+    started_at: float,
 ) -> TrainResult:
     """Train, and start the run again if its coordinator is lost, as long as that may help."""
     # What is left of a run ends with a cluster of our own. In another cluster its workers would still be there.
@@ -98,7 +111,7 @@ def _train_on_ray(
     restarting = False
     while True:
         try:
-            return _attempt(config, loop, view, signals, started_at, restarting=restarting)
+            return _attempt(config, loop, view, signals, Tracking(trackers), started_at, restarting=restarting)
         except CoordinatorLost as lost:
             attempts_left -= 1
             restarting = True
@@ -115,6 +128,7 @@ def _attempt(
     loop: Loop | None,
     view: View | None,
     signals: StopSignals,
+    tracking: Tracking,
     started_at: float,
     *,
     restarting: bool,
@@ -127,5 +141,5 @@ def _attempt(
             cluster.connect()
             from raytrain.backends.ray.session import RunSession
 
-            with signals, RunSession(prepared, loop, started_at, own_cluster=cluster.started_here) as session:
+            with signals, RunSession(prepared, loop, tracking, started_at, own_cluster=cluster.started_here) as session:
                 return session.watch(signals, view)

@@ -158,11 +158,15 @@ def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -
 
 def _check_functions(typed: RecipeOptions, resumed: RecipeOptions) -> None:
     """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
-    for option in ("model", "loop"):
-        name = getattr(resumed, option)
-        if names_own_function(name) and name != getattr(typed, option):
-            document = f"{resumed.storage}/{resumed.name}/{CONFIG}"
-            raise stored_function_error(option, name, document, may_be_named=True)
+    for option in ("model", "loop", "track"):
+        for name in set(_names(getattr(resumed, option))) - set(_names(getattr(typed, option))):
+            if names_own_function(name):
+                document = f"{resumed.storage}/{resumed.name}/{CONFIG}"
+                raise stored_function_error(option, name, document, may_be_named=True)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (value,) if value else ()
 
 
 def _choice(subcommands: Iterable[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytrain.backends.handle import RunHandle
@@ -12,6 +12,7 @@ from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot, View
+from raytrain.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
@@ -21,7 +22,13 @@ _WIDTH = 110
 _STYLE = "font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.15; overflow-x: auto"
 
 
-def start(config: TrainConfig, *, loop: Callable[[Run], None] | None = None, view: View | None = None) -> RunHandle:
+def start(
+    config: TrainConfig,
+    *,
+    loop: Callable[[Run], None] | None = None,
+    view: View | None = None,
+    trackers: Sequence[str | Tracker] = (),
+) -> RunHandle:
     """As :func:`raytrain.train`, but return at once, with a handle of the run.
 
     Args:
@@ -29,8 +36,9 @@ def start(config: TrainConfig, *, loop: Callable[[Run], None] | None = None, vie
         loop: a training loop of your own.
         view: called about twice a second with the run's :class:`Snapshot`. By default, in a notebook, it draws the
             run's picture below the cell.
+        trackers: as for :func:`raytrain.train`.
     """
-    return RunHandle(config, loop, view or _default_view())
+    return RunHandle(config, loop, view or _default_view(), trackers)
 
 
 class NotebookView:

@@ -60,7 +60,7 @@ class RunRecorder:
 
     def heartbeat(self, snapshot: Snapshot) -> None:
         """Log new events, and write the status every few seconds; storage may be out of reach for a while."""
-        self._log_events(snapshot)
+        self.log_events(snapshot)
         with suppress(StorageError):
             self._replace_config(snapshot)
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
@@ -101,7 +101,7 @@ class RunRecorder:
 
     def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
         """Write the summary and the last status; raises StorageError if storage is out of reach."""
-        self._log_events(snapshot)
+        self.log_events(snapshot)
         self._step = result.steps
         self._replace_config(snapshot)
         write_json(self._store, SUMMARY, result.summary())
@@ -128,7 +128,8 @@ class RunRecorder:
             )
         write_status(self._store.fail_fast() if fail_fast else self._store, known)
 
-    def _log_events(self, snapshot: Snapshot) -> None:
+    def log_events(self, snapshot: Snapshot) -> None:
+        """Log the events that are new."""
         for event in snapshot.events:
             if event.number >= self._num_logged:
                 _logger.info("%s: %s", snapshot.name, event.text)

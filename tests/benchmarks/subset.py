@@ -13,6 +13,7 @@ from raytrain.backends.prepare import prepare
 from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.config import TrainConfig
+from raytrain.trackers.tracking import Tracking
 from raytrain.training.run import Run
 
 
@@ -28,7 +29,11 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
         with (
             StopSignals() as signals,
             RunSession(
-                dataclasses.replace(prepared, data=data), loop, time.monotonic(), own_cluster=cluster.started_here
+                dataclasses.replace(prepared, data=data),
+                loop,
+                Tracking(()),
+                time.monotonic(),
+                own_cluster=cluster.started_here,
             ) as session,
         ):
             session.watch(signals, None)

@@ -26,6 +26,7 @@ from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, Snapshot, View
 from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.trackers.tracking import Tracking
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
 
@@ -43,7 +44,9 @@ class RunSession:
     cluster ends with this process. Raises UsageError if the cluster has too little for the run.
     """
 
-    def __init__(self, prepared: PreparedRun, loop: Loop | None, started_at: float, *, own_cluster: bool) -> None:
+    def __init__(
+        self, prepared: PreparedRun, loop: Loop | None, tracking: Tracking, started_at: float, *, own_cluster: bool
+    ) -> None:
         found = hardware()
         self._placement = place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
@@ -52,6 +55,7 @@ class RunSession:
         self._prepared = prepared
         self._store = prepared.store
         self._own_cluster = own_cluster
+        self._tracking = tracking
         pickle_by_value(loop)
         self._spec = run_spec(config, prepared.data, prepared.store, loop, num_workers)
         self._feed = DataFeed(
@@ -93,6 +97,8 @@ class RunSession:
             opened.callback(self._feed.close)
             data.write(self._store)
             self._recorder.begin(self._spec.config, restarting=self._prepared.restarting)
+            self._tracking.begin(self._spec.config, self._store, self._coordinator.event.remote)
+            opened.callback(self._tracking.abort)
             self._opened = opened.pop_all()
         return self
 
@@ -134,6 +140,7 @@ class RunSession:
         self._seen = snapshot.cursor
         if snapshot.status == "running":
             self._feed.workers_started()
+        self._tracking.update(snapshot)
         if view is not None:
             view(snapshot)
         return snapshot
@@ -154,6 +161,8 @@ class RunSession:
         last = self._look(view)
         with suppress(*([StorageError] if outcome.error else [])):  # why the run failed matters more; it may be storage
             self._recorder.conclude(result, last)
+        self._tracking.finish(result)
+        self._recorder.log_events(self._look(view))  # what trackers said at the end
         if outcome.error:
             raise TrainingFailed(outcome.error, result.summary())
         return result

@@ -12,7 +12,7 @@ from raytrain.cli.commands.cluster import devices, doctor
 from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
 from raytrain.cli.commands.first_steps import demo, new
 from raytrain.cli.commands.inference import evaluate, export, predict
-from raytrain.cli.commands.runs import audit, compare, runs, show
+from raytrain.cli.commands.runs import audit, compare, runs, show, track
 from raytrain.cli.commands.training import stop, study, sweep, train
 from raytrain.cli.commands.watch import watch
 from raytrain.errors import option_name
@@ -22,7 +22,7 @@ COMMANDS: dict[str, Callable[..., CommandResult]] = {
     for command in (
         *(train, study, sweep, stop),
         *(evaluate, predict, export),
-        *(watch, runs, show, compare, audit),
+        *(watch, runs, show, compare, track, audit),
         *(doctor, devices),
         *(fetch_dataset, upload, pack),
         *(new, demo),

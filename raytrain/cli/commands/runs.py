@@ -1,4 +1,4 @@
-"""Commands that show runs."""
+"""Commands that show runs, or send them to where others look at them."""
 
 from __future__ import annotations
 
@@ -62,6 +62,21 @@ def compare(
     if png is not None:
         save_png(comparison_figure(records), png)
     return CommandResult(comparison_page(records), {"runs": [run.summary() for run in compare_records(records)]})
+
+
+def track(
+    run: RunName,
+    track: Annotated[tuple[str, ...], arg(help="tensorboard, mlflow, wandb, prometheus, or package.module:Class.")],
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Send the metrics of a run that is over, and its last checkpoint, to trackers, as far as they lack them.
+
+    Example: raytrain track first --track mlflow
+    """
+    from raytrain.display.key_value_table import key_value_table
+
+    result = raytrain.track(run, track, storage=storage)
+    return CommandResult(key_value_table(result.summary()), result.summary())
 
 
 def audit(run: RunName, storage: Storage = "./runs") -> CommandResult:

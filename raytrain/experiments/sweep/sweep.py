@@ -15,7 +15,7 @@ from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.train import import_in_background
 from raytrain.config import TrainConfig
-from raytrain.errors import TrainingFailed
+from raytrain.errors import TrainingFailed, UsageError
 from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect, collect_one
 from raytrain.experiments.sweep.sweep_recorder import SweepRecorder, write_summaries_of_dead_trials
 from raytrain.experiments.sweep.trials import Sweep, Trial, check_names_free, is_over, plan_sweep, trials_of
@@ -70,6 +70,8 @@ def sweep(
     """
     started_at = time.monotonic()
     check_named(config)
+    if config.track:
+        raise UsageError("--track is for single runs; `raytrain track TRIAL --track …` sends a trial that is over.")
     planned = plan_sweep(config, vary, trials, trust=trust)
     trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
     if loop is None and config.loop is None:

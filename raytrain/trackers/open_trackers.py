@@ -1,0 +1,78 @@
+"""From names to trackers: ``tensorboard``, ``mlflow``, ``wandb``, ``prometheus``, or one of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from raytrain.errors import UsageError, did_you_mean
+from raytrain.trackers.protocol import TrackedRun, Tracker
+from raytrain.trackers.tracker_thread import NamedTracker
+from raytrain.training.user_function import load_function
+
+
+class _BuiltIn(NamedTuple):
+    """A tracker that raytrain comes with: where it is, and what it needs to be installed."""
+
+    module: str
+    kind: str
+    needs: str
+    extra: str
+
+
+_BUILT_IN = {
+    "tensorboard": _BuiltIn("raytrain.trackers.tensorboard", "TensorBoardTracker", "tensorboardX", "tensorboard"),
+    "mlflow": _BuiltIn("raytrain.trackers.mlflow", "MLflowTracker", "mlflow", "mlflow"),
+    "wandb": _BuiltIn("raytrain.trackers.wandb", "WandbTracker", "wandb", "wandb"),
+    "prometheus": _BuiltIn("raytrain.trackers.prometheus", "PrometheusTracker", "prometheus_client", ""),
+}
+
+
+def open_trackers(trackers: Sequence[str | Tracker]) -> list[NamedTracker]:
+    """The trackers of a run, each under a name of its own; nothing is sent or opened yet.
+
+    Raises UsageError if a name means nothing, if a package is not installed, or if an object is no tracker.
+    """
+    opened: list[NamedTracker] = []
+    for place, tracker in enumerate(trackers):
+        if isinstance(tracker, str) and tracker in trackers[:place]:
+            continue
+        named = _by_name(tracker) if isinstance(tracker, str) else _of_object(tracker)
+        number = sum(other.name.partition("#")[0] == named.name for other in opened) + 1
+        opened.append(named if number == 1 else named._replace(name=f"{named.name}#{number}"))
+    return opened
+
+
+def _by_name(name: str) -> NamedTracker:
+    if name in _BUILT_IN:
+        return NamedTracker(name, _built_in(name, _BUILT_IN[name]))
+    if ":" not in name:
+        hint = did_you_mean(name, _BUILT_IN)
+        known = ", ".join(_BUILT_IN)
+        raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
+    make = load_function("--track", name)
+    return NamedTracker(name, lambda run: make())
+
+
+def _built_in(name: str, tracker: _BuiltIn) -> Callable[[TrackedRun], Tracker]:
+    if find_spec(tracker.needs) is None:
+        raise UsageError(
+            f"--track {name} needs the package {tracker.needs}: `pip install 'raytrain[{tracker.extra}]'`."
+        )
+
+    def make(run: TrackedRun) -> Tracker:
+        kind: Any = getattr(import_module(tracker.module), tracker.kind)
+        return kind(run)
+
+    return make
+
+
+def _of_object(tracker: Tracker) -> NamedTracker:
+    if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+        raise UsageError(
+            f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
+            "finalize."
+        )
+    return NamedTracker(type(tracker).__name__, lambda run: tracker)

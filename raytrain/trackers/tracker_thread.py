@@ -1,0 +1,194 @@
+"""Feeds one tracker from a queue, in a thread of its own: nobody waits for a tracker that is slow or broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raytrain.errors import RaytrainError
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.redact import redact
+from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.trackers.measurements import row_metrics
+from raytrain.trackers.position import Position, read_position, write_position
+from raytrain.trackers.protocol import TrackedRun, Tracker, TrackerStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from raytrain.storage.base import Store
+
+GATHER_S = 2.0
+"""Seconds between two groups of rows: a tracker may need a request for each group."""
+_HANGS_AFTER_S = 60.0
+_MAX_REASON = 300  # characters of an error message
+
+Params = Mapping[str, str | int | float]
+
+
+class NamedTracker(NamedTuple):
+    """A tracker by its name. ``make`` is called in the tracker's thread, because it may take long."""
+
+    name: str
+    make: Callable[[TrackedRun], Tracker]
+
+
+class End(NamedTuple):
+    """How a run ended, and the path of its last checkpoint in its storage."""
+
+    status: TrackerStatus
+    network: str | None = None
+
+
+class TrackerThread:
+    """Opens a tracker and sends it what is new to it, until the end.
+
+    Args:
+        tracker: the tracker.
+        run: the name of the run.
+        store: the run's place in storage, which keeps how far the tracker is.
+        params: the options of the run.
+        report: gets a line if the tracker fails, once, and one with where the tracker shows the run.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        tracker: NamedTracker,
+        run: str,
+        store: Store,
+        params: Params,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self._make = tracker
+        self.failed = False
+        self._run = run
+        self._store = store
+        self._params = params
+        self._report = report
+        self._clock = clock
+        self._rows: queue.SimpleQueue[Sequence[MetricRow]] = queue.SimpleQueue()
+        self._end: End | None = None
+        self._ended = threading.Event()
+        self._busy_since: float | None = clock()
+        self._position = Position()
+        self._thread = threading.Thread(target=self._feed, daemon=True, name=f"tracker {self.name}")
+        self._thread.start()
+
+    def send(self, rows: Sequence[MetricRow]) -> None:
+        """Add rows to the queue; those that the tracker has already are left out."""
+        self._rows.put(rows)
+
+    def end(self, end: End) -> None:
+        """Send what is left, and finalize the tracker."""
+        self._end = end
+        self._ended.set()
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait for the end; a tracker that takes longer is reported, and left behind."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._fail(f"has not finished within {timeout_s:.0f} s")
+
+    def check_alive(self) -> None:
+        """Report a tracker that hangs."""
+        since = self._busy_since
+        if since is not None and self._clock() - since > _HANGS_AFTER_S:
+            self._fail(f"has not answered for {_HANGS_AFTER_S:.0f} s")
+
+    def _feed(self) -> None:
+        try:
+            tracker = self._open()
+            while self._end is None:
+                self._busy_since = None
+                self._ended.wait(GATHER_S)
+                self._busy_since = self._clock()
+                self._send(tracker)
+            self._send(tracker)  # what came between the last look and the end
+            if self._end.network is not None and hasattr(tracker, "log_network"):
+                self._send_network(tracker, self._end.network)
+            tracker.finalize(self._end.status)
+        except BaseException as error:  # also SystemExit, of a tracker that gives up
+            self._fail(f"failed ({_reason(error)})")
+
+    def _open(self) -> Tracker:
+        self._position = read_position(self._store, self.name)
+        tracker = self._make(TrackedRun(self._run, self._store, self._position.id))
+        own_id = getattr(tracker, "run_id", None)
+        if isinstance(own_id, str) and own_id != self._position.id:
+            self._move(dataclasses.replace(self._position, id=own_id))
+        if isinstance(place := getattr(tracker, "place", None), str):
+            self._report(redact(f"{self.name} shows the run: {place}"))
+        tracker.log_hyperparams(dict(self._params))
+        return tracker
+
+    def _send(self, tracker: Tracker) -> None:
+        """Send the rows that are new. Their position is written first: nothing is sent twice, even after a kill."""
+        before, new = self._position, self._take_new()
+        if not new:
+            return
+        self._move(self._position)
+        save: Callable[[], Any] | None = getattr(tracker, "save", None)
+        sent = before
+        try:
+            for row in new:
+                tracker.log_metrics(row_metrics(row), row.step)
+                sent = sent if save else sent.after(row)
+            if save is not None:
+                save()
+        except BaseException:
+            with suppress(RaytrainError):
+                self._move(sent)
+            raise
+
+    def _take_new(self) -> list[MetricRow]:
+        """The rows in the queue that the tracker lacks; a failure of workers brings some of them again."""
+        new: list[MetricRow] = []
+        with suppress(queue.Empty):
+            while True:
+                for row in self._rows.get_nowait():
+                    if self._position.precedes(row):
+                        new.append(row)
+                        self._position = self._position.after(row)
+        return new
+
+    def _send_network(self, tracker: Any, checkpoint: str) -> None:
+        if checkpoint == self._position.network:
+            return
+        with _as_file(self._store, checkpoint) as file:
+            tracker.log_network(file)
+        self._move(dataclasses.replace(self._position, network=checkpoint))
+
+    def _move(self, position: Position) -> None:
+        self._position = position
+        write_position(self._store, self.name, position)
+
+    def _fail(self, what: str) -> None:
+        """Report what went wrong, the first time."""
+        if not self.failed:
+            self.failed = True
+            rest = f"`raytrain track {self._run} --track {self.name}` sends what is missing once the run is over"
+            self._report(redact(f"tracker {self.name} {what}; the run goes on without it, and {rest}"))
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
+
+
+@contextmanager
+def _as_file(store: Store, path: str) -> Iterator[str]:
+    """An object of ``store`` as a local file."""
+    if "://" not in store.url:
+        yield f"{store.url}/{path}"
+        return
+    with TemporaryFolder() as folder:
+        file = folder / path.rpartition("/")[2]
+        file.write_bytes(store.get(path))
+        yield str(file)

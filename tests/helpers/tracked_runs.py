@@ -1,0 +1,159 @@
+"""Runs for trackers, without training: rows, snapshots, and what W&B wrote to its own file."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+from raytrain.config import ResolvedConfig
+from raytrain.recipes import digits
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import TrainResult
+from raytrain.runs.snapshot import Snapshot
+from raytrain.storage.base import Store
+from raytrain.trackers.open_trackers import open_trackers
+from raytrain.trackers.tracking import Tracking
+
+
+def options(**more: Any) -> ResolvedConfig:
+    config = digits(data="images", mean=(0.5,), std=(0.25,), **more)
+    return config.resolve(name="first", num_workers=2, device="cpu", mean=(0.5,), std=(0.25,))
+
+
+def step_rows(first: int, last: int, **metrics: float) -> list[MetricRow]:
+    """A row of each step from ``first`` to ``last``."""
+    return [
+        MetricRow(kind="step", step=step, epoch=1, learning_rate=0.1, metrics={"loss": 1 / step, **metrics})
+        for step in range(first, last + 1)
+    ]
+
+
+def evaluation_row(step: int) -> MetricRow:
+    return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"accuracy": 0.5, "loss": 2.0})
+
+
+def snapshot(rows: Sequence[MetricRow]) -> Snapshot:
+    return Snapshot(
+        name="first",
+        status="running",
+        step=rows[-1].step if rows else 0,
+        num_steps=100,
+        steps_per_epoch=10,
+        num_workers=2,
+        elapsed_s=1.0,
+        time_left_s=None,
+        attempt=1,
+        first_row=0,
+        rows=tuple(rows),
+        latest=None,
+        evaluation=None,
+        num_skipped=0,
+        num_retries=0,
+        stop_request=None,
+        events=(),
+        result=None,
+    )
+
+
+def result(store: Store, status: str = "finished", checkpoint: str | None = None) -> TrainResult:
+    return TrainResult(
+        name="first",
+        status=status,
+        steps=10,
+        epochs=1,
+        samples_seen=100,
+        test_accuracy=0.5,
+        test_loss=2.0,
+        checkpoint=checkpoint and f"{store.url}/{checkpoint}",
+        run_dir=store.url,
+        seconds=1.0,
+        num_workers=2,
+    )
+
+
+def tracked(
+    store: Store,
+    trackers: Sequence[Any],
+    rows: Sequence[MetricRow],
+    *,
+    end_within_s: float = 60.0,
+    checkpoint: str | None = None,
+    status: str = "finished",
+    **more: Any,
+) -> list[str]:
+    """Send a whole run to ``trackers`` and return what they reported."""
+    reports: list[str] = []
+    tracking = Tracking(open_trackers(trackers), end_within_s)
+    tracking.begin(options(**more), store, reports.append)
+    tracking.update(snapshot(rows))
+    tracking.finish(result(store, status, checkpoint))
+    return reports
+
+
+class Recorder:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.statuses: list[str] = []
+
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
+        self.params = params
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def finalize(self, status: str) -> None:
+        self.statuses.append(status)
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, metrics in self.rows if "train/loss" in metrics]
+
+
+def read_wandb_file(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """The options and, by step, the metrics in the file that ``wandb sync`` uploads, once wandb has finished it."""
+    config: dict[str, Any] = {}
+    history: dict[int, dict[str, Any]] = {}
+    for record in _finished(file):
+        for update in record.config.update:
+            config[update.key] = json.loads(update.value_json)
+        if record.HasField("history"):
+            step = record.history.step.num
+            assert step not in history, f"step {step} was sent twice"
+            history[step] = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+    return config, history
+
+
+def _finished(file: Path) -> list[Any]:
+    """The records of a file, read again until the last one is there: wandb writes in a process of its own."""
+    while True:
+        records: list[Any] = []
+        for data in _records(file.read_bytes()):
+            records.append(wandb_internal_pb2.Record())  # pyright: ignore[reportAttributeAccessIssue]
+            records[-1].ParseFromString(data)
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.05)
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in the format of LevelDB, after W&B's header of 7 bytes."""
+    place, block, whole = 7, 32768, b""
+    while place + 7 <= len(data):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            yield whole
+            whole = b""

@@ -1,0 +1,200 @@
+"""What TensorBoard, MLflow, W&B and Prometheus have of a run, read with their own tools."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from raytrain.runs.documents import run_store, write_json
+from raytrain.runs.metric_row import MetricRow
+from raytrain.storage.base import Store
+from raytrain.storage.open import open_store
+from raytrain.trackers.prometheus import PrometheusTracker
+from raytrain.trackers.protocol import TrackedRun
+from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
+
+HOSTILE = "<b>[red]\x1b[2J\x9b31m"
+CHECKPOINT = "checkpoints/step-000000006.pt"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = run_store(str(tmp_path / "runs"), "first")
+    store.put(CHECKPOINT, b"weights")
+    return store
+
+
+def odd_row(step: int) -> MetricRow:
+    metrics = {"loss": math.nan, "huge": 1e300, "endless": -math.inf, HOSTILE: 1.0, "x" * 300: 2.0}
+    return MetricRow(kind="step", step=step, epoch=1, metrics=metrics)
+
+
+# TensorBoard
+
+
+def scalars(folder: str | Path, name: str) -> list[tuple[int, float]]:
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in reader.Scalars(name)]
+
+
+def test_tensorboard_reads_a_run_and_its_resume(store: Store) -> None:
+    [place] = tracked(store, ["tensorboard"], [*step_rows(1, 4), evaluation_row(4)])
+    assert place == f"tensorboard shows the run: tensorboard --logdir {store.url}/tensorboard"
+    tracked(store, ["tensorboard"], step_rows(1, 6), epochs=30)
+    folder = f"{store.url}/tensorboard"
+    assert scalars(folder, "train/loss") == [(step, pytest.approx(1 / step)) for step in range(1, 7)]
+    assert scalars(folder, "test/accuracy") == [(4, 0.5)]
+    tags = EventAccumulator(folder).Reload().SummaryMetadata("_hparams_/session_start_info")
+    assert tags.plugin_data.plugin_name == "hparams"
+
+
+def test_tensorboard_reads_odd_values_and_names(store: Store) -> None:
+    tracked(store, ["tensorboard"], [odd_row(1), *step_rows(2, 3)])
+    reader = EventAccumulator(f"{store.url}/tensorboard").Reload()
+    assert math.isnan(reader.Scalars("train/loss")[0].value)
+    assert all(name.isprintable() and "<" not in name for name in reader.Tags()["scalars"])
+
+
+def test_tensorboards_files_of_a_run_in_s3_are_beside_it(s3: Any, tmp_path: Path) -> None:
+    store = open_store("s3://tests/tensorboard/first")
+    tracked(store, ["tensorboard"], step_rows(1, 3))
+    for found in store.list("tensorboard"):
+        (tmp_path / found.path.rpartition("/")[2]).write_bytes(store.get(found.path))
+    assert [step for step, _ in scalars(tmp_path, "train/loss")] == [1, 2, 3]
+
+
+# MLflow
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an MLflow server."""
+    command = [sys.executable, "-m", "tests.helpers.mlflow_server", str(tmp_path_factory.mktemp("mlflow"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        server.kill()
+
+
+@pytest.fixture
+def mlflow(mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of the server that the environment names."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "seen by raytrain")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient()
+
+
+def run_id(place: str) -> str:
+    assert place.startswith("mlflow shows the run: http://127.0.0.1"), place
+    return place.rpartition("/")[2]
+
+
+def test_mlflow_has_a_run_and_its_resume(store: Store, mlflow: Any) -> None:
+    [place] = tracked(store, ["mlflow"], [*step_rows(1, 4), evaluation_row(4)], checkpoint=CHECKPOINT)
+    first = mlflow.get_run(run_id(place))
+    assert (first.info.status, first.info.run_name) == ("FINISHED", "first")
+    assert mlflow.get_experiment(first.info.experiment_id).name == "seen by raytrain"
+    assert first.data.params["learning_rate"] == "0.01"
+    assert [file.path for file in mlflow.list_artifacts(run_id(place), "checkpoints")] == [CHECKPOINT]
+    assert tracked(store, ["mlflow"], step_rows(1, 6), epochs=30, status="failed") == [place]
+    history = mlflow.get_metric_history(run_id(place), "train/loss")
+    assert [metric.step for metric in history] == [1, 2, 3, 4, 5, 6]
+    assert mlflow.get_metric_history(run_id(place), "test/accuracy")[0].value == 0.5
+    resumed = mlflow.get_run(run_id(place))
+    assert (resumed.info.status, resumed.data.params["epochs"], resumed.data.tags["epochs"]) == ("FAILED", "20", "30")
+
+
+def test_mlflow_takes_odd_values_long_names_and_many_rows(store: Store, mlflow: Any) -> None:
+    rows = [odd_row(1), *step_rows(2, 1500)]
+    [place] = tracked(store, ["mlflow"], rows, freeze=tuple(f"layer{number}" for number in range(1000)))
+    assert len(mlflow.get_run(run_id(place)).data.params["freeze"]) == 500
+    values = [metric.value for metric in mlflow.get_metric_history(run_id(place), "train/loss")]
+    assert math.isnan(values[0])
+    assert len(values) == 1500
+
+
+def test_mlflow_never_continues_a_run_that_is_not_this_runs(store: Store, mlflow: Any) -> None:
+    theirs = mlflow.create_run("0", run_name="precious").info.run_id
+    write_json(store, "trackers/mlflow.json", {"id": theirs, "step": 2})
+    [place] = tracked(store, ["mlflow"], step_rows(1, 4))
+    assert run_id(place) != theirs
+    assert mlflow.get_run(theirs).data.metrics == {}
+
+
+def test_an_mlflow_server_that_is_not_there_is_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden-word@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    [report] = tracked(store, ["mlflow"], step_rows(1, 4))
+    assert report.startswith("tracker mlflow failed (")
+    assert "hidden-word" not in report
+
+
+# W&B
+
+
+def test_wandb_offline_has_a_run_and_its_resume(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    [place] = tracked(store, ["wandb"], [*step_rows(1, 4), evaluation_row(4)], checkpoint=CHECKPOINT)
+    assert place.startswith(f"wandb shows the run: wandb sync {tmp_path}"), place
+    tracked(store, ["wandb"], [*step_rows(1, 5), odd_row(6)], epochs=30)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len({file.name for file in files}) == 1
+    (first, history), (second, rest) = map(read_wandb_file, files)
+    assert (first["epochs"], second["epochs"]) == (20, 30)
+    assert [history[step]["train/loss"] for step in (1, 2, 3, 4)] == [1.0, 0.5, pytest.approx(1 / 3), 0.25]
+    assert history[4]["test/accuracy"] == 0.5
+    assert sorted(rest) == [5, 6]
+    assert str(rest[6]["train/loss"]).lower() == "nan"
+
+
+# Prometheus
+
+
+def scraped(url: str) -> dict[str, dict[str, float]]:
+    """The gauges by name and by the label ``run``, as Prometheus parses them."""
+    with urllib.request.urlopen(url) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return {one.name: {each.labels["run"]: each.value for each in one.samples} for one in families}
+
+
+def test_prometheus_scrapes_the_last_row_of_each_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "0")
+    first, second = (PrometheusTracker(TrackedRun(name, store)) for name in ("first", 'second"\n{}'))
+    assert first.place.startswith("http://127.0.0.1:")
+    first.log_metrics({"train/loss": 0.5, "learning_rate": 0.1}, 10)
+    first.log_metrics({"train/loss": math.nan, "test/accuracy": 0.75}, 20)
+    second.log_metrics({"train/loss": 2.0}, 5)
+    gauges = scraped(first.place)
+    assert math.isnan(gauges.pop("raytrain_train_loss")["first"])
+    assert gauges == {
+        "raytrain_step": {"first": 20},
+        "raytrain_test_accuracy": {"first": 0.75},
+        "raytrain_learning_rate": {"first": 0.1},
+    }
+    assert scraped(second.place)["raytrain_train_loss"] == {'second"\n{}': 2.0}
+    for tracker in (first, second):
+        tracker.finalize("success")
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(tracker.place)
+
+
+def test_two_runs_of_a_machine_have_a_port_each(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "0")
+    first = PrometheusTracker(TrackedRun("first", store))
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", first.place.split(":")[2].partition("/")[0])
+    second = PrometheusTracker(TrackedRun("second", store))
+    assert scraped(second.place) == scraped(first.place) == {}
+    for tracker in (first, second):
+        tracker.finalize("success")
