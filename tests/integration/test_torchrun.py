@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 import raytrain
 from raytrain.demo.digits import render_digits
 from raytrain.runs.records import list_runs, read_run
@@ -62,7 +64,8 @@ def test_the_loop_trains_under_torchrun(tmp_path: Path) -> None:
 
 def test_a_run_under_torchrun_can_be_stopped_and_resumed(tmp_path: Path) -> None:
     data = render_digits(tmp_path / "digits", num_images=200)
-    stopped = torchrun(data, tmp_path, "--epochs", "100000", meanwhile=partial(stop_when_it_trains, tmp_path))
+    until_stopped = partial(stop_when_it_trains, tmp_path)
+    stopped = torchrun(data, tmp_path, "--epochs", "100000", "--track", "tensorboard", meanwhile=until_stopped)
     assert stopped.returncode == 0, stopped.stderr
     summary = read_run(str(tmp_path), "run").summary
     assert (summary["status"], summary["stop_reason"]) == ("stopped", "raytrain stop")
@@ -70,6 +73,8 @@ def test_a_run_under_torchrun_can_be_stopped_and_resumed(tmp_path: Path) -> None
     finished = torchrun(data, tmp_path, "--resume", "--epochs", str(summary["steps"] + 1))
     assert finished.returncode == 0, finished.stderr
     assert read_run(str(tmp_path), "run").status.status == "finished"
+    reader = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, summary["steps"] + 2))
 
 
 def stop_when_it_trains(storage: Path) -> None:
