@@ -46,6 +46,8 @@ class TrainConfig:
     """Name of the run; by default the recipe's name and the time."""
     resume: bool = False
     """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
+    backend: Literal["ray", "local"] = "ray"
+    """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
     address: str | None = None
     """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
 
@@ -173,6 +175,7 @@ class TrainConfig:
         _check_gpus(self)
         _check_crops(self)
         _check_labels(self)
+        _check_backend(self)
         for name in ("mean", "std"):
             value = getattr(self, name)
             if value is not None and len(value) != self.channels:
@@ -342,3 +345,16 @@ def _check_labels(config: TrainConfig) -> None:
     for name in ("key_column", "label_column", "group_by"):
         if getattr(config, name) is not None and config.labels is None:
             raise UsageError(f"{flag(name)} is a column of the label file; give that with --labels.")
+
+
+def _check_backend(config: TrainConfig) -> None:
+    if config.backend != "local":
+        return
+    if config.elastic_workers is not None:
+        raise UsageError(
+            f"--workers is {config.workers}, and only --backend ray trains on workers that come and go; give a number."
+        )
+    if config.address is not None:
+        raise UsageError(f"--address is {config.address}, and --backend local trains without Ray; omit one of them.")
+    if config.scope_keys:
+        raise UsageError("--scope-keys limits what a Ray cluster is lent; with --backend local, leave it out.")

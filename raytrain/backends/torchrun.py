@@ -1,26 +1,26 @@
 """Training without Ray, in the processes of ``torchrun --nproc-per-node 2 -m raytrain train cifar10 --name first …``.
 
-Every process reads the images that it needs and keeps them in its memory. The first one keeps the run's documents, so
-that the run is listed, shown, stopped and resumed like any other.
+The processes of a machine share the images that they decode. The first process keeps the run's documents, so that the
+run is listed, shown, stopped and resumed like any other.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from raytrain.backends.gpus import visible_gpus
+from raytrain.backends.image_cache import ImageCache, image_cache
 from raytrain.backends.local_reporter import LocalReporter
-from raytrain.backends.memory_batches import MemoryBatches
-from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, prepare, run_spec
+from raytrain.backends.prepare import Loop, PreparedRun, prepare
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.config import TrainConfig
+from raytrain.backends.worker_process import collective_backend, train_worker, worker_device
+from raytrain.backends.worker_task import WorkerTask
+from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
@@ -30,7 +30,6 @@ from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import START, View
 from raytrain.trackers.tracking import Tracking
-from raytrain.training.run_spec import RunSpec
 
 
 def train(
@@ -52,15 +51,15 @@ def train(
         raise UsageError("--scope-keys limits what a Ray cluster is lent; under torchrun, leave it out.")
     if config.gpus:
         os.environ.update(visible_gpus(config.gpus))
-    device = _device(config)
-    with prepare(config, owns_run=rank == 0) as prepared, signals:
+    device = worker_device(config)
+    with prepare(config, owns_run=rank == 0) as prepared, signals, ExitStack() as opened:
         if world_size > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group(collective_backend(device))
         resolved = prepared.resolve(world_size, device.type)
-        spec = run_spec(resolved, prepared.data, prepared.store, loop, world_size)
-        weights = load_initial_weights(spec, prepared.first_step)  # before the run is known: they may not fit
-        process = (_FirstProcess if rank == 0 else _Process)(prepared, spec, signals, view, tracking, started_at)
-        outcome = process.train(device, rank, world_size, weights)
+        cache = _shared_cache(prepared, resolved, opened, world_size)
+        task = WorkerTask(resolved, prepared.data, prepared.store, prepared.first_step, cache)
+        process = (_FirstProcess if rank == 0 else _Process)(prepared, task, signals, view, tracking, started_at)
+        outcome = process.train(loop, device)
         return _shared(process.conclude(outcome, _gathered(process.skipped, world_size)), world_size)
 
 
@@ -70,7 +69,7 @@ class _Process:
     def __init__(
         self,
         prepared: PreparedRun,
-        spec: RunSpec,
+        task: WorkerTask,
         signals: StopSignals,
         view: View | None,
         tracking: Tracking,
@@ -79,24 +78,13 @@ class _Process:
         self.skipped: dict[str, SkippedImage] = {}
         self._failure: str | None = None
         self._prepared = prepared
-        self._spec = spec
+        self._task = task
         self._signals = signals
         self._limit = prepared.skip_limit()
 
-    def train(self, device: torch.device, rank: int, world_size: int, weights: Mapping[str, Tensor] | None) -> Outcome:
+    def train(self, loop: Loop | None, device: torch.device) -> Outcome:
         """See the training to its end."""
-        prepared, spec = self._prepared, self._spec
-        loads = spec.config.worker_load or (1.0,) * world_size
-        source = MemoryBatches(
-            prepared.data,
-            spec.plan,
-            rank,
-            loads,
-            self.skip,
-            isolated=prepared.config.resume,  # an image may have ended the run before
-        )
-        run = spec.make_run(source, self, device, weights)
-        return spec.train(run)
+        return train_worker(self._task, loop, device, self)
 
     def conclude(self, outcome: Outcome, skipped: list[SkippedImage]) -> TrainResult | None:
         """Nothing: the first process writes how the run ended."""
@@ -106,6 +94,7 @@ class _Process:
         self.skipped |= {image.key: image for image in images}
         self._failure = self._limit.exceeded(list(self.skipped.values()))
 
+    def begin(self) -> None: ...
     def started(self, num_workers: int, step: int) -> None: ...
     def record(self, row: MetricRow) -> None: ...
     def event(self, text: str) -> None: ...
@@ -126,40 +115,47 @@ class _FirstProcess(_Process):
     def __init__(
         self,
         prepared: PreparedRun,
-        spec: RunSpec,
+        task: WorkerTask,
         signals: StopSignals,
         view: View | None,
         tracking: Tracking,
         started_at: float,
     ) -> None:
-        super().__init__(prepared, spec, signals, view, tracking, started_at)
-        plan = spec.plan
+        super().__init__(prepared, task, signals, view, tracking, started_at)
+        plan = prepared.data.plan(task.config)
         history = History(prepared.store)
         self._monitor = RunMonitor(prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=self._limit)
         self._recorder = RunRecorder(prepared.store, plan.num_steps, prepared.first_step, started_at)
         self._reporter = LocalReporter(self._monitor, self._recorder, self._look)
+        self._opened = ExitStack()
+        self._begun = False
         self._view = view
         self._tracking = tracking
         self._seen = START
 
-    def train(self, device: torch.device, rank: int, world_size: int, weights: Mapping[str, Tensor] | None) -> Outcome:
-        self._prepared.data.write(self._prepared.store)
-        self._recorder.begin(self._spec.config)
-        self._tracking.begin(self._spec.config, self._prepared.store, self._monitor.event)
+    def train(self, loop: Loop | None, device: torch.device) -> Outcome:
         try:
-            with self._reporter:
-                return super().train(device, rank, world_size, weights)
+            with self._opened:
+                return super().train(loop, device)
         except BaseException as error:
             self._tracking.abort()
             with suppress(RaytrainError):  # the reason why the run ends matters more
-                self._recorder.write_status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+                if self._begun:
+                    self._recorder.write_status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
+
+    def begin(self) -> None:
+        self._prepared.data.write(self._prepared.store)
+        self._recorder.begin(self._task.config)
+        self._begun = True
+        self._tracking.begin(self._task.config, self._prepared.store, self._monitor.event)
+        self._opened.enter_context(self._reporter)
 
     def conclude(self, outcome: Outcome, skipped: list[SkippedImage]) -> TrainResult:
         """Write how the run ended."""
         self._monitor.skip(skipped)
         if reason := self._monitor.failure or outcome.error:
-            error = failure_sentence(self._prepared.name, self._spec.config.storage, reason)
+            error = failure_sentence(self._prepared.name, self._task.config.storage, reason)
             outcome = failed(error, self._monitor.snapshot())
         if self._signals.stop_request is not None:
             self._monitor.request_stop(self._signals.stop_request)
@@ -199,6 +195,17 @@ class _FirstProcess(_Process):
             self._view(snapshot)
 
 
+def _shared_cache(prepared: PreparedRun, config: ResolvedConfig, opened: ExitStack, world_size: int) -> ImageCache:
+    """Where the processes of this machine keep decoded images. The first process of each machine decides."""
+    machine, mine = os.environ.get("GROUP_RANK", "0"), None
+    if os.environ["LOCAL_RANK"] == "0":
+        mine = image_cache(config, prepared.data, prepared.first_step, opened)
+    caches: list[Any] = [(machine, mine)] * world_size
+    if world_size > 1:
+        dist.all_gather_object(caches, (machine, mine))
+    return next(cache for where, cache in caches if where == machine and cache is not None)
+
+
 def _gathered(skipped: dict[str, SkippedImage], world_size: int) -> list[SkippedImage]:
     """The images that any process could not use."""
     lists: list[Any] = [list(skipped.values())] * world_size
@@ -217,12 +224,3 @@ def _shared(result: TrainResult | None, world_size: int) -> TrainResult:
     if shared.error is not None:
         raise TrainingFailed(shared.error, shared.summary())
     return shared
-
-
-def _device(config: TrainConfig) -> torch.device:
-    if config.device == "cpu" or not torch.cuda.is_available():
-        torch.set_num_threads(config.threads_per_worker or 1)
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device

@@ -10,8 +10,10 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.prepare import Loop, check, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
 from raytrain.backends.stop_signals import StopSignals
@@ -43,7 +45,8 @@ def train(
 ) -> TrainResult:
     """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
 
-    It trains on Ray; in a process that torchrun started, with the other processes of torchrun and without Ray.
+    It trains on Ray, or without Ray on this machine if ``config.backend`` is ``local``. In a process that torchrun
+    started, it trains with the other processes of torchrun.
 
     Args:
         config: the options; see :class:`TrainConfig`.
@@ -70,6 +73,8 @@ def train(
         from raytrain.backends import torchrun
 
         return torchrun.train(config, load_loop(config, loop), view, signals, Tracking(named), started_at)
+    if config.backend == "local":
+        return _train_locally(config, loop, view, signals, Tracking(named), started_at)
     return _train_on_ray(config, loop, view, signals, named, started_at)
 
 
@@ -95,6 +100,25 @@ def import_in_background(module: str) -> threading.Thread:
     thread = threading.Thread(target=importlib.import_module, args=(module,), name="imports")
     thread.start()
     return thread
+
+
+def _train_locally(
+    config: TrainConfig,
+    loop: Loop | None,
+    view: View | None,
+    signals: StopSignals,
+    tracking: Tracking,
+    started_at: float,
+) -> TrainResult:
+    """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
+    from raytrain.backends.local.agent_process import AgentProcess
+
+    agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
+    with closing(agent), prepare(config) as prepared:
+        from raytrain.backends.local.session import LocalSession
+
+        with signals, LocalSession(prepared, loop, agent, tracking, started_at) as session:
+            return session.watch(signals, view)
 
 
 def _train_on_ray(

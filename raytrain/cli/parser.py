@@ -152,7 +152,9 @@ def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -
             f"Run {options.name!r} was started as {stored.recipe}, not as {options.recipe}; "
             f"continue with `raytrain {command} {stored.recipe} …`."
         )
-    machines = {name: getattr(recipe, name) for name in ("workers", "worker_load", "device", "gpus", "address")}
+    machines = {
+        name: getattr(recipe, name) for name in ("backend", "workers", "worker_load", "device", "gpus", "address")
+    }
     return dataclasses.replace(stored, **machines, storage=options.storage, resume=False)
 
 

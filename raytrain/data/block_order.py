@@ -13,6 +13,14 @@ from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.partition import Partition
 from raytrain.data.permutation import Int64s
 
+_ROWS, _PACKED_ROWS = 512, 2048  # whoever reads a shard should use much of it
+_BLOCK_BYTES = 32 << 20
+
+
+def rows_per_block(image_bytes: int, *, packed: bool) -> int:
+    """Images in one block, for decoded images of this size."""
+    return max(1, min(_PACKED_ROWS if packed else _ROWS, _BLOCK_BYTES // image_bytes))
+
 
 @dataclass(frozen=True)
 class WorkerOrder:

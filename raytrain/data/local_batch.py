@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,17 +38,10 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
     """Gather the worker's local batches from a data set in memory, from ``first_step`` to the plan's end."""
-    return batches_as_read(partition, lambda samples, epoch: blocks.gather(samples), first_step)
-
-
-def batches_as_read(
-    partition: Partition, read: Callable[[Int64s, int], Block], first_step: int
-) -> Iterator[LocalBatch]:
-    """The worker's local batches from ``first_step`` to the plan's end; ``read`` gives some samples of an epoch."""
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         samples = partition.local_samples(batch)
-        yield _local_batch(batch, [read(samples, batch.epoch)] if len(samples) else [], partition.part_sizes(batch))
+        yield _local_batch(batch, [blocks.gather(samples)] if len(samples) else [], partition.part_sizes(batch))
 
 
 def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:

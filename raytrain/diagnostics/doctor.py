@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain import recipes
+from raytrain.backends.placement import Hardware, Placement, place
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.placement import Hardware, Placement, hardware, place
+from raytrain.backends.ray.hardware import hardware
 from raytrain.diagnostics.cluster_probe import Node, probe_nodes
 from raytrain.diagnostics.findings import (
     Finding,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from raytrain.backends.ray.placement import Hardware, Placement
+from raytrain.backends.placement import Hardware, Placement
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.storage.base import Store
 

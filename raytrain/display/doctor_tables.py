@@ -14,7 +14,7 @@ from raytrain.display.formatting import format_count, format_gigabytes, one_line
 from raytrain.display.key_value_table import key_value_table
 
 if TYPE_CHECKING:
-    from raytrain.backends.ray.placement import Placement
+    from raytrain.backends.placement import Placement
     from raytrain.diagnostics.cluster_probe import Node
     from raytrain.diagnostics.doctor import DoctorReport
     from raytrain.diagnostics.findings import Finding

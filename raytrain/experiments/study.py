@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends import train
+from raytrain.backends import machine, train
+from raytrain.backends.placement import place
 from raytrain.backends.prepare import check
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.placement import hardware, place
+from raytrain.backends.ray.hardware import hardware
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.experiments.compare import differing_options
@@ -103,6 +104,8 @@ def study(
     remaining = [left for each in configs.values() if (left := _left_to_train(each))]
     if remaining and train:
         train(remaining)
+    elif remaining and config.backend == "local":
+        _train_locally(remaining, view)
     elif remaining:
         _train_in_one_cluster(remaining, view)
     statuses = {size: _status(each).status for size, each in configs.items()}
@@ -150,7 +153,7 @@ def _check_same_options(config: TrainConfig, stored: TrainConfig) -> None:
     """Raise UsageError if an existing run was started with other options: it could not be compared with the others."""
     wanted = config.scaled_to(int(config.workers))
     decided_by_run = {name for name in _DECIDED_BY_RUN if getattr(wanted, name) in (None, "auto")}
-    for name in differing_options([wanted, dataclasses.replace(stored, gpus=wanted.gpus)]):
+    for name in differing_options([wanted, dataclasses.replace(stored, gpus=wanted.gpus, backend=wanted.backend)]):
         if name not in decided_by_run:
             flag = "--" + name.replace("_", "-")
             raise UsageError(
@@ -173,6 +176,19 @@ def _train_in_one_cluster(configs: Sequence[TrainConfig], view: View | None) -> 
             here = dataclasses.replace(config, address=None, gpus=None)  # this process is in the cluster already
             if train.train(here, view=view).status != "finished":
                 return
+
+
+def _train_locally(configs: Sequence[TrainConfig], view: View | None) -> None:
+    """Train on this machine, until all runs are finished or one was stopped.
+
+    Raises UsageError before any run starts if the machine has too little for one of them.
+    """
+    found = machine.hardware(configs[0].gpus)
+    for config in configs:
+        place(config, found)
+    for config in configs:
+        if train.train(config, view=view).status != "finished":
+            return
 
 
 def _store(config: TrainConfig) -> Store:

@@ -10,8 +10,9 @@ from typing import cast
 import pyarrow as pa
 
 from raytrain import recipes
+from raytrain.backends.placement import place
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.placement import hardware, place
+from raytrain.backends.ray.hardware import hardware
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.manifest import Manifest

@@ -18,11 +18,15 @@ _MARK = b"A temporary folder of raytrain. Removed once its process has ended.\n"
 
 
 class TemporaryFolder:
-    """A temporary folder for this process. Creating one also removes those of killed processes on this machine."""
+    """A temporary folder for this process, in ``parent``, by default the system's folder for such things.
 
-    def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    Creating one also removes those of killed processes there.
+    """
+
+    def __init__(self, parent: str | None = None) -> None:
+        parent = parent or tempfile.gettempdir()
+        _remove_abandoned(Path(parent))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         unlocked = self.path / "unlocked"  # renamed once the lock is held, so that no other process removes the folder
         unlocked.write_bytes(_MARK)
         self._lock = unlocked.open("rb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain import TrainConfig
-from raytrain.backends.memory_batches import MemoryBatches
+from raytrain.backends.image_cache import ImageCache
+from raytrain.backends.machine_batches import MachineBatches
 from raytrain.backends.prepare import load_initial_weights, run_spec
+from raytrain.data.batch_plan import Cursor
 from raytrain.data.dataset import open_dataset
 from raytrain.runs.documents import run_store
 from raytrain.training.run import Run
@@ -66,7 +69,9 @@ def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
         name=run.config.name, num_workers=world_size, device="cpu", mean=data.mean, std=data.std
     )
     spec = run_spec(resolved, data, store, run.loop, world_size)
-    source = MemoryBatches(data, spec.plan, rank, (1.0,) * world_size, lambda skipped: None, isolated=False)
+    origin = None if resolved.crops_originals else Cursor()
+    cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), origin, test=True)
+    source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, lambda skipped: None, isolated=False)
     recorder = Recorder(run.stop_after)
     part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
     spec.train(part)

@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 
 from raytrain.backends.gpus import Gpu
-from raytrain.backends.ray.placement import Hardware
+from raytrain.backends.placement import Hardware
 from raytrain.demo.s3_server import S3Server
 from raytrain.diagnostics import cluster_probe, doctor, findings, node_probe
 from raytrain.diagnostics.cluster_probe import Node

@@ -16,8 +16,8 @@ from PIL import Image
 from rich.console import Console
 
 import raytrain
+from raytrain.backends.placement import Hardware
 from raytrain.backends.ray.connection import Connection
-from raytrain.backends.ray.placement import Hardware
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.display.study_figure import study_figure

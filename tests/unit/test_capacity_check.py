@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from raytrain.backends.placement import Placement
 from raytrain.backends.ray import capacity_check
-from raytrain.backends.ray.placement import Placement
 from raytrain.errors import UsageError
 
 OURS, NEIGHBOUR = "0a000000", "0b000000"

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from raytrain.backends.ray.placement import Placement
+from raytrain.backends.placement import Placement
 from raytrain.errors import UsageError
 from raytrain.runs.throttle import Throttle
 

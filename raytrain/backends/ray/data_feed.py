@@ -6,10 +6,11 @@ from contextlib import ExitStack
 
 import ray
 
+from raytrain.backends.cache_choice import choose_cached
+from raytrain.backends.placement import Placement
 from raytrain.backends.ray.block_cache import CacheFiller
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import DataCpus, ImageSet
-from raytrain.backends.ray.placement import Placement
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.backends.ray.streaming import StreamReader
 from raytrain.config import ResolvedConfig
@@ -18,11 +19,8 @@ from raytrain.data.block_order import CacheOrder
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat
 from raytrain.data.manifest import Manifest
-from raytrain.errors import UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import CredentialSource
-
-_CACHE_FRACTION = 0.4  # of the smallest node's object store; the rest is for blocks that are streamed
 
 
 class DataFeed:
@@ -45,7 +43,7 @@ class DataFeed:
         self._plan = plan
         self._test_plan = test_plan
         self._first_step = first_step
-        self.train_cached, self.test_cached = self._what_is_cached(object_store_bytes)
+        self.train_cached, self.test_cached = choose_cached(config, data, plan, first_step, object_store_bytes)
 
     @property
     def origin(self) -> Cursor | None:
@@ -100,19 +98,3 @@ class DataFeed:
         if self.test_cached:
             to_cache["test"] = (self.test, CacheOrder(self._test_plan, Cursor(), self.test.rows_per_block))
         return to_cache
-
-    def _what_is_cached(self, object_store_bytes: int) -> tuple[bool, bool]:
-        """Whether the training images are kept in memory, and the test images."""
-        data = self._data
-        train_bytes, test_bytes = data.num_bytes
-        if self._config.cache == "memory" and train_bytes + test_bytes > object_store_bytes:
-            raise UsageError(
-                f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a "
-                f"node's object store has {object_store_bytes / 1e9:.1f} GB; use --cache auto."
-            )
-        if self._config.cache == "auto":
-            room = _CACHE_FRACTION * object_store_bytes
-            used_again = self._plan.num_steps - self._first_step > self._plan.steps_per_epoch
-            used_again = used_again and not self._config.crops_originals
-            return used_again and train_bytes + test_bytes <= room, test_bytes <= room
-        return self._config.cache == "memory", self._config.cache == "memory"

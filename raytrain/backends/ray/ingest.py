@@ -23,7 +23,7 @@ from ray.data import DataContext, ExecutionResources
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.private_api import EXECUTION_CALLBACK, is_repeated_task
-from raytrain.data.block_order import BlockOrder, BlockRef, interleave
+from raytrain.data.block_order import BlockOrder, BlockRef, interleave, rows_per_block
 from raytrain.data.blocks import Block
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
@@ -34,10 +34,7 @@ from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import Store
 from raytrain.storage.retry import num_retries
 
-BLOCK_ROWS = 512
-PACKED_BLOCK_ROWS = 2048  # whoever reads a shard should use much of it
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
-_BLOCK_BYTES = 32 << 20
 _TURN_S = 0.01
 _CLOSE_S = 10.0
 _BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
@@ -62,7 +59,7 @@ class ImageSet:
     @property
     def rows_per_block(self) -> int:
         """Images in one block."""
-        return max(1, min(PACKED_BLOCK_ROWS if self.packed else BLOCK_ROWS, _BLOCK_BYTES // self.shape.num_bytes))
+        return rows_per_block(self.shape.num_bytes, packed=self.packed)
 
     def within(self, num_blocks: int, num_bytes: int) -> int:
         """How many blocks fit into ``num_bytes``: at most ``num_blocks``, at least 1."""

@@ -11,9 +11,9 @@ import pyarrow as pa
 import ray
 import ray.data
 
+from raytrain.backends.placement import Placement
 from raytrain.backends.ray.credential_server import serving_credentials
 from raytrain.backends.ray.ingest import ImageSet, chosen, configure, to_block, to_table
-from raytrain.backends.ray.placement import Placement
 from raytrain.backends.ray.private_api import is_repeated_task
 from raytrain.data.decode import ImageFormat, ImageShape, Pixels
 from raytrain.data.image_reader import ImageReader

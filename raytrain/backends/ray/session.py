@@ -10,13 +10,14 @@ from contextlib import ExitStack, suppress
 import ray
 from ray.exceptions import RayActorError
 
+from raytrain.backends.placement import place
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
+from raytrain.backends.ray.hardware import hardware
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
-from raytrain.backends.ray.placement import hardware, place
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work

@@ -15,9 +15,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
+from raytrain.backends.placement import Placement
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.placement import Placement
 from raytrain.backends.ray.private_api import CONTROLLER_CALLBACK
 
 _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way

@@ -72,6 +72,8 @@ def sweep(
     check_named(config)
     if config.track:
         raise UsageError("--track is for single runs; `raytrain track TRIAL --track …` sends a trial that is over.")
+    if config.backend == "local":
+        raise UsageError("--backend is local, and the trials of a sweep need Ray; leave it out, or use --backend ray.")
     planned = plan_sweep(config, vary, trials, trust=trust)
     trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
     if loop is None and config.loop is None:

@@ -12,13 +12,14 @@ from typing import Any, cast
 import ray
 from ray.exceptions import RayActorError
 
+from raytrain.backends.placement import Hardware, Placement, place
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
+from raytrain.backends.ray.hardware import hardware
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
-from raytrain.backends.ray.placement import Hardware, Placement, hardware, place
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trials.early_stopping import EarlyStopping
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinator, SweepCoordinatorHandle, SweepState

@@ -13,8 +13,8 @@ from typing import Any
 from ray import tune
 from ray.tune.schedulers import TrialScheduler
 
+from raytrain.backends.placement import Placement
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.placement import Placement
 from raytrain.backends.ray.private_api import keep_aws_keys_out_of_trials
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinatorHandle
 from raytrain.backends.ray.trials.trial_process import TrialSpec, train_trial

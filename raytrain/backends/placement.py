@@ -1,10 +1,9 @@
-"""How a run is laid out over a cluster: its workers, their device, and the CPUs that are left for reading data."""
+"""How a run is laid out over a cluster or a machine: its workers, their device, and the CPUs for reading data."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
@@ -37,20 +36,6 @@ class Placement:
     data_cpus: float
     task_cpus: float
     threads: int
-
-
-def hardware() -> Hardware:
-    """What the connected cluster has."""
-    import ray
-
-    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-    resources = [node["Resources"] for node in nodes]
-    return Hardware(
-        num_nodes=len(nodes),
-        cpus=sum(each.get("CPU", 0.0) for each in resources),
-        gpus=sum(each.get("GPU", 0.0) for each in resources),
-        object_store_bytes=int(min(each.get("object_store_memory", 0.0) for each in resources)),
-    )
 
 
 def place(config: TrainConfig, found: Hardware) -> Placement:

@@ -1,0 +1,155 @@
+"""Batches of a worker that reads images itself: kept decoded in the machine's shared memory, or streamed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from raytrain.backends.image_cache import ImageCache
+from raytrain.backends.machine import cores
+from raytrain.backends.shared_blocks import SharedBlocks
+from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.block_order import CacheOrder, WorkerOrder, rows_per_block
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.dataset import Dataset
+from raytrain.data.decode import ImageFormat
+from raytrain.data.image_reader import ImageReader
+from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.manifest import Manifest
+from raytrain.data.partition import Partition
+from raytrain.data.permutation import Int64s
+from raytrain.runs.skipped_images import SkippedImage
+from raytrain.storage.base import Store
+
+OnSkipped = Callable[[list[SkippedImage]], None]
+
+_AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
+_MAX_THREADS = 8  # more of them would keep the loop from the interpreter
+
+
+class MachineBatches:
+    """A :class:`raytrain.training.protocols.BatchSource` over images that this process and its neighbours decode.
+
+    Threads decode ahead, as long as the process lives. ``on_skipped`` is called with the images of a block that cannot
+    be used, in the process that reads it. ``isolated``: see :class:`ImageReader`.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        plan: BatchPlan,
+        rank: int,
+        loads: Sequence[float],
+        cache: ImageCache,
+        on_skipped: OnSkipped,
+        *,
+        isolated: bool,
+    ) -> None:
+        test_plan = data.test_plan(len(loads))
+        train = _ImageSet(data.train_store, data.train, data.train_format, isolated, on_skipped)
+        test = _ImageSet(data.test_store, data.test, data.test_format, isolated, on_skipped)
+        folder = Path(cache.folder)
+        self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.origin)
+        self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", Cursor() if cache.test else None)
+        for _ in range(num_decoders()):
+            threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        """This worker's part of each global batch from ``first_step`` on."""
+        return self._train.batches(first_step)
+
+    def test(self) -> Iterator[LocalBatch]:
+        """This worker's part of the test images."""
+        return self._test.batches(0)
+
+    def _read_ahead(self) -> None:
+        self._train.read_ahead()
+        self._test.read_ahead()
+
+
+def num_decoders() -> int:
+    """Threads that decode in each of this machine's workers."""
+    return max(1, min(_MAX_THREADS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+@dataclass(frozen=True)
+class _ImageSet:
+    """Images of one manifest, and who hears of those that cannot be used."""
+
+    store: Store
+    manifest: Manifest
+    format: ImageFormat
+    isolated: bool
+    on_skipped: OnSkipped
+
+    @property
+    def rows_per_block(self) -> int:
+        return rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
+
+    def read(self, samples: Int64s, epoch: int) -> Block:
+        """The images of ``samples``, decoded for ``epoch``."""
+        wanted = self.manifest.select(samples)
+        frames = self.format.framing.frames(samples, epoch)
+        images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, frames)
+        labels = wanted.labels.astype(np.int64)
+        labels[list(bad)] = -1
+        if bad:
+            self.on_skipped([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
+        return Block(images, labels, samples)
+
+
+class _Cached:
+    """Images that are decoded once, and stay in the machine's memory."""
+
+    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, origin: Cursor) -> None:
+        order = CacheOrder(partition.plan, origin, images.rows_per_block)
+        self._partition = partition
+        self._blocks = SharedBlocks(folder, order, images.format.shape, images.read)
+        self._cache = CachedBlocks(self._blocks, images.rows_per_block, partition.plan, origin)
+
+    def batches(self, first_step: int) -> Iterator[LocalBatch]:
+        return batches_from_cache(self._partition, self._cache, first_step)
+
+    def read_ahead(self) -> None:
+        self._blocks.read_ahead()
+
+
+class _Streamed:
+    """Images that are decoded whenever they are needed."""
+
+    def __init__(self, images: _ImageSet, partition: Partition) -> None:
+        self._images = images
+        self._partition = partition
+
+    def batches(self, first_step: int) -> Iterator[LocalBatch]:
+        return batches_from_stream(self._partition, self._blocks(first_step), first_step)
+
+    def read_ahead(self) -> None: ...
+
+    def _blocks(self, first_step: int) -> Iterator[Block]:
+        """This worker's blocks in their order. Threads read a few of them ahead."""
+        rows = self._images.rows_per_block
+        order = WorkerOrder(self._partition, first_step, rows)
+        num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // (rows * self._images.format.shape.num_bytes))
+        with ThreadPoolExecutor(num_decoders(), thread_name_prefix="decode") as decoders:
+            reading: deque[Future[Block]] = deque()
+            try:
+                for number in range(len(order)):
+                    reading.append(decoders.submit(self._images.read, order.samples(number), order.epoch(number)))
+                    if len(reading) > num_ahead:
+                        yield reading.popleft().result()
+                while reading:
+                    yield reading.popleft().result()
+            finally:
+                decoders.shutdown(cancel_futures=True)
+
+
+def _source(images: _ImageSet, partition: Partition, folder: Path, origin: Cursor | None) -> _Cached | _Streamed:
+    return _Streamed(images, partition) if origin is None else _Cached(images, partition, folder, origin)

@@ -1,0 +1,118 @@
+"""Training with --backend local: on this machine, without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import raytrain
+from raytrain.demo.digits import render_digits
+from raytrain.errors import UsageError
+from raytrain.recipes import digits
+from raytrain.runs.records import read_run
+from raytrain.runs.snapshot import Snapshot
+from raytrain.storage.open import open_store
+from raytrain.training.checkpoint import read_checkpoint
+from raytrain.training.run import Run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return render_digits(tmp_path_factory.mktemp("digits"), num_images=200)
+
+
+def options(data: Path, storage: Path, **overrides: object) -> raytrain.TrainConfig:
+    return digits(
+        **{
+            "data": str(data / "train"),
+            "test_data": str(data / "test"),
+            "storage": str(storage),
+            "name": "run",
+            "backend": "local",
+            "workers": 2,
+            "device": "cpu",
+            "batch_size": 64,
+            "epochs": 3,
+            "log_every": 1,
+            "batch_norm": "sync",
+            "precision": "float64",
+            **overrides,
+        }
+    )
+
+
+def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
+    """Those of the last checkpoint."""
+    assert result.checkpoint is not None
+    return read_checkpoint(open_store(result.run_dir), f"checkpoints/{Path(result.checkpoint).name}").state["model"]
+
+
+def once(action: Callable[[Snapshot], None], ready: Callable[[Snapshot], bool]) -> Callable[[Snapshot], None]:
+    """A view that acts on the first snapshot that is ready."""
+    done = threading.Event()
+
+    def view(snapshot: Snapshot) -> None:
+        if not done.is_set() and ready(snapshot):
+            done.set()
+            action(snapshot)
+
+    return view
+
+
+def test_a_run_that_stopped_in_an_epoch_resumes_on_another_number_of_workers(data: Path, tmp_path: Path) -> None:
+    whole = raytrain.train(options(data, tmp_path / "whole"))
+    assert (whole.status, whole.num_workers, whole.samples_seen) == ("finished", 2, 3 * 180)
+    stopped = raytrain.train(options(data, tmp_path / "parts", max_steps=4))  # in the middle of the second epoch
+    assert stopped.steps == 4
+    resumed = raytrain.train(options(data, tmp_path / "parts", workers=1, resume=True))
+    assert (resumed.status, resumed.samples_seen) == ("finished", 3 * 180)
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=1e-10)
+
+
+def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
+    def kill(snapshot: Snapshot) -> None:
+        workers = [each for each in psutil.Process().children(recursive=True) if each.name() and each.children() == []]
+        workers[-1].kill()
+
+    lines: list[str] = []
+
+    def view(snapshot: Snapshot) -> None:
+        kill_once(snapshot)
+        lines.extend(event.text for event in snapshot.events)
+
+    kill_once = once(kill, lambda snapshot: snapshot.step > 0)
+    result = raytrain.train(options(data, tmp_path, epochs=20, batch_size=16, checkpoint_every_steps=10), view=view)
+    assert (result.status, result.samples_seen) == ("finished", 20 * 180)
+    assert any(" was killed by SIGKILL" in line for line in lines)
+    assert not psutil.Process().children(recursive=True)
+
+
+def failing(run: Run) -> None:
+    raise RuntimeError("this loop never works")
+
+
+def test_a_loop_that_fails_again_and_again_ends_the_run_with_its_own_words(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(raytrain.TrainingFailed, match=r"worker \d failed: RuntimeError: this loop never works"):
+        raytrain.train(options(data, tmp_path, max_failures=1), loop=failing)
+    assert read_run(str(tmp_path), "run").status.status == "failed"
+
+
+def test_sigterm_stops_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    view = once(lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda snapshot: snapshot.step > 0)
+    result = raytrain.train(options(data, tmp_path, epochs=100_000), view=view)
+    assert (result.status, result.stop_reason) == ("stopped", "SIGTERM")
+    assert result.checkpoint is not None
+    assert Path(result.checkpoint).is_file()
+
+
+def test_a_network_that_does_not_exist_is_refused_and_leaves_no_run(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="resnet81"):
+        raytrain.train(options(data, tmp_path, model="resnet81"))
+    assert not (tmp_path / "run").exists()

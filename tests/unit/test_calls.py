@@ -1,0 +1,41 @@
+"""Calls from the workers of a run to the process that started it."""
+
+from __future__ import annotations
+
+import dataclasses
+from multiprocessing import AuthenticationError
+from pathlib import Path
+
+import pytest
+
+from raytrain.backends.local.calls import Caller, CallServer
+from raytrain.errors import UsageError
+
+
+def refuse() -> None:
+    raise UsageError("--model is wrong")
+
+
+def test_a_call_returns_what_the_function_returns_or_raises_what_it_raises(tmp_path: Path) -> None:
+    server = CallServer(tmp_path, {"add": lambda a, b: a + b, "refuse": refuse})
+    call = Caller(server.address)
+    assert call("add", 2, 3) == 5
+    with pytest.raises(UsageError, match="--model is wrong"):
+        call("refuse")
+    with pytest.raises(KeyError):
+        call("anything else")
+    server.close()
+
+
+def test_a_stranger_is_turned_away_and_hurts_nobody(tmp_path: Path) -> None:
+    server = CallServer(tmp_path, {"add": lambda a, b: a + b})
+    with pytest.raises(AuthenticationError):
+        Caller(dataclasses.replace(server.address, key=b"guessed"))
+    assert Caller(server.address)("add", 1, 1) == 2
+    server.close()
+
+
+def test_the_key_is_not_shown(tmp_path: Path) -> None:
+    server = CallServer(tmp_path, {})
+    assert str(server.address.key) not in repr(server.address)
+    server.close()

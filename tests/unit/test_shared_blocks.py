@@ -1,0 +1,89 @@
+"""Decoded images that the processes of a machine share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytrain.backends.shared_blocks import SharedBlocks
+from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.block_order import CacheOrder
+from raytrain.data.blocks import Block
+from raytrain.data.decode import ImageShape
+from raytrain.data.permutation import Int64s
+
+SHAPE = ImageShape(2, 3, 1)
+ORDER = CacheOrder(BatchPlan(num_samples=10, batch_size=4, epochs=1, seed=0), Cursor(), rows_per_block=4)
+
+
+def decode(samples: Int64s, epoch: int) -> Block:
+    return Block(np.full((len(samples), 2, 3, 1), samples[:, None, None, None], np.uint8), samples * 100, samples)
+
+
+def never(samples: Int64s, epoch: int) -> Block:
+    raise AssertionError("another process has read this block")
+
+
+def test_each_block_is_read_once_whoever_asks(tmp_path: Path) -> None:
+    first = SharedBlocks(tmp_path / "train", ORDER, SHAPE, decode)
+    first.read_ahead()
+    second = SharedBlocks(tmp_path / "train", ORDER, SHAPE, never)
+    for number in range(3):
+        block = second(number)
+        np.testing.assert_array_equal(block.samples, ORDER.samples(number))
+        np.testing.assert_array_equal(block.labels, block.samples * 100)
+        np.testing.assert_array_equal(block.images[:, 1, 2, 0], block.samples)
+
+
+def test_two_threads_that_need_a_block_read_it_once(tmp_path: Path) -> None:
+    reading, go_on, read = threading.Event(), threading.Event(), []
+
+    def slowly(samples: Int64s, epoch: int) -> Block:
+        read.append(samples)
+        reading.set()
+        assert go_on.wait(60)
+        return decode(samples, epoch)
+
+    blocks = SharedBlocks(tmp_path / "train", ORDER, SHAPE, slowly)
+    threads = [threading.Thread(target=blocks, args=(0,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert reading.wait(60)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(read) == 1
+
+
+def _die_while_reading(folder: Path) -> None:
+    def die(samples: Int64s, epoch: int) -> Block:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    SharedBlocks(folder, ORDER, SHAPE, die)(1)
+
+
+def test_a_block_whose_reader_died_is_read_by_the_next_one(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_die_while_reading, args=(tmp_path / "train",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    np.testing.assert_array_equal(
+        SharedBlocks(tmp_path / "train", ORDER, SHAPE, decode)(1).labels, ORDER.samples(1) * 100
+    )
+
+
+def test_what_cannot_be_read_is_told_to_whoever_needs_it(tmp_path: Path) -> None:
+    def broken(samples: Int64s, epoch: int) -> Block:
+        raise OSError("storage is gone")
+
+    blocks = SharedBlocks(tmp_path / "train", ORDER, SHAPE, broken)
+    blocks.read_ahead()
+    with pytest.raises(OSError, match="storage is gone"):
+        blocks(0)
