@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from raytrain.data.manifest import Manifest
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.page.feed import RunFeed
 from raytrain.runs.documents import read_config, read_json, run_store
 from raytrain.runs.json_lines import plain
-from raytrain.runs.layout import EVALUATION
+from raytrain.runs.layout import EVALUATION, TEST_MANIFEST
 from raytrain.runs.run_reader import RunReader
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.storage.base import Store
 
 _READ_EVERY_S = 1.0
 _READ_FRACTION = 0.1
@@ -33,6 +35,7 @@ class WatchedRuns:
     def __init__(self, storage: str, names: Sequence[str]) -> None:
         self.storage = storage
         self.feeds = [RunFeed(name) for name in names]
+        self._keys: dict[str, Any] = {}  # of the test images of each run
         self._on_change: Callable[[], None] = lambda: None
 
     def on_change(self, notify: Callable[[], None]) -> None:
@@ -63,9 +66,20 @@ class WatchedRuns:
         store = run_store(self.storage, name)
         with suppress(RaytrainError, FileNotFoundError):
             config = dataclasses.asdict(read_config(store))
+        evaluation: dict[str, Any] = {}
         with suppress(StorageError):
-            return plain({"config": config, "evaluation": read_json(store, EVALUATION)})
-        return {"config": config, "evaluation": {}}
+            evaluation = read_json(store, EVALUATION)
+            self._name_images(evaluation, name, store)
+        return plain({"config": config, "evaluation": evaluation})
+
+    def _name_images(self, evaluation: dict[str, Any], name: str, store: Store) -> None:
+        """Add the keys of the test images in an ``evaluation``, which knows them by their numbers."""
+        if name not in self._keys:
+            with suppress(FileNotFoundError):
+                self._keys[name] = Manifest.from_parquet(store.get(TEST_MANIFEST)).keys
+        with suppress(KeyError, IndexError, TypeError, ValueError):
+            for example in evaluation["worst"]:
+                example["key"] = self._keys[name][example["sample"]].as_py()
 
     def stop(self, name: str) -> None:
         """Ask a run to stop with a checkpoint. Raises UsageError if it does not train, and StorageError."""

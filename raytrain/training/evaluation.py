@@ -17,6 +17,7 @@ def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
     sums = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss, correct, count
     for batch in run.test_batches():
         logits = model(batch.images)  # (m, C)
+        run.show(batch, logits)
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
         correct = (logits.argmax(dim=1) == batch.labels).sum()
         sums += torch.stack([loss.double(), correct.double(), loss.new_tensor(batch.num_used).double()])

@@ -17,4 +17,5 @@ def train(run: Run) -> None:
             loss = F.cross_entropy(logits, part.labels, reduction="sum", label_smoothing=run.config.label_smoothing)
             run.backward(loss)  # divides by the number of used images in the whole global batch
             run.log(loss=loss, correct=(logits.argmax(dim=1) == part.labels).sum())
+            run.show(part, logits)  # to whoever watches
         run.step(optimizer)

@@ -17,6 +17,7 @@ from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.local_batch import LocalBatch
 from raytrain.data.permutation import mix
 from raytrain.data.prefetch import Prefetch
+from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.runs.snapshot import epoch_of
@@ -25,6 +26,7 @@ from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
+from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
@@ -72,6 +74,8 @@ class Run:
         self._reduce = StepReduce(self.device, self.world_size)
         self._metrics = StepMetrics(self._reduce, self._record, self.world_size, self.progress.samples_seen)
         self._validator = LoopValidator()
+        self._gallery = Gallery(self.config, self.classes, self.checkpoints.store, self.reporter.event)
+        self._evaluating = False
         self._part: Batch | None = None
         self._learning_rate = 0.0
         self._exhausted = False  # the loop has got all batches that it gets
@@ -187,6 +191,19 @@ class Run:
         assert self._part is not None
         self._reduce.log(sums, counts=self._part.num_used > 0)
 
+    def show(self, batch: Batch, logits: Tensor) -> None:
+        """Show what the network says to whoever watches the run: ``logits``, (m, C), of a batch or a part of one.
+
+        Called in an evaluation, it gives the confusions and the most wrong images; in a loop, the latest batch.
+        It waits for nothing. Raises UsageError if the logits have another shape.
+        """
+        if logits.shape != (len(batch.labels), self.num_classes):
+            raise UsageError(
+                f"run.show got logits of the shape {tuple(logits.shape)} for {len(batch.labels)} images and "
+                f"{self.num_classes} classes; give one row per image, with one number per class."
+            )
+        (self._gallery.add if self._evaluating else self._gallery.remember)(batch, logits)
+
     def test_batches(self) -> Iterator[Batch]:
         """This worker's slice of the test images, resized and normalised. Each image is on one worker."""
         for local in self.source.test():
@@ -205,13 +222,16 @@ class Run:
         self._report_start()  # otherwise nobody would read the test images
         started = time.perf_counter()
         self._models.eval()
+        self._evaluating = True
         measured = self._evaluate()
+        self._evaluating = False
         self._models.train()
         step = self.progress.step + self._validator.stepped  # the current step counts once its optimizer has stepped
         accuracy, loss = measured.get("accuracy"), measured.get("loss")
         self.progress = replace(self.progress, test_accuracy=accuracy, test_loss=loss, evaluated_step=step)
         epoch = epoch_of(step, self.plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=measured))
+        self._gallery.write(step, self.rank, self.world_size)
         self._metrics.exclude(time.perf_counter() - started)
         return measured
 
@@ -227,6 +247,7 @@ class Run:
         if self._models.wrapped and self._schedule.due_at_end(self.progress.step):
             self._save()
         self.checkpoints.close()
+        self._gallery.close()
         checkpoint = self._schedule.newest_path
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)

@@ -153,7 +153,7 @@ export class Chart {
       if (one.quiet) return [];
       const column = this.plot.data[this.places[number]];
       const value = nearest(column, index ?? column.length - 1);
-      return value == null ? [] : [el("span", {}, swatch(this.series.length > 1 ? one.color : null), one.label ? `${one.label} ` : "", el("b", {}, this.format(value)))];
+      return value == null ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? `${one.label} ` : "", el("b", {}, this.format(value)))];
     });
     const x = index == null ? null : this.plot.data[0][index];
     const where = x == null ? null : el("span", { class: "where" }, this.axis === "time" ? formatDuration(x) : `step ${formatNumber(x)}`);

@@ -40,11 +40,6 @@ export function formatPercent(value) {
   return value == null ? UNKNOWN : `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 2 : 1)} %`;
 }
 
-export function formatBytes(value) {
-  if (value == null) return UNKNOWN;
-  return value >= 1e9 ? `${(value / 1e9).toFixed(1)} GB` : `${(value / 1e6).toFixed(0)} MB`;
-}
-
 /** As in 4 s, 12 min 5 s, 3 h 20 min. */
 export function formatDuration(seconds) {
   if (seconds == null) return UNKNOWN;

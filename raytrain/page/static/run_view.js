@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
 import { evaluationView } from "./evaluation_view.js";
-import { el, fill, formatBytes, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
+import { el, fill, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
 import { StopPanel } from "./stop_panel.js";
 
 const COLORS = { train: "--train", test: "--test" };
@@ -13,10 +13,6 @@ const KNOWN = {
   learning_rate: { title: "Learning rate" },
   images_per_s: { title: "Images per second" },
   data_wait_fraction: { title: "Waiting for data", format: formatPercent },
-  cpu_fraction: { title: "CPU", format: formatPercent },
-  gpu_fraction: { title: "GPU", format: formatPercent },
-  gpu_memory_bytes: { title: "GPU memory", format: formatBytes },
-  object_store_bytes: { title: "Object store", format: formatBytes },
 };
 const FIRST = ["loss", "accuracy"];
 const HIDDEN = new Set(["elapsed_s", "samples_seen"]);
@@ -164,7 +160,7 @@ export class RunView {
   series(name) {
     const { step, evaluation } = this.zoomed ?? this.curves;
     const series = [], train = step.get(name), test = evaluation.get(name);
-    const smoothed = FIRST.includes(name) || !(name in KNOWN);
+    const smoothed = name !== "learning_rate";
     if (train?.mean.some((value) => value != null)) {
       const x = step.x(this.axis), averaged = smoothed && this.strength > 0;
       const band = train.low.some((low, i) => low !== train.high[i]) ? { low: train.low, high: train.high } : {};
@@ -174,7 +170,7 @@ export class RunView {
     if (test?.mean.some((value) => value != null)) {
       series.push({ label: "test", x: evaluation.x(this.axis), y: test.mean, color: COLORS.test, points: true });
     }
-    if (series.length === 1 && name in KNOWN && !FIRST.includes(name)) series[0].label = "";
+    if (!FIRST.includes(name) && !test) for (const one of series) one.label = "";
     return series;
   }
 
