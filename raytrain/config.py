@@ -124,6 +124,22 @@ class TrainConfig:
     """Train on random crops (8 % to 100 % of the area) of the original images, resized to --image-size."""
     cache_side: Annotated[float, Interval(ge=1)] | None = None
     """Cut random crops from images kept at this many times --image-size, such as 1.15, not from the originals."""
+    auto_augment: Literal["randaugment", "trivialaugment"] | None = None
+    """Train on images changed by two random operations of RandAugment, or by one of TrivialAugment."""
+    color_jitter: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Change brightness, contrast and saturation of training images by up to this fraction."""
+    rotation: Annotated[float, Interval(ge=0, le=180)] = 0.0
+    """Rotate training images by up to this many degrees in either direction."""
+    blur: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Fraction of the training images that are blurred, by a Gaussian of 0.1 to 2 pixels."""
+    random_erasing: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Fraction of the training images of which a random box is replaced by the mean colour."""
+    transforms: str | None = None
+    """Your own torchvision.transforms.v2: file.py:function or package.module:function, which returns them."""
+    mixup: NonNegativeFloat = 0.0
+    """Mix pairs of training images, with weights from Beta(a, a) for this a, such as 0.2; 0: don't."""
+    cutmix: NonNegativeFloat = 0.0
+    """Paste boxes of other training images, with areas from Beta(a, a) for this a, such as 1; 0: don't."""
     mean: tuple[float, ...] | None = None
     """Mean of each channel to subtract, in 0..1; by default measured on the training images."""
     std: tuple[Annotated[float, Interval(gt=0)], ...] | None = None

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raytrain.storage.base import Store
     from raytrain.training.run import Run
     from raytrain.training.run_spec import RunSpec
+    from raytrain.training.transforms import Transforms
 
 _LOG = logging.getLogger("raytrain")
 
@@ -145,6 +146,15 @@ def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:
     return load_function("--loop", config.loop)
 
 
+def _load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
+    """The function that ``--transforms`` names."""
+    if config.transforms is None:
+        return None
+    from raytrain.training.user_function import load_function
+
+    return load_function("--transforms", config.transforms)
+
+
 def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | None, num_workers: int) -> RunSpec:
     """The one way to put a run together, whoever trains it. ``num_workers`` only sizes the batches of evaluations."""
     from raytrain.training.run_spec import RunSpec
@@ -152,6 +162,7 @@ def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | N
     return RunSpec(
         config=config,
         loop=loop,
+        transforms=_load_transforms(config),
         classes=data.train.classes,
         manifest_digest=data.train.digest,
         plan=data.plan(config),

@@ -160,7 +160,7 @@ def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -
 
 def _check_functions(typed: RecipeOptions, resumed: RecipeOptions) -> None:
     """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
-    for option in ("model", "loop", "track"):
+    for option in ("model", "loop", "transforms", "track"):
         for name in set(_names(getattr(resumed, option))) - set(_names(getattr(typed, option))):
             if names_own_function(name):
                 document = f"{resumed.storage}/{resumed.name}/{CONFIG}"

@@ -25,19 +25,22 @@ def uniform(key: int, samples: Int64s, num_draws: int) -> Floats:
     return splitmix64(key, samples[:, None] * num_draws + np.arange(num_draws)).astype(np.float64) * 2.0**-53
 
 
-def splitmix64(key: int, positions: Words) -> Words:
+def splitmix64(key: int | Words, positions: Words) -> Words:
     """53 random bits for each of ``positions``, int64, as an int64 array or tensor of the same shape.
 
-    The numbers at these positions of the SplitMix64 generator that starts at ``key`` (Steele, Lea and Flood 2014; the
+    The numbers at these positions of the SplitMix64 generator that starts at ``key``, or of several generators that
+    start at an int64 array or tensor of keys, which is broadcast (Steele, Lea and Flood 2014; the
     constants of its mixing function are David Stafford's variant 13). int64 arithmetic wraps like that of uint64.
     """
-    state = (positions + 1) * _signed(0x9E3779B97F4A7C15) + _signed(key)
-    state = (state ^ _shifted_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted_right(state, 27)) * _signed(0x94D049BB133111EB)
+    start = as_int64(key) if isinstance(key, int) else key
+    state = (positions + 1) * as_int64(0x9E3779B97F4A7C15) + start
+    state = (state ^ _shifted_right(state, 30)) * as_int64(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted_right(state, 27)) * as_int64(0x94D049BB133111EB)
     return _shifted_right(state ^ _shifted_right(state, 31), 11)
 
 
-def _signed(word: int) -> int:
+def as_int64(word: int) -> int:
+    """The signed integer with the same 64 bits."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 

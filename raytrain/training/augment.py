@@ -12,6 +12,7 @@ from raytrain.data.dataset import training_format
 from raytrain.data.framing import crop_boxes, crop_draws
 from raytrain.data.permutation import Int64s, mix
 from raytrain.data.random_numbers import Floats, uniform
+from raytrain.training.transforms import Transforms, transform_each
 
 _FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
 
@@ -19,15 +20,16 @@ _FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
 class Augment:
     """Turns images, uint8 (B, H, W, C) with B at least 1, into the network's input (B, C, *image_size).
 
-    Images are resized, augmented (for training) and normalised. The result is float32 (float64 with that precision), in
-    the configured memory format, on the device of the images.
+    Images are resized, augmented for training, with ``transforms`` too, and normalised. The result is float32 (float64
+    with that precision), in the configured memory format, on the device of the images.
 
     The random numbers of an image depend only on the seed, the epoch and the sample. So an image looks the same in any
     batch, on any worker or device, and after a resume.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, transforms: Transforms | None = None) -> None:
         self.config = config
+        self.transforms = transforms
         self.source_shape = (*training_format(config).shape.size, config.channels)
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -41,6 +43,9 @@ class Augment:
         if self.config.cache_side is not None:
             draws = crop_draws(self.config.seed, epoch, samples)
             pixels = _crop(pixels.to(self.dtype), draws, self.config.image_size)
+        if self.transforms is not None:
+            pixels = pixels.round().to(torch.uint8)  # no change if they are already
+            pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
         if not (self.config.horizontal_flip or self.config.translate):
             return self._normalise(pixels)
         draws = torch.from_numpy(uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)).to(pixels.device)

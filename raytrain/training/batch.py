@@ -24,6 +24,7 @@ class Batch:
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)
     labels: Tensor  # (m,), int64
+    targets: Tensor  # what to predict: the labels, or with mixup and CutMix the probabilities of the classes (m, C)
     samples: Tensor  # (m,), int64: indices into the manifest
     step: int  # counted from 0
     epoch: int  # counted from 0
@@ -35,8 +36,8 @@ class Batch:
         start = 0
         for size in self.part_sizes:
             rows = slice(start, start + size) if size else slice(0, 1)
-            images, labels, samples = self.images[rows], self.labels[rows], self.samples[rows]
-            yield replace(self, images=images, labels=labels, samples=samples, num_used=size, part_sizes=(size,))
+            tensors = {name: getattr(self, name)[rows] for name in ("images", "labels", "targets", "samples")}
+            yield replace(self, **tensors, num_used=size, part_sizes=(size,))
             start += size
 
 
@@ -46,7 +47,7 @@ def to_batch(local: LocalBatch, augment: Augment, device: torch.device, *, train
     images, labels, samples = (_to_device(array, device) for array in arrays)
     step, epoch = local.batch.step, local.batch.epoch
     images = augment.train(images, arrays[2], epoch) if training else augment.evaluate(images)
-    return Batch(images, labels, samples, step, epoch, len(local.labels), local.part_sizes)
+    return Batch(images, labels, labels, samples, step, epoch, len(local.labels), local.part_sizes)
 
 
 def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:

@@ -14,7 +14,7 @@ def train(run: Run) -> None:
     for batch in run.batches():  # ends after the same step on every worker, also after a stop request
         for part in run.parts(batch):  # one part, unless --accumulate asks for more
             logits = model(part.images)  # (m, C)
-            loss = F.cross_entropy(logits, part.labels, reduction="sum", label_smoothing=run.config.label_smoothing)
+            loss = F.cross_entropy(logits, part.targets, reduction="sum", label_smoothing=run.config.label_smoothing)
             run.backward(loss)  # divides by the number of used images in the whole global batch
             run.log(loss=loss, correct=(logits.argmax(dim=1) == part.labels).sum())
             run.show(part, logits)  # to whoever watches

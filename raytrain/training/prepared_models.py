@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
-from raytrain.training import batchnorm
+from raytrain.data.permutation import mix
+from raytrain.training import batchnorm, dropout
+from raytrain.training.batch import Batch
 from raytrain.training.state import CheckpointState
 from raytrain.training.wrap_model import wrap_model
 
@@ -30,6 +32,7 @@ class PreparedModels:
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model``, in place, and return what the loop trains."""
         batchnorm.convert(model, self._config.batch_norm)
+        dropout.convert(model)
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         dtype = torch.float64 if self._config.precision == "float64" else torch.float32
         model.to(self._device, dtype, memory_format=memory_format)  # pyright: ignore
@@ -53,10 +56,11 @@ class PreparedModels:
         for model in self.wrapped:
             model.eval()
 
-    def begin_part(self, num_used: int, *, is_last: bool) -> None:
-        """A forward and backward of ``num_used`` images follows. After the last one the gradients are joined."""
-        for model in self.wrapped:
-            batchnorm.set_num_used(model, num_used)
+    def begin_part(self, part: Batch, *, is_last: bool) -> None:
+        """A forward and backward of ``part`` follows. After the last one the gradients are joined."""
+        for number, model in enumerate(self.wrapped):
+            batchnorm.set_num_used(model, part.num_used)
+            dropout.begin(model, part.samples, mix(self._config.seed, number), part.step)
             model.require_backward_grad_sync = is_last  # pyright: ignore[reportArgumentType]
 
     def end_part(self) -> None:

@@ -29,6 +29,7 @@ from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
 from raytrain.training.malloc import keep_freed_memory
+from raytrain.training.mixing import mix_batch
 from raytrain.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import BatchSource, Reporter
@@ -36,6 +37,7 @@ from raytrain.training.sample_trace import SampleTrace
 from raytrain.training.state import CheckpointState, Stateful
 from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.step_reduce import StepContribution, StepReduce, StepTotals
+from raytrain.training.transforms import Transforms, build_transforms
 
 T = TypeVar("T", bound=Stateful)
 
@@ -53,12 +55,13 @@ class Run:
     evaluation: Callable[[Run, nn.Module], dict[str, float]]  # of the first prepared network, by default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Mapping[str, Tensor] | None = None  # initial weights; None if the seed or a checkpoint decides them
+    transforms: Callable[[], Transforms] | None = None  # makes the user's own
     progress: Progress = field(default_factory=Progress, init=False)
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.augment = Augment(self.config)
+        self.augment = Augment(self.config, build_transforms(self.config, self.transforms))
         if self.device.type == "cpu":
             keep_freed_memory()
         checkpoint = self.checkpoints.load_newest(self.reporter.event, self.device)
@@ -146,7 +149,7 @@ class Run:
         """
         for number, self._part in enumerate(batch.parts(), start=1):
             is_last = number == len(batch.part_sizes)
-            self._models.begin_part(self._part.num_used, is_last=is_last)
+            self._models.begin_part(self._part, is_last=is_last)
             yield self._part
             if not is_last:
                 self._models.end_part()
@@ -262,10 +265,14 @@ class Run:
         wait_s = time.perf_counter() - started
         stop, checkpoint = self.reporter.stop_requested(), self._checkpoint_requested()
         self._reduce.start(StepContribution(len(self._local.labels), wait_s, stop, checkpoint))
-        self._part = to_batch(self._local, self.augment, self.device, training=True)
-        self._models.begin_part(self._part.num_used, is_last=True)
+        batch = to_batch(self._local, self.augment, self.device, training=True)
+        config = self.config
+        if config.mixup or config.cutmix:
+            batch = mix_batch(batch, self.num_classes, config.seed, mixup=config.mixup, cutmix=config.cutmix)
+        self._part = batch
+        self._models.begin_part(self._part, is_last=True)
         self._validator.begin()
-        torch.manual_seed(mix(self.config.seed, step, self.rank) >> 1)  # dropout repeats after a resume
+        torch.manual_seed(mix(self.config.seed, step, self.rank) >> 1)  # what else is random repeats after a resume
         return self._part
 
     def _end_step(self) -> bool:

@@ -18,6 +18,7 @@ from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.evaluation import evaluate
 from raytrain.training.protocols import BatchSource, Reporter
 from raytrain.training.run import Run
+from raytrain.training.transforms import Transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class RunSpec:
 
     config: ResolvedConfig
     loop: Callable[[Run], None] | None  # None: the built-in loop
+    transforms: Callable[[], Transforms] | None = None  # makes the user's own
     classes: tuple[str, ...]
     manifest_digest: str
     plan: BatchPlan
@@ -64,6 +66,7 @@ class RunSpec:
             evaluation=evaluate,
             device=device,
             weights=weights,
+            transforms=self.transforms,
         )
 
     def train(self, run: Run) -> Outcome:

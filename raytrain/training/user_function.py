@@ -33,7 +33,7 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
 
 
 def names_own_function(name: str | None) -> bool:
-    """Whether a value of ``--model`` or ``--loop`` names a function that is neither torchvision's nor raytrain's."""
+    """Whether an option such as ``--model`` names a function that is neither torchvision's nor raytrain's."""
     return name is not None and ":" in name and name.rpartition(":")[0] != _RAYTRAINS_NETWORKS
 
 

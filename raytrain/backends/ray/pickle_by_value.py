@@ -12,7 +12,7 @@ import ray
 import raytrain
 
 
-def pickle_by_value(function: Callable[..., None] | None) -> None:
+def pickle_by_value(function: Callable[..., object] | None) -> None:
     """Have the module that a function of the user's is defined in travel with it."""
     module = inspect.getmodule(getattr(function, "func", function))
     if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):

@@ -59,6 +59,7 @@ class RunSession:
         self._tracking = tracking
         pickle_by_value(loop)
         self._spec = run_spec(config, prepared.data, prepared.store, loop, num_workers)
+        pickle_by_value(self._spec.transforms)
         self._feed = DataFeed(
             config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step, found.object_store_bytes
         )

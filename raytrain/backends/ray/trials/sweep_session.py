@@ -72,6 +72,7 @@ class SweepSession:
         self._placement = _place(prepared.config, found, len(trials))
         device = self._placement.device
         self._specs = [run_spec(trial.resolve(1, device), trial.data, trial.store, loop, 1) for trial in trials]
+        pickle_by_value(self._specs[0].transforms)
         self._weights = self._put_initial_weights()
         shared = self._specs[0]  # its order is the one in which the images are kept in memory
         self._feed = DataFeed(

@@ -1,0 +1,82 @@
+"""Dropout with random numbers of each sample's own: as often and as strong as PyTorch's, the same in any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
+
+from raytrain.training import dropout
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "elements": (nn.Dropout(0.3), (600, 8, 4, 4)),
+    "channels": (nn.Dropout2d(0.3), (600, 8, 4, 4)),
+    "sequence": (nn.Dropout1d(0.3), (600, 8, 5)),
+    "rows": (StochasticDepth(0.3, "row"), (600, 8, 4, 4)),
+}
+SAMPLES = torch.arange(600) * 1_000_003
+
+
+def dropped(
+    layer: nn.Module, shape: tuple[int, ...], samples: Tensor = SAMPLES, seed: int = 0, step: int = 0
+) -> Tensor:
+    model = dropout.convert(nn.Sequential(layer)).train()
+    dropout.begin(model, samples, seed, step)
+    return model(torch.ones(shape))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_dropped_together_and_how_often(kind: str) -> None:
+    layer, shape = LAYERS[kind]
+    result = dropped(layer, shape)
+    assert torch.allclose(result.unique(), torch.tensor([0, 1 / 0.7]))
+    if kind != "elements":
+        together = result.flatten(1 if kind == "rows" else 2)
+        assert (together.amin(dim=-1) == together.amax(dim=-1)).all()
+    assert (result == 0).float().mean() == pytest.approx(0.3, abs=0.06)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_sample_is_treated_alike_in_any_batch(kind: str) -> None:
+    layer, shape = LAYERS[kind]
+    whole = dropped(layer, shape)
+    pieces = [dropped(layer, (len(part), *shape[1:]), part) for part in SAMPLES.split([1, 250, 349])]
+    assert (torch.cat(pieces) == whole).all()
+    for other in ({"seed": 1}, {"step": 1}, {"samples": SAMPLES + 1}):
+        assert (dropped(layer, shape, **other) != whole).any()  # pyright: ignore[reportArgumentType]
+
+
+def test_layers_draw_different_numbers() -> None:
+    layers = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+    dropout.begin(dropout.convert(layers), SAMPLES, 0, 0)
+    first, second = (layer(torch.ones(600, 64)) for layer in layers)
+    assert ((first == 0) & (second == 0)).float().mean() == pytest.approx(0.25, abs=0.02)
+
+
+def test_windows_of_an_image_belong_to_its_sample() -> None:
+    model = dropout.convert(nn.Dropout(0.5)).train()
+    dropout.begin(model, SAMPLES[:6], 0, 0)
+    whole = model(torch.ones(6 * 4, 10)).view(6, 4, 10)
+    dropout.begin(model, SAMPLES[4:6], 0, 0)
+    assert (model(torch.ones(2 * 4, 10)).view(2, 4, 10) == whole[4:]).all()
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout(0.0), nn.Dropout(1.0)], ids=str)
+def test_rates_and_modes_are_those_of_pytorch(layer: Any) -> None:
+    model = dropout.convert(layer)
+    dropout.begin(model, SAMPLES, 0, 0)
+    ones = torch.ones(600, 5, requires_grad=True)
+    assert (model.eval()(ones) == 1).all()
+    kept = model.train()(ones)
+    kept.sum().backward()
+    assert ones.grad is not None and (ones.grad == kept).all()
+    assert (kept > 0).float().mean() == pytest.approx(1 - layer.p, abs=0.05)
+
+
+def test_the_names_of_the_weights_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    names = list(model.state_dict())
+    assert list(dropout.convert(model).state_dict()) == names
