@@ -180,6 +180,10 @@ class TrainConfig:
     """Number of newest checkpoints to keep, besides the best."""
     trace: bool = False
     """Record which samples each worker used in each step, for `raytrain audit`."""
+    tag: tuple[str, ...] = ()
+    """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
+    note: str | None = None
+    """What the run is about, for whoever looks at it later."""
     track: tuple[str, ...] = ()
     """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
 

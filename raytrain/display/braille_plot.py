@@ -171,7 +171,8 @@ def _styled(chars: Sequence[str], styles: Sequence[str]) -> Text:
 
 
 def _number(value: float) -> str:
-    return f"{value:{_format(value, '.3g')}}"
+    text = f"{value:{_format(value, '.3g')}}"
+    return text if len(text) < _AXIS_WIDTH else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _format(value: float, small: str) -> str:

@@ -40,15 +40,17 @@ def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
     return side_by_side(loss, accuracy)
 
 
-def comparison_plots(records: Sequence[RunRecord], height: int = 10) -> RenderableType:
-    """Training loss and test accuracy over the steps, a line for each run."""
-    styles = run_styles(records)
+def comparison_plots(
+    records: Sequence[RunRecord], labels: Sequence[str] | None = None, height: int = 10
+) -> RenderableType:
+    """Training loss and test accuracy over the steps, a line for each run, called by its name or its label."""
+    styles, labels = run_styles(records), labels or [record.name for record in records]
     loss, accuracy = (
         Plot(
             title,
             [
-                _series(record.name, style, record.metrics, kind, name)
-                for record, style in zip(records, styles, strict=True)
+                _series(label, style, record.metrics, kind, name)
+                for label, record, style in zip(labels, records, styles, strict=True)
             ],
             height,
             legend="below",

@@ -17,11 +17,15 @@ from raytrain.display.styles import status_style
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot
 
+CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"
+"""What Ctrl-C does to a run of this process."""
 _NUM_EVENTS_SHOWN = 4
 _LINES_BESIDE_PLOTS = 13 + _NUM_EVENTS_SHOWN
 
 
-def dashboard(snapshot: Snapshot, rows: Sequence[MetricRow], plot_height: int = 8) -> RenderableType:
+def dashboard(
+    snapshot: Snapshot, rows: Sequence[MetricRow], plot_height: int = 8, hint: str = CTRL_C
+) -> RenderableType:
     """The picture, with the curves of all ``rows`` so far. Its height stays the same while the run trains."""
     style = status_style(snapshot.status)
     status = "stopping" if snapshot.stop_request and not snapshot.over else snapshot.status
@@ -38,7 +42,7 @@ def dashboard(snapshot: Snapshot, rows: Sequence[MetricRow], plot_height: int = 
         ),
         title=Text.assemble((snapshot.name, "bold"), "  ", (status, style)),
         title_align="left",
-        subtitle=None if snapshot.over else "Ctrl-C stops with a checkpoint, twice aborts",
+        subtitle=None if snapshot.over else hint,
         subtitle_align="right",
         border_style=style,
         padding=(1, 2),

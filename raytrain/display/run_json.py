@@ -16,6 +16,8 @@ def run_info_json(run: RunInfo) -> dict[str, Any]:
         "recipe": run.recipe,
         **status,
         "test_accuracy": run.test_accuracy,
+        "tags": run.tags,
+        "note": run.config and run.config.note,
         "problems": run.problems,
     }
 

@@ -35,12 +35,14 @@ def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
 def runs_table(runs: Sequence[RunInfo], storage: str) -> RenderableType:
     """The list of runs."""
     if not runs:
-        return Text(f"There are no runs in {storage} yet; `raytrain demo` trains one.")
+        return Text(f"There are no such runs in {storage}; `raytrain demo` trains one.")
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("name", "recipe", "status"):
         table.add_column(heading, vertical="bottom", no_wrap=True)
     for heading in ("epoch", "step", "test\naccuracy", "heartbeat"):
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    if any(run.tags for run in runs):
+        table.add_column("tags", vertical="bottom")
     for run in runs:
         status = run.status
         table.add_row(
@@ -51,6 +53,7 @@ def runs_table(runs: Sequence[RunInfo], storage: str) -> RenderableType:
             f"{status.step:,}/{status.num_steps:,}",
             format_value(run.test_accuracy),
             format_time(status.heartbeat) if status.heartbeat else UNKNOWN,
+            *([Text(one_line(" ".join(run.tags)))] if run.tags else []),
         )
     return Group(table, *(problem_lines(run.name, run.problems) for run in runs if run.problems))
 

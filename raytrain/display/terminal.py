@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from raytrain.display.console import PlainConsole
-from raytrain.display.dashboard import dashboard, plot_height
+from raytrain.display.dashboard import CTRL_C, dashboard, plot_height
 from raytrain.display.formatting import format_duration
 from raytrain.display.live_view import LiveView
 from raytrain.display.progress_line import progress_line
@@ -30,13 +30,19 @@ class TerminalView(LiveView):
             it is plain lines.
         interval_s: seconds between plain lines.
         clock: a monotonic clock, in seconds.
+        hint: what Ctrl-C does.
     """
 
     def __init__(
-        self, console: Console | None = None, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        hint: str = CTRL_C,
     ) -> None:
         super().__init__(console, "reading the data, starting the workers …")
         self._interval_s = interval_s
+        self._hint = hint
         self._clock = clock
         self._rows: list[MetricRow] = []
         self._num_events = 0
@@ -48,7 +54,7 @@ class TerminalView(LiveView):
         if self._live is None:
             self._print_lines(snapshot)
         else:
-            self._draw(dashboard(snapshot, self._rows, plot_height(self._console)), keep=True)
+            self._draw(dashboard(snapshot, self._rows, plot_height(self._console), self._hint), keep=True)
 
     def _print_lines(self, snapshot: Snapshot) -> None:
         for event in snapshot.events:

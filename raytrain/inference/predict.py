@@ -7,17 +7,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.csv
-import pyarrow.parquet
 
 from raytrain.data.manifest import list_images
+from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
 
 pc: Any = pyarrow.compute  # whose functions are made at import
-_FORMULA = r"^[=+\-@\t\r\n]"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def predict(
         raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")
     images = open_store(data)
     table = trained.predict(images, list_images(images), workers=workers, address=address, top_k=top_k)
-    write_output(output, _encode(_output_columns(table), output))
+    write_output(output, encode_table(_output_columns(table), output))
     num_errors = len(table) - table["error"].null_count
     return PredictionResult(run, images.url, trained.checkpoint, output, images=len(table), errors=num_errors)
 
@@ -87,23 +85,3 @@ def _output_columns(table: pa.Table) -> pa.Table:
         for name in predictions.column_names
     }
     return pa.table({"key": table["key"], **columns, "error": table["error"]})
-
-
-def _without_formulas(table: pa.Table) -> pa.Table:
-    """The table with an apostrophe before each text that a spreadsheet would compute, as OWASP advises for CSV."""
-    for place, name in enumerate(table.column_names):
-        if pa.types.is_string(table[name].type):
-            is_formula = pc.match_substring_regex(table[name], _FORMULA)
-            quoted = pc.binary_join_element_wise(pa.scalar("'"), table[name], pa.scalar(""))
-            table = table.set_column(place, name, pc.if_else(is_formula, quoted, table[name]))
-    return table
-
-
-def _encode(table: pa.Table, output: str) -> bytes:
-    """The content of the file ``output``, in the format of its suffix."""
-    sink = pa.BufferOutputStream()
-    if output.endswith(".csv"):
-        pyarrow.csv.write_csv(_without_formulas(table), sink)
-    else:
-        pyarrow.parquet.write_table(table, sink)
-    return sink.getvalue().to_pybytes()

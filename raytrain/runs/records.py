@@ -28,10 +28,20 @@ class RunInfo:
     """One line of the list of runs. ``problems`` says what of its documents cannot be used."""
 
     name: str
-    recipe: str
+    config: TrainConfig | None
     status: RunStatus
     test_accuracy: float | None
     problems: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> str:
+        """The recipe that the run was started from; empty if its options cannot be read."""
+        return self.config.recipe if self.config else ""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The words that the run is to be found by."""
+        return self.config.tag if self.config else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +108,7 @@ def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, s
     accuracy = (_parsed(SUMMARY, summary, parse_object, problems.append) or {}).get("test_accuracy")
     return RunInfo(
         name=name,
-        recipe=options.recipe if options else "",
+        config=options,
         status=parse_status(_parsed(STATUS, status, parse_object, problems.append) or {}, problems.append),
         test_accuracy=plain(accuracy) if isinstance(accuracy, float) else None,
         problems=tuple(problems),

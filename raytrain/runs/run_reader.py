@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args, get_type_hints
 
+from raytrain.errors import StorageError
 from raytrain.runs.documents import read_json
 from raytrain.runs.json_lines import parse_object, plain
 from raytrain.runs.layout import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.outcome import TrainResult
-from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status
+from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, View
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.runs.stop_request import read_stop_request
 from raytrain.runs.stored_values import matches
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_READ_EVERY_S = 1.0
 _NUM_ROWS_TIMED = 50
 """Latest rows from whose pace the time left is extrapolated."""
 
@@ -81,6 +84,19 @@ class RunReader:
         by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
         self._steps_per_epoch = max(self._steps_per_epoch, by_status, steps_per_epoch(new))
         return self._steps_per_epoch
+
+
+def follow(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
+    """Show a run of another process to ``view`` until it is over; storage that is out of reach may be back later."""
+    cursor = START
+    while True:
+        with suppress(StorageError):
+            snapshot = reader.snapshot(cursor)
+            cursor = snapshot.cursor
+            view(snapshot)
+            if snapshot.over:
+                return
+        pause(_READ_EVERY_S)
 
 
 class _GrowingLines(Generic[T]):

@@ -19,6 +19,7 @@ import raytrain
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
+from raytrain.data.table_file import encode_table
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.audit_table import audit_page
 from raytrain.display.confusion_figure import confusion_figure
@@ -30,7 +31,6 @@ from raytrain.display.notebook import dashboard_html
 from raytrain.display.png import save_png
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
-from raytrain.inference import predict
 from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.runs.documents import write_json
@@ -190,8 +190,8 @@ def test_predictions_are_no_formulas_in_a_spreadsheet() -> None:
     table = pa.table(
         {"key": keys, "label": keys[::-1], "score": [-0.5] * 8, "error": pa.array([None] * 8, pa.string())}
     )
-    rows = list(csv.DictReader(io.StringIO(predict._encode(table, "p.csv").decode(), newline="")))
+    rows = list(csv.DictReader(io.StringIO(encode_table(table, "p.csv").decode(), newline="")))
     assert [row["key"] for row in rows] == [*(f"'{each}" for each in FORMULAS), "a-b=c.jpg", "dog/1.jpg"]
     assert rows[-1]["label"] == f"'{FORMULAS[0]}" and {row["score"] for row in rows} == {"-0.5"}
-    exact = pyarrow.parquet.read_table(io.BytesIO(predict._encode(table, "p.parquet")))
+    exact = pyarrow.parquet.read_table(io.BytesIO(encode_table(table, "p.parquet")))
     assert exact["key"].to_pylist() == keys

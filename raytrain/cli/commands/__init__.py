@@ -12,6 +12,7 @@ from raytrain.cli.commands.cluster import devices, doctor
 from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
 from raytrain.cli.commands.first_steps import demo, new
 from raytrain.cli.commands.inference import evaluate, export, predict
+from raytrain.cli.commands.manage import export_history, logs, rm, tag
 from raytrain.cli.commands.runs import audit, compare, runs, show, track
 from raytrain.cli.commands.training import stop, study, sweep, train
 from raytrain.cli.commands.watch import watch
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., CommandResult]] = {
         *(train, study, sweep, stop),
         *(evaluate, predict, export),
         *(watch, runs, show, compare, track, audit),
+        *(logs, tag, export_history, rm),
         *(doctor, devices),
         *(fetch_dataset, upload, pack),
         *(new, demo),

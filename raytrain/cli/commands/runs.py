@@ -9,20 +9,28 @@ from tyro.conf import Positional, arg
 import raytrain
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import RunName, Storage
+from raytrain.runs.select_runs import SortKey
 
 Png = Annotated[str | None, arg(help="PNG file to draw the curves into.")]
 
 
-def runs(storage: Storage = "./runs") -> CommandResult:
+def runs(
+    storage: Storage = "./runs",
+    filter: Annotated[
+        tuple[str, ...], arg(help="Show those that match all of these: status=finished, tag=WORD, learning-rate=0.1.")
+    ] = (),
+    sort: Annotated[SortKey, arg(help="heartbeat, step and accuracy: the largest first.")] = "heartbeat",
+) -> CommandResult:
     """List the runs.
 
-    Example: raytrain runs --storage s3://bucket/runs
+    Example: raytrain runs --filter recipe=cifar10 status=finished --sort accuracy
     """
     from raytrain.display.run_json import run_info_json
     from raytrain.display.run_tables import runs_table
     from raytrain.runs.records import list_runs
+    from raytrain.runs.select_runs import select_runs
 
-    listed = list_runs(storage)
+    listed = select_runs(list_runs(storage), filter, sort)
     document = {"storage": storage, "runs": [run_info_json(run) for run in listed]}
     return CommandResult(runs_table(listed, storage), document)
 

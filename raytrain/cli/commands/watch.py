@@ -7,10 +7,11 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Storage
+from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
@@ -22,11 +23,14 @@ def watch(
     runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, of a sweep or of a study.")],
     storage: Storage = "./runs",
     port: Annotated[int | None, arg(help="Port on this machine; by default 8266, or any that is free.")] = None,
+    terminal: Annotated[FlagCreatePairsOff[bool], arg(help="Show one run in this terminal, until it is over.")] = False,
 ) -> CommandResult:
     """Show runs in the browser, live or when they are over, until Ctrl-C. The page can stop them.
 
     Example: raytrain watch first
     """
+    if terminal:
+        return _watch_in_terminal(storage, runs)
     from raytrain.page.run_names import names_of
     from raytrain.page.server import PageServer
     from raytrain.page.watched_runs import StoredRuns
@@ -37,6 +41,19 @@ def watch(
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
     return CommandResult("", {"storage": storage, "runs": names})
+
+
+def _watch_in_terminal(storage: str, runs: tuple[str, ...]) -> CommandResult:
+    from raytrain.display.terminal import TerminalView
+    from raytrain.runs.documents import open_run
+    from raytrain.runs.run_reader import RunReader, follow
+
+    if len(runs) != 1:
+        raise UsageError("--terminal shows one run; without it, the page shows several.")
+    reader = RunReader(open_run(storage, runs[0]).fail_fast(), runs[0])
+    with TerminalView(hint="Ctrl-C ends the view, not the run") as view, suppress(KeyboardInterrupt):
+        follow(reader, view.update)
+    return CommandResult("", {"storage": storage, "runs": runs})
 
 
 @contextmanager

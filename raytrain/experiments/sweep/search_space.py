@@ -21,7 +21,8 @@ Point = dict[str, Value]
 _SAME_FOR_ALL = {  # the options that decide what is read, where it is stored, and how trials are scheduled
     *("data", "test_data", "test_fraction", "channels", "on_bad_image", "max_bad_fraction"),
     *("resize", "crop_fraction", "random_resized_crop", "cache_side", "transforms"),
-    *("storage", "name", "resume", "address", "recipe", "loop", "trace", "track", "keep_checkpoints", "log_every"),
+    *("storage", "name", "resume", "address", "recipe", "loop", "keep_checkpoints", "log_every"),
+    *("trace", "track", "tag", "note"),
     *("evaluate_every", "checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s"),
     *("workers", "device", "gpus", "threads_per_worker", "cache", "prefetch", "max_failures"),
 }

@@ -1,0 +1,93 @@
+"""Commands that tag, delete and copy stored runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from raytrain.cli.command_result import CommandResult
+from raytrain.cli.commands.arguments import RunName, Storage
+from raytrain.errors import UsageError
+
+Runs = Annotated[Positional[tuple[str, ...]], arg(help="Names of runs.")]
+
+
+def tag(
+    run: RunName,
+    add: Annotated[tuple[str, ...], arg(help="Tags to add.")] = (),
+    remove: Annotated[tuple[str, ...], arg(help="Tags to remove.")] = (),
+    note: Annotated[str | None, arg(help="The run's new note; '' removes it.")] = None,
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Show or change the tags and the note of a run.
+
+    Example: raytrain tag first --add good --note "the learning rate drops too late"
+    """
+    from raytrain.display.key_value_table import key_value_table
+    from raytrain.runs.manage_runs import tag_run
+
+    config = tag_run(storage, run, add, remove, note)
+    document = {"name": run, "tags": config.tag, "note": config.note}
+    return CommandResult(key_value_table({**document, "tags": " ".join(config.tag) or None}), document)
+
+
+def rm(
+    runs: Runs,
+    yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask.")] = False,
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Delete runs with their checkpoints. A run that trains is not deleted.
+
+    Example: raytrain rm first second
+    """
+    from raytrain.runs.documents import open_run
+    from raytrain.runs.manage_runs import delete_run
+
+    if not runs:
+        raise UsageError("raytrain rm takes the names of runs; `raytrain runs` lists them.")
+    for name in runs:
+        open_run(storage, name)
+    if not yes and not _confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
+        return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
+    num_files = sum(delete_run(storage, name) for name in runs)
+    return CommandResult(f"Deleted {', '.join(runs)}: {num_files:,} files.", {"deleted": runs, "files": num_files})
+
+
+def export_history(
+    run: RunName,
+    output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Write a run's metrics as a table, a row for each logged step and each evaluation.
+
+    Example: raytrain export-history first --output first.csv
+    """
+    from raytrain.data.history_table import export_history as export
+
+    num_rows = export(storage, run, output)
+    return CommandResult(f"Wrote {num_rows:,} rows to {output}.", {"run": run, "output": output, "rows": num_rows})
+
+
+def logs(run: RunName, storage: Storage = "./runs") -> CommandResult:
+    """Show what happened to a run: its starts, checkpoints, evaluations, failures and everything else worth a line.
+
+    Example: raytrain logs first
+    """
+    from raytrain.display.log_page import log_page
+    from raytrain.runs.documents import open_run
+    from raytrain.runs.run_reader import RunReader
+
+    snapshot = RunReader(open_run(storage, run), run).snapshot()
+    document = {"run": run, "status": snapshot.status, "events": [event.to_json() for event in snapshot.events]}
+    return CommandResult(log_page(snapshot), document)
+
+
+def _confirmed(question: str) -> bool:
+    """Ask whoever sits at the terminal. Raises UsageError if nobody does."""
+    if not sys.stdin.isatty():
+        raise UsageError("Nobody can be asked here; add --yes to delete without a question.")
+    from raytrain.display.formatting import one_line
+
+    return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")

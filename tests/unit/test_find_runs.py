@@ -1,0 +1,163 @@
+"""Runs are found again: filtered, sorted, tagged, deleted, written as tables, and followed from elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from raytrain.cli.main import main
+from raytrain.display.comparison_table import comparison_page
+from raytrain.display.console import PlainConsole
+from raytrain.errors import UsageError
+from raytrain.runs.claim import claim_run
+from raytrain.runs.documents import open_run, read_config, run_store, write_config
+from raytrain.runs.layout import EVENTS, METRICS
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.records import list_runs, read_run
+from raytrain.runs.run_reader import RunReader, follow
+from raytrain.runs.select_runs import select_runs
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.status import RunStatus, write_status
+from raytrain.storage.base import Store
+from tests.helpers.tracked_runs import evaluation_row, options, step_rows
+
+
+def stored(storage: Path, name: str, status: str = "finished", **more: Any) -> Store:
+    store = run_store(str(storage), name)
+    write_config(store, options(**more))
+    write_status(store, RunStatus(status=status, step=9, num_steps=9))
+    store.put("checkpoints/step-000000009.pt", b"weights")
+    return store
+
+
+def put_rows(store: Store, rows: list[MetricRow]) -> None:
+    store.put(METRICS, b"".join(json.dumps(row.to_json()).encode() + b"\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "found"),
+    [
+        ([], ["a", "b", "c"]),
+        (["status=finished"], ["a", "c"]),
+        (["learning-rate=0.10"], ["b"]),
+        (["tag=good"], ["b", "c"]),
+        (["tag=good", "status=finished"], ["c"]),
+        (["recipe=digits", "weights=none"], ["a", "b", "c"]),
+        (["recipe=cifar10"], []),
+    ],
+)
+def test_runs_are_filtered_and_sorted(conditions: list[str], found: list[str], tmp_path: Path) -> None:
+    stored(tmp_path, "c", tag=("good", "late"))
+    stored(tmp_path, "a")
+    stored(tmp_path, "b", status="stopped", learning_rate=0.1, tag=("good",))
+    assert [run.name for run in select_runs(list_runs(str(tmp_path)), conditions, "name")] == found
+
+
+def test_a_filter_that_is_not_understood_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match="has no ="):
+        select_runs([], ["finished"], "name")
+    with pytest.raises(UsageError, match=r"did you mean learning-rate"):
+        select_runs([], ["learning-rat=1"], "name")
+
+
+def test_tags_and_a_note_are_added_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = stored(tmp_path, "first", tag=("old",))
+    words = ["tag", "first", "--storage", str(tmp_path), "--json"]
+    assert main([*words, "--add", "new", "\x1b[2Jodd", "--remove", "old", "--note", "drops late"]) == 0
+    assert (read_config(store).tag, read_config(store).note) == (("new", "\x1b[2Jodd"), "drops late")
+    assert main(["runs", "--storage", str(tmp_path)]) == 0
+    assert main(["tag", "first", "--storage", str(tmp_path), "--note", ""]) == 0
+    assert read_config(store).note is None
+    assert "\x1b[2J" not in capsys.readouterr().out
+
+
+def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path, "first")
+    stored(tmp_path, "second")
+    words = ["rm", "first", "--storage", str(tmp_path)]
+    assert main(words) == 2  # nobody can be asked
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert main(words) == 1
+    assert len(list_runs(str(tmp_path))) == 2
+    assert main([*words, "--yes"]) == 0
+    assert [run.name for run in list_runs(str(tmp_path))] == ["second"]
+    assert not [path for path in (tmp_path / "first").rglob("*") if path.is_file()]
+
+
+def test_a_run_that_trains_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = stored(tmp_path, "first", status="running")
+    with claim_run(store, "first"):
+        assert main(["rm", "first", "--yes", "--storage", str(tmp_path)]) == 2
+    assert "is training at this moment" in capsys.readouterr().err
+    assert store.exists("checkpoints/step-000000009.pt")
+
+
+def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
+    store = stored(tmp_path, "first")
+    put_rows(store, [*step_rows(1, 3, **{"=evil()": 1.0}), evaluation_row(3)])
+    for name in ("out.csv", "out.parquet"):
+        words = ["export-history", "first", "--storage", str(tmp_path), "--output", str(tmp_path / name)]
+        assert main(words) == 0
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
+    assert [row["kind"] for row in rows] == ["step", "step", "step", "evaluation"]
+    assert (rows[1]["loss"], rows[1]["'=evil()"], rows[3]["accuracy"], rows[0]["accuracy"]) == ("0.5", "1", "0.5", "")
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert table["loss"].to_pylist() == [1.0, 0.5, pytest.approx(1 / 3), 2.0]
+    assert "=evil()" in table.column_names
+
+
+def test_the_log_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = stored(tmp_path, "first")
+    events = [{"at_s": 0.0, "text": "training on 2 workers"}, {"at_s": 61.0, "text": "bad [red]\x1b[2J"}]
+    store.put(EVENTS, b"".join(json.dumps(event).encode() + b"\n" for event in events))
+    assert main(["logs", "first", "--storage", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in lines] == ["00:00:00  training on 2 workers", "00:01:01  bad [red]␛[2J"]
+
+
+def test_a_run_of_another_process_is_followed_until_it_is_over(tmp_path: Path) -> None:
+    store = stored(tmp_path, "first", status="running")
+    put_rows(store, step_rows(1, 3))
+    seen: list[Snapshot] = []
+
+    def meanwhile(seconds: float) -> None:
+        put_rows(store, step_rows(1, 5))
+        write_status(store, RunStatus(status="finished", step=5, num_steps=5))
+
+    follow(RunReader(open_run(str(tmp_path), "first"), "first"), seen.append, meanwhile)
+    assert [(shown.status, [row.step for row in shown.rows]) for shown in seen] == [
+        ("running", [1, 2, 3]),
+        ("finished", [4, 5]),
+    ]
+
+
+def test_a_stored_run_is_watched_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_rows(stored(tmp_path, "first"), step_rows(1, 5))
+    assert main(["watch", "first", "--terminal", "--storage", str(tmp_path)]) == 0
+    assert "step 9/9" in capsys.readouterr().out
+    assert main(["watch", "first", "second", "--terminal", "--storage", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("num_runs", [2, 3, 6])
+def test_runs_with_long_names_are_compared_on_80_columns(num_runs: int, tmp_path: Path) -> None:
+    names = [f"cifar10-20261122-15{number}000-ab{number}cde" for number in range(num_runs)]
+    for number, name in enumerate(names):
+        put_rows(stored(tmp_path, name, seed=number), [*step_rows(1, 300), evaluation_row(300)])
+    console = PlainConsole(file=io.StringIO(), width=80)
+    console.print(comparison_page([read_run(str(tmp_path), name) for name in names]))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    lines = file.getvalue().splitlines()
+    for letter, name in zip("ABCDEF", names, strict=False):
+        assert [line.split() for line in lines if name in line] == [[letter, name]]
+        assert sum(f"━ {letter} " in line for line in lines) >= 1
+    assert max(map(len, lines)) <= 80
+    axis = [line for line in lines if "┤" in line or "│" in line]
+    assert {line.rstrip()[7] for line in axis} <= {"┤", "│"}
