@@ -35,6 +35,14 @@ def test_a_stranger_is_turned_away_and_hurts_nobody(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_server_that_just_stopped_accepting_closes(tmp_path: Path) -> None:
+    server = CallServer(tmp_path, {})
+    server._closed = True  # pyright: ignore[reportPrivateUsage] ; as close() does, when a connection was just accepted
+    Caller(server.address)
+    server._thread.join()  # pyright: ignore[reportPrivateUsage]
+    server.close()
+
+
 def test_the_key_is_not_shown(tmp_path: Path) -> None:
     server = CallServer(tmp_path, {})
     assert str(server.address.key) not in repr(server.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,8 +39,9 @@ class CallServer:
     def close(self) -> None:
         """Accept no further connection."""
         self._closed = True
-        with suppress(OSError, EOFError):  # wakes the thread that accepts
-            Client(self.address.path, authkey=self.address.key).close()
+        # Wakes the thread that accepts, without waiting for its answer: it may have seen that the server is closed.
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.address.path)
         self._thread.join()
         self._listener.close()
 
