@@ -19,10 +19,13 @@ import torch
 
 import raytrain
 from raytrain import TrainingFailed
+from raytrain.backends.stop_signals import StopSignals
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run, read_config
 from raytrain.runs.records import read_run
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.base import MAX_THREADS
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
@@ -191,6 +194,50 @@ def test_a_run_continues_while_its_storage_is_down_and_writes_its_checkpoints_la
         assert whole_steps(s3_url)[-2:] == [15, 20]
         steps = [row.step for row in read_run(s3_url, "run").metrics if row.kind == "step"]
         assert steps == list(range(1, 21))
+
+
+class Hanging:
+    """Answers no request from the run's signal on, until the run has stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_unanswered = 0
+
+    def interfere(self, request: BaseHTTPRequestHandler, body: bytes) -> str | None:
+        if not (self._folder / "hang").exists() or (self._folder / "landed").exists():
+            return None
+        self.num_unanswered += 1
+        return "stall"
+
+
+def hang_and_train_slowly(run: raytrain.Run, folder: Path) -> None:
+    """From step 7 on, storage hangs and a step takes a second; the run is over after step 20."""
+
+    def before_step(run: raytrain.Run, batch: raytrain.Batch) -> None:
+        if batch.step >= 7:
+            (folder / "hang").touch()
+            time.sleep(1)
+
+    loop_with(run, before_step)
+    (folder / "landed").touch()
+
+
+def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
+    images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, signals = Hanging(tmp_path), StopSignals()
+
+    def stop(snapshot: Snapshot) -> None:
+        if hanging.num_unanswered:
+            signals.request_stop(StopRequest("enough"))
+
+    with faulty_s3(s3.endpoint_url, interfere=hanging.interfere) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        loop = partial(hang_and_train_slowly, folder=tmp_path)  # pyright: ignore
+        options = config(images, s3_url, checkpoint_every_epochs=0, evaluate_every=0)
+        stopped = raytrain.train(options, loop=loop, view=stop, signals=signals)
+        assert (stopped.status, stopped.stop_reason) == ("stopped", "enough") and 7 < stopped.steps < 20
+        assert whole_steps(s3_url)[-1] == stopped.steps
 
 
 class Ballast:

@@ -87,7 +87,8 @@ def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path)
                 steps_per_epoch=5,
                 skip_limit=SkipLimit(num_images=10),
                 owner=None,
-            )
+            ),
+            num_workers=1,
         )
 
     def stop_request(coordinator: Any) -> StopRequest | None:

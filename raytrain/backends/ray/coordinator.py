@@ -37,10 +37,13 @@ from raytrain.storage.credential_broker import CredentialBroker
 from raytrain.storage.credentials import CredentialFields
 from raytrain.storage.open import open_store
 
-WAIT, FEED = "wait", "feed"
-"""Concurrency groups of the calls that wait: those of workers, and those of the driver's threads that fill queues."""
+WAIT, FEED, KEYS = "wait", "feed", "keys"
+"""Concurrency groups of the calls that run beside the others: those of workers that wait, those of the driver's threads
+that fill queues, and those for credentials, without which what the workers wait for cannot be read."""
 _NAMESPACE = "raytrain"
-_WAITERS = 256  # workers
+_WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
+_OTHER_WAITS = 8  # for a stop request, and until the history is written
+_ASKERS = 8
 _FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
 
 
@@ -73,7 +76,7 @@ class RunInStorage:
 class Coordinator:
     """Carries calls of other processes to its parts, in the order in which each process makes them.
 
-    Calls that wait run beside the others, in the concurrency groups ``wait`` and ``feed``.
+    Calls that wait run beside the others, in concurrency groups.
     """
 
     def __init__(self, run: RunInStorage) -> None:
@@ -95,7 +98,7 @@ class Coordinator:
         """See :meth:`CredentialBroker.lend`."""
         self._broker.lend(ticket, fields)
 
-    @ray.method(concurrency_group=WAIT)
+    @ray.method(concurrency_group=KEYS)
     def credentials(self, ticket: str) -> CredentialFields | None:
         """See :meth:`CredentialBroker.credentials`."""
         return self._broker.credentials(ticket)
@@ -227,12 +230,15 @@ class Coordinator:
 CoordinatorHandle = ActorProxy[Coordinator]
 
 
-def start_coordinator(run: RunInStorage, kind: type[Coordinator] = Coordinator) -> CoordinatorHandle:
+def start_coordinator(run: RunInStorage, num_workers: int, kind: type[Coordinator] = Coordinator) -> CoordinatorHandle:
     """The coordinator of a run, on the driver's node. It is found by the run's URL from anywhere in the cluster.
+
+    All of up to ``num_workers`` workers may wait at once, each in a thread of the coordinator.
 
     Raises UsageError if the run has a coordinator in this cluster already.
     """
-    actor = ray.remote(concurrency_groups={WAIT: _WAITERS, FEED: _FEEDERS})(kind)  # pyright: ignore
+    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, FEED: _FEEDERS, KEYS: _ASKERS}
+    actor = ray.remote(concurrency_groups=groups)(kind)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
     try:
         return actor.options(name=_actor_name(run.name, run.url), namespace=_NAMESPACE, **options).remote(run)

@@ -23,9 +23,11 @@ from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.errors import CoordinatorLost, RaytrainError, StorageError, TrainingFailed
+from raytrain.runs.background import Background
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, Snapshot, View
+from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.tempdir import TemporaryFolder
 from raytrain.trackers.tracking import Tracking
 
@@ -66,6 +68,7 @@ class RunSession:
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
         self._recorder = RunRecorder(self._store, self._spec.plan.num_steps, prepared.first_step, started_at)
+        self._documents = Background(self._keep_documents)  # storage may hang, and a stop must not wait for it
         self._seen = START
         self._stop_reason: str | None = None
 
@@ -75,7 +78,7 @@ class RunSession:
             self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
             plan = self._spec.plan
             in_storage = RunInStorage.of(self._prepared, plan.num_steps, plan.steps_per_epoch)
-            self._coordinator = start_coordinator(in_storage)
+            self._coordinator = start_coordinator(in_storage, self._placement.num_workers)
             opened.callback(stop_coordinator, self._coordinator)
             data = self._prepared.data
             stores = self._store, data.train_store, data.test_store
@@ -105,9 +108,10 @@ class RunSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._documents.close()
         if not self._trainer.ended.done():
             with suppress(RaytrainError):  # the reason why the session ends matters more
-                self._recorder.write_status(_STATUS_AFTER.get(exception[0], "failed"))
+                self._recorder.write_status(_STATUS_AFTER.get(exception[0], "failed"), fail_fast=True)
         self._opened.close()
 
     def watch(self, signals: StopSignals, view: View | None) -> TrainResult:
@@ -127,8 +131,8 @@ class RunSession:
         while not self._trainer.ended.done() and not (outcome and outcome.error):
             concurrent.futures.wait([self._trainer.ended], timeout=_LOOK_EVERY_S)
             snapshot = self._look(view)
-            self._pass_on_stop_request(signals, snapshot)
-            self._recorder.heartbeat(snapshot)
+            stored = self._documents(snapshot)
+            self._pass_on_stop_request(signals.stop_request or stored, snapshot)
             if snapshot.status == "starting":
                 self._capacity.check()
             if self._lender is not None:
@@ -147,8 +151,12 @@ class RunSession:
             view(snapshot)
         return snapshot
 
-    def _pass_on_stop_request(self, signals: StopSignals, snapshot: Snapshot) -> None:
-        request = signals.stop_request or self._recorder.stop_request()
+    def _keep_documents(self, snapshot: Snapshot) -> StopRequest | None:
+        """Write the status; return a stop request that lies in storage."""
+        self._recorder.heartbeat(snapshot)
+        return self._recorder.stop_request()
+
+    def _pass_on_stop_request(self, request: StopRequest | None, snapshot: Snapshot) -> None:
         if request is not None and snapshot.stop_request is None:
             self._coordinator.request_stop.remote(request)
         known = request or snapshot.stop_request
@@ -156,6 +164,7 @@ class RunSession:
 
     def _conclude(self, view: View | None) -> TrainResult:
         """Write the summary and the rest of the history, and say how the run ended."""
+        self._documents.close()
         snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote(self._seen))
         outcome = self._outcome(snapshot)
         result = self._recorder.result(outcome, snapshot, self._placement.num_workers)

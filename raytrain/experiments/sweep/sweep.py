@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from raytrain.backends.prepare import PreparedRun, check_named, check_options, load_loop, prepare
@@ -19,6 +20,7 @@ from raytrain.errors import TrainingFailed, UsageError
 from raytrain.experiments.sweep.results import SweepResult, TrialResult, collect, collect_one
 from raytrain.experiments.sweep.sweep_recorder import SweepRecorder, write_summaries_of_dead_trials
 from raytrain.experiments.sweep.trials import Sweep, Trial, check_names_free, is_over, plan_sweep, trials_of
+from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.documents import new_name, read_config
 from raytrain.runs.layout import CONFIG
@@ -125,16 +127,23 @@ class _Watcher:
         self._over = over
         self._session = session
         self._recorder = recorder
+        self._documents = Background(self._keep_documents)  # storage may hang, and a stop must not wait for it
 
     def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
         """Return when all trials have ended; raises TrainingFailed if the sweep failed as a whole."""
-        while not self._session.wait(_LOOK_EVERY_S):
-            state = self._look(view)
-            request = signals.stop_request or self._recorder.stop_request()
-            if request is not None and state.stop_request is None:
-                self._session.request_stop(request)
-            self._recorder.heartbeat(self._statuses(state).values())
+        with closing(self._documents):
+            while not self._session.wait(_LOOK_EVERY_S):
+                state = self._look(view)
+                stored = self._documents(state)
+                request = signals.stop_request or stored
+                if request is not None and state.stop_request is None:
+                    self._session.request_stop(request)
         return self._conclude(self._look(view), started_at)
+
+    def _keep_documents(self, state: SweepState) -> StopRequest | None:
+        """Write the sweep's status; return a stop request that lies in storage."""
+        self._recorder.heartbeat(self._statuses(state).values())
+        return self._recorder.stop_request()
 
     def _look(self, view: SweepView | None) -> SweepState:
         state = self._session.state()

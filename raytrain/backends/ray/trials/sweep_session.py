@@ -95,7 +95,7 @@ class SweepSession:
             self._capacity = CapacityCheck(self._placement, self._placement.num_workers)
             steps_per_epoch = self._specs[0].plan.steps_per_epoch
             in_storage = RunInStorage.of(self._prepared, self.num_steps, steps_per_epoch)
-            coordinator = start_coordinator(in_storage, SweepCoordinator)
+            coordinator = start_coordinator(in_storage, self._placement.num_workers, SweepCoordinator)
             self._coordinator = cast(SweepCoordinatorHandle, coordinator)  # handles of actors are invariant
             opened.callback(stop_coordinator, coordinator)
             data, stores = self._prepared.data, [spec.store for spec in self._specs]
