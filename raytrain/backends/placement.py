@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 
+_LOG = logging.getLogger("raytrain")
+
+_WORKERS_PER_CPU = 4
+"""CPU workers that may share a core of a single machine."""
 _ELASTIC_CPUS = 0.99
 """CPUs of a worker if Ray decides how many fit: one worker per CPU, and a little of each CPU left for reading data."""
 
@@ -39,28 +44,53 @@ class Placement:
 
 
 def place(config: TrainConfig, found: Hardware) -> Placement:
-    """Workers, their device and their CPUs; raises UsageError if more is asked for than the cluster has."""
-    device = ("cuda" if found.gpus >= 1 else "cpu") if config.device == "auto" else config.device
-    available = int(found.gpus if device == "cuda" else found.cpus)
-    if device == "cuda" and not available:
-        raise UsageError(
-            f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
-            "--address."
-        )
-    fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
+    """Workers, their device and their CPUs; raises UsageError if more is asked for than the cluster has.
+
+    Logs a warning if CPU workers have to share the cores of a single machine.
+    """
+    device, fewest, most = _wanted(config, found)
+    available = _available(device, found)
+    check_room(config, found)
     if fewest > available:
-        kind = "GPUs" if device == "cuda" else "CPUs"
-        raise UsageError(
-            f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {available}."
-        )
+        _LOG.warning("%d workers share %d CPU cores; that is slower than %d workers.", fewest, available, available)
     # One CPU for each worker if as many are left for reading. Otherwise half of all: reading must never starve.
-    now = min(most, available)
+    now = max(fewest, min(most, available))
     cpus = 1.0 if found.cpus >= 2 * now else _floor(found.cpus / 2 / now)
     if config.elastic_workers and device == "cpu" and found.cpus < 2 * most:
         cpus = _ELASTIC_CPUS
     data_cpus = _floor((found.cpus - cpus * now) / now)
     threads = config.threads_per_worker or max(1, int(found.cpus / now))
     return Placement(most, fewest, device, cpus, data_cpus, min(1.0, data_cpus), threads)
+
+
+def check_room(config: TrainConfig, found: Hardware) -> None:
+    """Raise UsageError if a run asks for more workers or GPUs than there are.
+
+    On a single machine, CPU workers may share cores: a loop can be tried with more workers than there are.
+    """
+    device, fewest, _ = _wanted(config, found)
+    available = _available(device, found)
+    if device == "cuda" and not available:
+        raise UsageError(
+            f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
+            "--address."
+        )
+    limit = available * (_WORKERS_PER_CPU if device == "cpu" and found.num_nodes == 1 else 1)
+    if fewest > limit:
+        kind = "GPUs" if device == "cuda" else "CPUs"
+        raise UsageError(
+            f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {limit}."
+        )
+
+
+def _wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
+    """The device, and the least and the most workers."""
+    device = ("cuda" if found.gpus >= 1 else "cpu") if config.device == "auto" else config.device
+    return device, *(config.elastic_workers or (_wanted_workers(config, device, found),) * 2)
+
+
+def _available(device: str, found: Hardware) -> int:
+    return int(found.gpus if device == "cuda" else found.cpus)
 
 
 def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:

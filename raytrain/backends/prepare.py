@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain.config import ResolvedConfig, TrainConfig
@@ -125,6 +126,26 @@ def check(config: TrainConfig, loop: Loop | None = None) -> None:
     check_named(config)
     if loop is None and config.loop is None:
         config.check_learning_rate()
+    check_functions(config, loop)
+
+
+def check_functions(config: TrainConfig, loop: Loop | None) -> None:
+    """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
+    from raytrain.training.model_names import check_model_name
+    from raytrain.training.user_function import check_module
+
+    if loop is None and config.loop is not None and ":" in config.loop:
+        check_module("--loop", config.loop)
+    if loop is None and config.loop is None:  # a loop of the user's may train another network
+        check_model_name(config.model)
+    weights = None if config.resume else config.weights
+    if (
+        weights is not None
+        and weights != "DEFAULT"
+        and "://" not in weights
+        and not Path(weights).expanduser().is_file()
+    ):
+        raise UsageError(f"--weights {weights}: there is no such file; give DEFAULT, a file or an s3:// object.")
 
 
 def check_named(config: TrainConfig) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from raytrain.backends import machine
 from raytrain.backends.gpus import visible_gpus
+from raytrain.backends.placement import check_room
 from raytrain.backends.prepare import Loop, check, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
 from raytrain.backends.stop_signals import StopSignals
@@ -113,6 +115,7 @@ def _train_locally(
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
     from raytrain.backends.local.agent_process import AgentProcess
 
+    check_room(config, machine.hardware(config.gpus))
     agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
     with closing(agent), prepare(config) as prepared:
         from raytrain.backends.local.session import LocalSession
@@ -157,7 +160,7 @@ def _attempt(
     *,
     restarting: bool,
 ) -> TrainResult:
-    with connection(config.address, config.gpus) as cluster:
+    with connection(config.address, config.gpus, lambda: check_room(config, machine.hardware(config.gpus))) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
         with prepare(config, restarting=restarting) as prepared:
             importing.join()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.errors import StorageError, UsageError, did_you_mean
+from raytrain.errors import StorageError, UsageError
+from raytrain.training.model_names import unknown_classifier
 from raytrain.training.user_function import load_function
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
@@ -82,10 +83,7 @@ def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
 
     names = models.list_models(module=models)
     if name not in names:
-        raise UsageError(
-            f"--model {name} is no classifier of torchvision{did_you_mean(name, names)}; give your own as "
-            "package.module:function."
-        )
+        raise unknown_classifier(name, names)
     return models.get_model_builder(name)
 
 

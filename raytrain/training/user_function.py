@@ -32,6 +32,18 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def check_module(option: str, name: str) -> None:
+    """Raise UsageError if the file or the package of a function does not exist. Imports nothing."""
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise _no_file(option, Path(place))
+        return
+    package = place.partition(".")[0]
+    if package and package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise _no_module(option, name, package)
+
+
 def names_own_function(name: str | None) -> bool:
     """Whether an option such as ``--model`` names a function that is neither torchvision's nor raytrain's."""
     return name is not None and ":" in name and name.rpartition(":")[0] != _RAYTRAINS_NETWORKS
@@ -56,15 +68,13 @@ def _from_package(option: str, name: str, module_name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but something that it imports does not
-        raise UsageError(
-            f"{option} {name}: there is no module {error.name}; is its folder the current one or on PYTHONPATH?"
-        ) from None
+        raise _no_module(option, name, error.name) from None
 
 
 def _from_file(option: str, path: Path) -> ModuleType:
     """Import a file, which may import the files beside it."""
     if not path.is_file():
-        raise UsageError(f"{option}: there is no file {path}; its path is relative to the current folder.")
+        raise _no_file(option, path)
     name = f"raytrain_own_{path.stem}"  # must not hide a module of the file's name
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None and spec.loader is not None
@@ -72,3 +82,11 @@ def _from_file(option: str, path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module
+
+
+def _no_module(option: str, name: str, module: str) -> UsageError:
+    return UsageError(f"{option} {name}: there is no module {module}; is its folder the current one or on PYTHONPATH?")
+
+
+def _no_file(option: str, path: Path) -> UsageError:
+    return UsageError(f"{option}: there is no file {path}; its path is relative to the current folder.")

@@ -177,15 +177,15 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 def test_a_size_that_the_cluster_has_no_room_for_is_refused_before_any_starts(
     two_cpus: list[str | None], tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="--workers is 4, and the cluster has 2 CPUs; ask for at most 2"):
-        study(options(tmp_path), [1, 2, 4])
+    with pytest.raises(UsageError, match="--workers is 16, and the cluster has 2 CPUs; ask for at most 8"):
+        study(options(tmp_path), [1, 2, 16])
     assert two_cpus == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_size_that_was_finished_elsewhere_needs_no_room(two_cpus: list[str | None], tmp_path: Path) -> None:
-    leave(dataclasses.replace(options(tmp_path), name="sizes-4", workers=4), "finished")
-    assert study(options(tmp_path), [1, 2, 4]).summary()["status"] == "finished"
+    leave(dataclasses.replace(options(tmp_path), name="sizes-16", workers=16), "finished")
+    assert study(options(tmp_path), [1, 2, 16]).summary()["status"] == "finished"
     assert two_cpus == ["sizes-1", "sizes-2"]
 
 
@@ -347,5 +347,5 @@ def test_a_study_that_was_stopped_resumes_in_the_middle_of_its_run(
     assert read_run(str(tmp_path), "run-2").summary["samples_seen"] == 324
     for size in finished.summary()["sizes"]:
         assert size["images_per_s"] > 0 and size["seconds"] > 0 and size["test_accuracy"] >= 0.8
-    with pytest.raises(UsageError, match="--workers is 3, and the cluster has 2 CPUs"):
-        study(config, [1, 2, 3])
+    with pytest.raises(UsageError, match="--workers is 9, and the cluster has 2 CPUs"):
+        study(config, [1, 2, 9])

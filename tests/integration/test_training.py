@@ -218,7 +218,7 @@ def test_a_run_can_be_stored_in_s3(s3: S3Server, s3_url: str, images: Path) -> N
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"workers": 3}, "--workers is 3, and the cluster has 2 CPUs"),
+        ({"workers": 9}, "--workers is 9, and the cluster has 2 CPUs"),
         ({"device": "cuda"}, "have no GPU"),
         ({"worker_load": (1.0, 1.0, 1.0)}, "3 numbers for 2 workers"),
         ({"data": ""}, "--data is missing"),

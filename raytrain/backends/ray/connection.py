@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -23,9 +23,12 @@ class Connection:
     ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
     for a new one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine,
     else a new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
+    ``before_start`` is called before a new one is started, and may raise what speaks against it.
     """
 
-    def __init__(self, address: str | None, gpus: str | None = None) -> None:
+    def __init__(
+        self, address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
+    ) -> None:
         # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. This must
         # be set before Ray is loaded.
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -40,6 +43,8 @@ class Connection:
                 f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it "
                 "was started; leave --gpus out, or use --address local for a new cluster on this machine."
             )
+        if starts_here and before_start is not None:
+            before_start()
         self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
         self._opened = ExitStack()
 
@@ -80,9 +85,11 @@ class Connection:
 
 
 @contextmanager
-def connection(address: str | None, gpus: str | None = None) -> Iterator[Connection]:
+def connection(
+    address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
+) -> Iterator[Connection]:
     """A :class:`Connection`: its cluster is starting when the ``with`` block begins, and is left when it ends."""
-    opened = Connection(address, gpus)
+    opened = Connection(address, gpus, before_start)
     try:
         yield opened
     finally:

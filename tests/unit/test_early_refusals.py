@@ -1,0 +1,70 @@
+"""What is refused before torch is imported and before a cluster starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raytrain.backends.placement import Hardware, place
+from raytrain.errors import UsageError
+from raytrain.recipes import custom, digits
+from raytrain.training.model_names import check_model_name
+
+REFUSED = """
+import sys
+import raytrain
+for options in {options}:
+    try:
+        raytrain.train(raytrain.recipes.custom(data="images", storage={storage!r}, **options))
+    except raytrain.UsageError as error:
+        print(error)
+assert not {{"torch", "torchvision", "ray"}} & sys.modules.keys()
+"""
+
+
+def refusals(tmp_path: Path, *options: dict[str, object]) -> list[str]:
+    code = REFUSED.format(options=options, storage=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_path: Path) -> None:
+    sentences = refusals(
+        tmp_path,
+        {"model": "resnet19"},
+        {"model": "no_such_package.nets:net"},
+        {"loop": "no_such_file.py:train"},
+        {"weights": "no-such-file.pt"},
+        {"workers": 10_000, "device": "cpu", "address": "local"},
+        {"workers": 10_000, "device": "cpu", "backend": "local"},
+    )
+    begins = [
+        "--model resnet19 is no classifier",
+        "--model no_such_package.nets:net: there is no module",
+        "--loop: there",
+    ]
+    begins += ["--weights no-such-file.pt: there is no such file", "--workers is 10000", "--workers is 10000"]
+    assert all(sentence.startswith(begin) for sentence, begin in zip(sentences, begins, strict=True)), sentences
+
+
+def test_every_classifier_of_torchvision_is_known() -> None:
+    from torchvision import models
+
+    for name in models.list_models(module=models):
+        check_model_name(name)
+
+
+def test_workers_may_share_the_cores_of_one_machine_but_not_of_a_cluster_or_gpus() -> None:
+    laptop = Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
+    shared = place(digits(workers=3), laptop)
+    assert (shared.num_workers, shared.min_workers, shared.threads) == (3, 3, 1)
+    assert 3 * (shared.cpus + shared.data_cpus) <= 2
+    for found in (Hardware(2, 2.0, 0.0, 10**9), Hardware(1, 2.0, 2.0, 10**9)):
+        with pytest.raises(UsageError, match="ask for at most 2"):
+            place(custom(workers=3), found)
+    with pytest.raises(UsageError, match="ask for at most 8"):
+        place(digits(workers=9), laptop)
