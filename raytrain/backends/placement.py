@@ -86,7 +86,8 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
 def _wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
     """The device, and the least and the most workers."""
     device = ("cuda" if found.gpus >= 1 else "cpu") if config.device == "auto" else config.device
-    return device, *(config.elastic_workers or (_wanted_workers(config, device, found),) * 2)
+    fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
+    return device, fewest, most
 
 
 def _available(device: str, found: Hardware) -> int:

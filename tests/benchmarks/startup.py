@@ -14,28 +14,29 @@ from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.started import NOTES
 
 _OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "2"]
+_TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 _EVERY_S = 0.02
 
 
 def measure(bench: Bench) -> Report:
-    command = [
-        "raytrain",
-        "train",
-        "cifar10",
-        "--data",
-        bench.url,
-        "--model",
-        "tests.benchmarks.started:network",
-        *_OPTIONS,
-    ]
-    sides = {
-        "bare TorchTrainer, loop entered": Side(seconds, {"module": ["tests.benchmarks.bare"]}),
-        "raytrain train cifar10, first step done": Side(seconds, {"module": command}),
+    train = ["raytrain", "train", "cifar10", "--data", bench.url, "--name", "run"]
+    train += ["--model", "tests.benchmarks.started:network", *_OPTIONS]
+    commands = {
+        "bare TorchTrainer, loop entered": ["tests.benchmarks.bare"],
+        "raytrain train cifar10, first step done": train,
+        "the same with --backend local": [*train, "--backend", "local"],
+        "the same under torchrun": [*_TORCHRUN, *train],
     }
+    sides = {name: Side(seconds, {"module": command}) for name, command in commands.items()}
     results = bench.alternate(sides, bench.scaled(3), "{:.1f} s".format)
-    bare, raytrain = (Figure(name, "s", values) for name, values in results.items())
-    check = Check("raytrain : bare", raytrain.median / bare.median, at_most=1.1)
-    return Report("startup: seconds after the start of the process, on both workers", [bare, raytrain], [check])
+    figures = [Figure(name, "s", values) for name, values in results.items()]
+    bare, ray, local, torchrun = (figure.median for figure in figures)
+    checks = [
+        Check("raytrain : bare", ray / bare, at_most=1.1),
+        Check("--backend local : raytrain", local / ray, at_most=0.5),
+        Check("--backend local : torchrun", local / torchrun, at_most=0.8),
+    ]
+    return Report("startup: seconds after the start of the process, on both workers", figures, checks)
 
 
 def seconds(module: list[str], folder: str) -> float:
