@@ -22,11 +22,13 @@ from raytrain.backends.prepare import Loop, PreparedRun
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.worker_task import WorkerTask
 from raytrain.errors import RaytrainError, StorageError, TrainingFailed
+from raytrain.runs.background import Background
 from raytrain.runs.history import History
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, Snapshot, View
+from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.tempdir import TemporaryFolder
 from raytrain.trackers.tracking import Tracking
 
@@ -63,6 +65,7 @@ class LocalSession:
         history = History(prepared.store)
         limit = prepared.skip_limit()
         self._monitor = RunMonitor(prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=limit)
+        self._documents = Background(self._keep_documents)  # storage may hang, and a stop must not wait for it
         self._seen = START
         self._ended = threading.Event()
         self._begun = False
@@ -88,9 +91,10 @@ class LocalSession:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._agent.close()
         self._tracking.abort()
+        self._documents.close()
         if self._begun and self._monitor.snapshot().result is None:
             with suppress(RaytrainError):  # the reason why the session ends matters more
-                self._recorder.write_status("interrupted" if kind is KeyboardInterrupt else "failed")
+                self._recorder.write_status("interrupted" if kind is KeyboardInterrupt else "failed", fail_fast=True)
         self._opened.close()
 
     def watch(self, signals: StopSignals, view: View | None) -> TrainResult:
@@ -100,13 +104,16 @@ class LocalSession:
         """
         while not self._ended.wait(_LOOK_EVERY_S) and not self._agent.has_ended:
             snapshot = self._look(view)
-            request = signals.stop_request or (self._recorder.stop_request() if self._begun else None)
-            if request is not None:
+            stored = self._documents(snapshot) if self._begun else None
+            if (request := signals.stop_request or stored) is not None:
                 self._monitor.request_stop(request)
-            if self._begun:
-                self._recorder.heartbeat(snapshot)
         self._agent.close()
         return self._conclude(view)
+
+    def _keep_documents(self, snapshot: Snapshot) -> StopRequest | None:
+        """Write the status; return a stop request that lies in storage."""
+        self._recorder.heartbeat(snapshot)
+        return self._recorder.stop_request()
 
     def _look(self, view: View | None) -> Snapshot:
         snapshot = self._monitor.snapshot(self._seen)
@@ -118,6 +125,7 @@ class LocalSession:
 
     def _conclude(self, view: View | None) -> TrainResult:
         """Write the summary and the rest of the history, and say how the run ended."""
+        self._documents.close()
         if self._error is not None and not self._begun:
             raise self._error
         snapshot = self._monitor.snapshot()
