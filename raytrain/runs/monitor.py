@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import DIVERGED_HINT, TrainResult
+from raytrain.runs.redact import redact
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, epoch_of
 from raytrain.runs.stop_request import StopRequest
@@ -121,7 +122,8 @@ class RunMonitor:
             self._num_retries += num_requests
 
     def event(self, text: str) -> None:
-        """Note something that a viewer should read: a checkpoint was written, a worker failed."""
+        """Note something that a viewer should read: a checkpoint was written, a worker failed. Secrets are left out."""
+        text = redact(text)
         with self._lock:
             event = Event(self._num_events, self._elapsed_s(), text)
             self._events.append(event)

@@ -239,3 +239,9 @@ def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: S
     assert len(monitor.snapshot().rows) == 1000
     monitor.finish("finished")
     assert len(read_metrics(store)) == 1000
+
+
+def test_events_hold_no_secret(monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hidden-word")
+    monitor.event("https://me:hidden-too@host refused hidden-word, s3://bucket/a@b is fine")
+    assert monitor.snapshot().events[-1].text == "https://…@host refused …, s3://bucket/a@b is fine"
