@@ -95,6 +95,12 @@ class TrainConfig:
     """Momentum of SGD."""
     weight_decay: NonNegativeFloat = 0.0
     """L2 penalty for SGD, decoupled weight decay for AdamW."""
+    decay_norms_and_biases: bool = True
+    """Apply --weight-decay to norms and biases, too."""
+    clip_norm: Annotated[float, Interval(gt=0)] | None = None
+    """Scale the gradients of each step down to this Euclidean norm, if theirs is larger."""
+    ema_decay: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    """Evaluate and export a moving average of the weights with this decay per step, such as 0.999."""
     schedule: Literal["constant", "piecewise", "cosine"] = "constant"
     """Learning rate schedule after the warm-up."""
     drop_factor: float = 0.1

@@ -236,9 +236,9 @@ def _shown(labels_digest: str) -> str:
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     """On another number of workers, a run keeps the global batch and the learning rate that it started with."""
-    for option in ("freeze", "head_learning_rate_factor"):
+    for option in ("freeze", "head_learning_rate_factor", "decay_norms_and_biases", "ema_decay"):
         now, then = getattr(config, option), getattr(before, option)
-        if now != then:  # the optimizer's state is laid out by them
+        if now != then:  # the state in its checkpoints is laid out by them
             raise UsageError(
                 f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run "
                 "from its --weights."

@@ -73,5 +73,5 @@ def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:
     path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)
     classifier = Classifier(config, checkpoint.identity.classes, path)
-    classifier.network.load_state_dict(checkpoint.state["model"])
+    classifier.network.load_state_dict(checkpoint.weights or {})
     return classifier.eval()

@@ -33,6 +33,11 @@ class Checkpoint:
     progress: Progress
     identity: Identity
 
+    @property
+    def weights(self) -> StateDict | None:
+        """What the run is evaluated with: the weights of its first network, averaged if it keeps an average."""
+        return self.state.get("average", self.state.get("model"))
+
 
 class Checkpoints:
     """The checkpoints of one run. A thread writes them, keeps the newest ones and the best, and deletes the others.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -14,9 +16,19 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
     """SGD with momentum or AdamW over the trainable parameters of ``model``, at the peak learning rates."""
     rate, decay = config.learning_rate, config.weight_decay
     groups = parameter_groups(model, num_classes, rate, config.head_learning_rate_factor)
+    if not config.decay_norms_and_biases:
+        groups = [part for group in groups for part in _with_and_without_decay(group)]
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
     return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, weight_decay=decay)
+
+
+def _with_and_without_decay(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group's matrices and kernels, and apart from them its vectors, which are norms and biases, without decay."""
+    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
+    others = [parameter for parameter in group["params"] if parameter.ndim >= 2]
+    parts = [{**group, "params": others}, {**group, "params": vectors, "weight_decay": 0.0}]
+    return [part for part in parts if part["params"]]
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float | None, factor: float) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from raytrain.config import ResolvedConfig
 from raytrain.data.permutation import mix
 from raytrain.training import batchnorm, dropout
+from raytrain.training.average import WeightAverage
 from raytrain.training.batch import Batch
 from raytrain.training.state import CheckpointState
 from raytrain.training.wrap_model import wrap_model
@@ -24,6 +25,7 @@ class PreparedModels:
 
     def __init__(self, config: ResolvedConfig, device: torch.device, world_size: int, state: CheckpointState) -> None:
         self.wrapped: list[nn.Module] = []
+        self._averages: list[WeightAverage] = []
         self._config = config
         self._device = device
         self._world_size = world_size
@@ -37,14 +39,32 @@ class PreparedModels:
         dtype = torch.float64 if self._config.precision == "float64" else torch.float32
         model.to(self._device, dtype, memory_format=memory_format)  # pyright: ignore
         self._state.add("model", model)  # after the cast, which would round restored weights
+        if self._config.ema_decay is not None:
+            self._add_average(model, self._config.ema_decay)
         wrapped = wrap_model(model, self._config, self._device, self._world_size)
         self.wrapped.append(wrapped)
         return wrapped
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The first network, with averaged weights if ``--ema-decay`` asks for them."""
+        return self._averages[0].model if self._averages else self.wrapped[0]
+
+    def update_averages(self, step: int) -> None:
+        """Add the weights after ``step`` (counted from 0) to their averages."""
+        for average in self._averages:
+            average.update(step)
 
     def are_finite(self) -> bool:
         """Whether every weight and running statistic is finite. The host waits for the device once."""
         tensors = [tensor for model in self.wrapped for tensor in _weights(model)]
         return not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+    def _add_average(self, model: nn.Module, decay: float) -> None:
+        average = WeightAverage(model, decay)
+        self._state.add("average", average)
+        wrap_model(average.model, self._config, self._device, world_size=1)
+        self._averages.append(average)
 
     def train(self) -> None:
         """Put all networks into training mode."""

@@ -84,7 +84,7 @@ class Run:
         self._exhausted = False  # the loop has got all batches that it gets
         self._start_reported = False
         torch.manual_seed(mix(self.config.seed) >> 1)  # a loop's own networks start the same on every worker
-        self._evaluate: Callable[[], dict[str, float]] = lambda: self.evaluation(self, self._models.wrapped[0])
+        self._evaluate: Callable[[], dict[str, float]] = lambda: self.evaluation(self, self._models.evaluated)
 
     # What a loop calls.
 
@@ -173,11 +173,13 @@ class Run:
             optimizer: a prepared optimizer.
             learning_rate: of this step; by default that of the optimizer when it was prepared, times the factor of
                 ``--schedule``.
-            clip_norm: scale the gradients down to this Euclidean norm over all parameters, if theirs is larger.
+            clip_norm: scale the gradients down to this Euclidean norm over all parameters, if theirs is larger; by
+                default ``--clip-norm``.
         """
         self._validator.step()
         factor = lr_schedule.factor(self.config, self.progress.step, self.plan.steps_per_epoch, self.plan.num_steps)
         self._learning_rate = set_learning_rate(optimizer, learning_rate, factor)
+        clip_norm = clip_norm or self.config.clip_norm
         if clip_norm is not None:
             self._scaler.unscale_(optimizer)
             clip_gradients(optimizer, clip_norm)
@@ -292,6 +294,7 @@ class Run:
 
     def _complete_step(self) -> StepTotals:
         self._models.end_part()
+        self._models.update_averages(self._local.batch.step)
         self._validator.begin()
         totals = self._metrics.read()
         step = self._local.batch.step + 1

@@ -133,7 +133,7 @@ def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
         ) from None
     content = _load(data)
     checkpoint = checkpoint_in(content)
-    weights = checkpoint.state.get("model") if checkpoint else content
+    weights = checkpoint.weights if checkpoint else content
     if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UsageError(
             f"--weights {place} holds no state_dict (it is damaged, or was saved with code in it, which is never run); "

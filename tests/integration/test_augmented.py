@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed": MIXED,
     "mixed in small batches": {"mixup": 0.4, "batch_size": 2, "max_steps": 12},
     "mixed in parts": {**MIXED, "accumulate": 3, "model": NO_NORM},
+    "averaged and clipped": {"ema_decay": 0.9, "clip_norm": 0.5, "decay_norms_and_biases": False, "weight_decay": 0.01},
     "dropout": {"model": "tests.integration.test_augmented:dropping_network"},
     "dropout in parts": {"model": "tests.integration.test_augmented:dropping_network", "accumulate": 2},
 }

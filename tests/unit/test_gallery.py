@@ -33,7 +33,8 @@ def batch(labels: list[int], first_sample: int = 0, side: int = 4) -> Batch:
     size = len(labels)
     images = torch.linspace(-2, 2, size * side * side).reshape(size, 1, side, side)
     samples = torch.arange(first_sample, first_sample + size)
-    return Batch(images, torch.tensor(labels), samples, 0, 0, size, (size,))
+    truth = torch.tensor(labels)
+    return Batch(images, truth, truth, samples, 0, 0, size, (size,))
 
 
 def written(store: Store) -> dict[str, Any]:
