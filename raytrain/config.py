@@ -22,6 +22,9 @@ NonNegativeInt = Annotated[int, Interval(ge=0)]
 NonNegativeFloat = Annotated[float, Interval(ge=0)]
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
@@ -77,6 +80,12 @@ class TrainConfig:
     """Passes over the training images."""
     max_steps: PositiveInt | None = None
     """Finish after this many steps, even in the middle of an epoch."""
+    until: str | None = None
+    """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
+    patience: PositiveInt | None = None
+    """Stop after this many evaluations, one after the other, without a better accuracy."""
+    max_time: str | None = None
+    """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
     batch_size: PositiveInt | None = None
     """Global batch: images per step over all workers. Overrides --batch-size-per-worker."""
     batch_size_per_worker: PositiveInt | None = None
@@ -200,6 +209,7 @@ class TrainConfig:
         _check_loads(self)
         _check_gpus(self)
         _check_crops(self)
+        _check_early_stop(self)
         _check_labels(self)
         _check_backend(self)
         for name in ("mean", "std"):
@@ -214,6 +224,17 @@ class TrainConfig:
         """The minimum and maximum number of workers if ``workers`` is a range such as 1..4, else None."""
         fewest, dots, most = str(self.workers).partition("..")
         return (int(fewest), int(most)) if dots else None
+
+    @property
+    def target(self) -> tuple[str, float] | None:
+        """The metric that ``until`` names, and its value."""
+        name, _, value = (self.until or "").partition("=")
+        return (name, float(value)) if self.until else None
+
+    @property
+    def max_time_s(self) -> float | None:
+        """``max_time`` in seconds."""
+        return float(self.max_time[:-1]) * _SECONDS[self.max_time[-1]] if self.max_time else None
 
     @property
     def crops_originals(self) -> bool:
@@ -338,6 +359,15 @@ def _check_loads(config: TrainConfig) -> None:
     loads = config.worker_load
     if loads is not None and sum(loads) <= 0:
         raise UsageError(f"--worker-load is {loads}; at least one number must be above 0.")
+
+
+def _check_early_stop(config: TrainConfig) -> None:
+    if config.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+", config.until):
+        raise UsageError(f"--until is {config.until!r}; give a metric and a number, such as accuracy=0.95.")
+    if config.max_time is not None and not re.fullmatch(r"\d*\.?\d+[smhd]", config.max_time):
+        raise UsageError(f"--max-time is {config.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
+    if (config.until or config.patience) and not config.evaluate_every:
+        raise UsageError("--until and --patience look at evaluations, of which --evaluate-every 0 makes none.")
 
 
 def _check_crops(config: TrainConfig) -> None:

@@ -21,6 +21,8 @@ class Progress:
     test_accuracy: float | None = None
     test_loss: float | None = None
     evaluated_step: int | None = None
+    best_accuracy: float | None = None
+    num_worse: int = 0  # evaluations since that one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Outcome:
     progress: Progress
     checkpoint: str | None = None
     error: str | None = None
+    stop_reason: str | None = None  # if the run stopped by itself
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ class RunRecorder:
     def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int) -> TrainResult:
         """How the run ended, as its summary says it."""
         progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
-        checkpoint = outcome.checkpoint
+        checkpoint, request = outcome.checkpoint, snapshot.stop_request
         with suppress(StorageError):
             checkpoint = checkpoint or newest_checkpoint(self._store)
         return TrainResult(
@@ -93,9 +93,7 @@ class RunRecorder:
             num_workers=snapshot.num_workers or num_workers,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,
-            stop_reason=snapshot.stop_request.reason
-            if snapshot.stop_request and outcome.status != "finished"
-            else None,
+            stop_reason=None if outcome.status == "finished" else outcome.stop_reason or (request and request.reason),
             error=outcome.error,
         )
 

@@ -26,6 +26,7 @@ from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
+from raytrain.training.early_stop import EarlyStop
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
 from raytrain.training.malloc import keep_freed_memory
@@ -77,6 +78,7 @@ class Run:
         self._reduce = StepReduce(self.device, self.world_size)
         self._metrics = StepMetrics(self._reduce, self._record, self.world_size, self.progress.samples_seen)
         self._validator = LoopValidator()
+        self._early_stop = EarlyStop(self.config)
         self._gallery = Gallery(self.config, self.classes, self.checkpoints.store, self.reporter.event)
         self._evaluating = False
         self._part: Batch | None = None
@@ -233,7 +235,8 @@ class Run:
         self._models.train()
         step = self.progress.step + self._validator.stepped  # the current step counts once its optimizer has stepped
         accuracy, loss = measured.get("accuracy"), measured.get("loss")
-        self.progress = replace(self.progress, test_accuracy=accuracy, test_loss=loss, evaluated_step=step)
+        progress = replace(self.progress, test_accuracy=accuracy, test_loss=loss, evaluated_step=step)
+        self.progress = self._early_stop.evaluated(progress, measured)
         epoch = epoch_of(step, self.plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=measured))
         self._gallery.write(step, self.rank, self.world_size)
@@ -257,7 +260,8 @@ class Run:
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
         status = "stopped" if self.progress.step < self.plan.num_steps else "finished"
-        return Outcome(status=status, progress=self.progress, checkpoint=checkpoint)
+        reason = self._early_stop.reason
+        return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
     # What happens between two batches.
 
@@ -265,7 +269,8 @@ class Run:
         started = time.perf_counter()
         self._local = next(local_batches)
         wait_s = time.perf_counter() - started
-        stop, checkpoint = self.reporter.stop_requested(), self._checkpoint_requested()
+        stop = self.reporter.stop_requested() or (self.rank == 0 and self._early_stop.time_is_up())
+        checkpoint = self._checkpoint_requested()
         self._reduce.start(StepContribution(len(self._local.labels), wait_s, stop, checkpoint))
         batch = to_batch(self._local, self.augment, self.device, training=True)
         config = self.config
@@ -290,7 +295,7 @@ class Run:
         if totals.checkpoint_requests or self._schedule.due_at(self.progress.step):
             self._metrics.flush(StepContribution())  # a run that resumes from here never records this step again
             self._save()
-        return False
+        return self._early_stop.reason is not None
 
     def _complete_step(self) -> StepTotals:
         self._models.end_part()

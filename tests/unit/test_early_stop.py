@@ -1,0 +1,68 @@
+"""A run stops by itself when it is good enough, when it no longer gets better, and when its time is up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain import TrainConfig, UsageError
+from raytrain.runs.outcome import Progress
+from raytrain.training.early_stop import EarlyStop
+from tests.helpers.folder_runs import folder_run, train_here
+
+
+def evaluated(accuracies: list[float], progress: Progress | None = None, **options: Any) -> tuple[str | None, Progress]:
+    stop, progress = EarlyStop(TrainConfig(batch_size=1, **options)), progress or Progress()
+    for accuracy in accuracies:
+        assert stop.reason is None
+        progress = stop.evaluated(progress, {"accuracy": accuracy, "loss": 1 - accuracy})
+    return stop.reason, progress
+
+
+@pytest.mark.parametrize(
+    ("until", "accuracies"), [("accuracy=0.5", [0.3, 0.5]), ("loss=.3", [0.3, 0.5, 0.8]), ("f1=0.1", [0.9])]
+)
+def test_a_run_stops_once_a_metric_is_reached(until: str, accuracies: list[float]) -> None:
+    reason, _ = evaluated(accuracies, until=until)
+    assert (reason is None) == until.startswith("f1")  # which nobody measures
+    assert reason is None or reason.startswith(f"--until {until}: ")
+
+
+def test_a_run_stops_after_evaluations_without_a_better_accuracy_also_over_a_resume() -> None:
+    reason, progress = evaluated([0.3, 0.2, 0.4, 0.4], patience=2)
+    assert (reason, progress.best_accuracy, progress.num_worse) == (None, 0.4, 1)
+    reason, _ = evaluated([0.1], progress, patience=2)
+    assert reason == "--patience 2: the accuracy is not above 0.4000"
+
+
+@pytest.mark.parametrize(("max_time", "seconds"), [("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
+def test_time_is_up_after_the_time_that_was_given(max_time: str, seconds: float) -> None:
+    now = [5.0]
+    stop = EarlyStop(TrainConfig(batch_size=1, max_time=max_time), clock=lambda: now[0])
+    now[0] += seconds - 1
+    assert not stop.time_is_up() and stop.reason is None
+    now[0] += 1
+    assert stop.time_is_up() and stop.reason == f"--max-time {max_time}"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"until": "0.9"}, "--until is '0.9'; give a metric and a number"),
+        ({"max_time": "2 hours"}, "--max-time is '2 hours'; give a number and s, m, h or d"),
+        ({"patience": 2, "evaluate_every": 0}, "--until and --patience look at evaluations"),
+    ],
+)
+def test_mistakes_are_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        TrainConfig(batch_size=1, **options)
+
+
+@pytest.mark.parametrize("options", [{"until": "accuracy=0"}, {"max_time": "0s"}], ids=str)
+def test_a_run_that_stops_by_itself_has_a_checkpoint(options: dict[str, Any], images: Path, tmp_path: Path) -> None:
+    _, recorder = train_here(folder_run(images, tmp_path, "run", **options, epochs=3))
+    (step,) = [int(path.stem[5:]) for path in tmp_path.rglob("step-*.pt")]
+    assert step == (1 if "max_time" in options else 5)
+    assert all(row.step <= step for row in recorder.rows)
