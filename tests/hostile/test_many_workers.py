@@ -1,0 +1,53 @@
+"""Hundreds of workers that wait for data keep nobody else from an answer of the run's coordinator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain.backends.ray import coordinator
+from raytrain.runs.skipped_images import SkipLimit
+
+NUM_WORKERS = 300
+RUN = coordinator.RunInStorage(
+    name="run",
+    url="runs/run",
+    settings=None,
+    num_steps=10,
+    steps_per_epoch=5,
+    skip_limit=SkipLimit(num_images=10),
+    owner=None,
+)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The threads that the coordinator of a run with 300 workers has in each of its groups."""
+    asked: dict[str, Any] = {}
+
+    def remote(**options: Any) -> Any:
+        asked.update(options)
+        actor = SimpleNamespace(remote=lambda run: None)
+        return lambda kind: SimpleNamespace(options=lambda **more: actor)
+
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr(coordinator, "on_this_node", dict)
+    coordinator.start_coordinator(RUN, NUM_WORKERS)
+    return asked["concurrency_groups"]
+
+
+def group_of(method: str) -> str:
+    return getattr(coordinator.Coordinator, method).__ray_concurrency_group__
+
+
+def test_each_worker_may_wait_for_training_and_test_images_while_others_wait_for_a_stop(
+    threads: dict[str, int],
+) -> None:
+    assert {group_of(each) for each in ("take", "blocks", "flush", "wait_for_stop_request")} == {"wait"}
+    assert threads["wait"] >= 2 * NUM_WORKERS + 2
+
+
+def test_keys_are_given_out_while_all_workers_wait_for_what_can_be_read_with_them(threads: dict[str, int]) -> None:
+    assert group_of("credentials") not in ("wait", group_of("push")) and threads[group_of("credentials")] > 1
