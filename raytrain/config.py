@@ -118,6 +118,12 @@ class TrainConfig:
     """piecewise: epochs between drops."""
     warmup_epochs: NonNegativeFloat = 0.0
     """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
+    sampling: Literal["uniform", "balanced"] = "uniform"
+    """balanced draws every class equally often: images of rare classes several times an epoch, others not in each."""
+    class_weights: str | None = None
+    """Weights of the classes in the loss: balanced (inverse to their sizes), or a JSON file such as {"cat": 2, …}."""
+    focal_gamma: NonNegativeFloat = 0.0
+    """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
     label_smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """Probability that is spread evenly over all classes."""
     batch_norm: Literal["sync", "aggregate"] = "sync"

@@ -95,7 +95,7 @@ class _ImageSet:
 
     def read(self, samples: Int64s, epoch: int) -> Block:
         """The images of ``samples``, decoded for ``epoch``."""
-        wanted = self.manifest.select(samples)
+        wanted = self.manifest.select(samples % len(self.manifest))
         frames = self.format.framing.frames(samples, epoch)
         images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, frames)
         labels = wanted.labels.astype(np.int64)

@@ -178,6 +178,7 @@ def _load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
 
 def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | None, num_workers: int) -> RunSpec:
     """The one way to put a run together, whoever trains it. ``num_workers`` only sizes the batches of evaluations."""
+    from raytrain.data.class_weights import class_weights
     from raytrain.training.run_spec import RunSpec
 
     return RunSpec(
@@ -189,6 +190,7 @@ def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | N
         plan=data.plan(config),
         test_plan=data.test_plan(num_workers),
         store=store,
+        class_weights=class_weights(config.class_weights, data.train),
     )
 
 

@@ -2,7 +2,8 @@
 
 ``(seed, epoch, position) -> sample`` is a keyed pseudo-random permutation, so any position of any epoch is found in
 constant time and memory, and the order does not depend on the number of workers. Samples in packed shards are ordered
-by a :class:`~raytrain.data.shard_shuffle.ShardShuffle`, so that they are read shard by shard.
+by a :class:`~raytrain.data.shard_shuffle.ShardShuffle`, so that they are read shard by shard. A
+:class:`~raytrain.data.class_balance.ClassBalance` draws the classes equally often instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raytrain.data.class_balance import ClassBalance
 from raytrain.data.permutation import Int64s, mix, permute
 from raytrain.data.shard_shuffle import ShardShuffle
 
@@ -56,6 +58,8 @@ class BatchPlan:
     accumulate: int = 1
     shard_shuffle: ShardShuffle | None = None
     """The order of samples in packed shards; None if each sample is an object of its own."""
+    balance: ClassBalance | None = None
+    """Draws every class equally often; None if each sample comes once in each epoch."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,14 +89,23 @@ class BatchPlan:
         return Cursor(step, epoch, index * self.batch_size)
 
     def samples(self, epoch: int, positions: Int64s) -> Int64s:
-        """Samples (indices into the manifest, int64) at ``positions`` of ``epoch``; same shape as ``positions``."""
+        """Samples (indices into the manifest, int64) at ``positions`` of ``epoch``; same shape as ``positions``.
+
+        With a ``balance`` a sample may come several times in an epoch. What is returned is then a draw: the sample plus
+        ``num_samples`` for each earlier time. Random numbers depend on the draw, so that it is augmented differently.
+        """
+        slots = self.each_once(epoch, positions)
+        return slots if self.balance is None else self.balance.draws(slots, epoch, self.seed)
+
+    def each_once(self, epoch: int, positions: Int64s) -> Int64s:
+        """The same as :meth:`samples` without ``balance``: an order in which each sample comes once in an epoch."""
         key = mix(self.seed, epoch) if self.shuffle else None
         if self.shard_shuffle is not None:
             return self.shard_shuffle.samples(positions, self.batch_size, key)
         return positions if key is None else permute(positions, self.num_samples, key=key)
 
     def batch_samples(self, batch: GlobalBatch) -> Int64s:
-        """All samples of a global batch in their order, int64 (batch.size,)."""
+        """All samples of a global batch in their order, int64 (batch.size,), as :meth:`samples` gives them."""
         return self.samples(batch.epoch, np.arange(batch.start, batch.stop, dtype=np.int64))
 
     def part_sizes(self, batch_size: int) -> list[int]:

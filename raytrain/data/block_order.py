@@ -75,7 +75,7 @@ class WorkerOrder:
 
 @dataclass(frozen=True)
 class CacheOrder:
-    """Which samples each block of a cached data set contains: those of one epoch, starting at the cursor ``origin``."""
+    """Which samples each block of a cached data set contains: each once, starting at the cursor ``origin``."""
 
     plan: BatchPlan
     origin: Cursor
@@ -88,7 +88,7 @@ class CacheOrder:
         """Samples of block ``number``."""
         start = number * self.rows_per_block
         rows = np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64)
-        return self.plan.samples(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
+        return self.plan.each_once(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
 
     def epoch(self, number: int) -> int:
         """The first epoch that uses block ``number``; later ones use it again."""

@@ -18,7 +18,7 @@ class Block:
 
     images: npt.NDArray[np.uint8]  # (n, H, W, C)
     labels: Int64s  # (n,)
-    samples: Int64s  # (n,), indices into the manifest
+    samples: Int64s  # (n,), see BatchPlan.samples
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -33,7 +33,7 @@ class Block:
 
 class CachedBlocks:
     """A whole data set as blocks in memory; their row ``r`` is position ``origin.position + r`` of epoch
-    ``origin.epoch``.
+    ``origin.epoch``, if each sample came once.
 
     ``block(i)`` returns block ``i`` and waits until it is available, so that training can start with the first block.
     """
@@ -43,11 +43,11 @@ class CachedBlocks:
         self._rows_per_block = rows_per_block
         positions = (origin.position + np.arange(plan.num_samples, dtype=np.int64)) % plan.num_samples
         self._row_of_sample = np.empty(plan.num_samples, np.int64)
-        self._row_of_sample[plan.samples(origin.epoch, positions)] = np.arange(plan.num_samples)
+        self._row_of_sample[plan.each_once(origin.epoch, positions)] = np.arange(plan.num_samples)
 
     def gather(self, samples: Int64s) -> Block:
-        """Copy the images of ``samples`` out of the blocks, in the order of ``samples``."""
-        rows = self._row_of_sample[samples]
+        """Copy the images of ``samples`` (see :meth:`BatchPlan.samples`) out of the blocks, in their order."""
+        rows = self._row_of_sample[samples % len(self._row_of_sample)]
         order = np.argsort(rows, kind="stable")
         numbers, starts = np.unique(rows[order] // self._rows_per_block, return_index=True)
         images: npt.NDArray[np.uint8] | None = None

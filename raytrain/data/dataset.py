@@ -9,6 +9,7 @@ import numpy as np
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.class_balance import ClassBalance
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.framing import Framing
 from raytrain.data.image_reader import ImageReader
@@ -53,15 +54,7 @@ class Dataset:
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
         """The global batches of a run with these options."""
-        return BatchPlan(
-            len(self.train),
-            config.batch_size,
-            config.epochs,
-            config.seed,
-            max_steps=config.max_steps,
-            accumulate=config.accumulate,
-            shard_shuffle=self.train.shard_shuffle,
-        )
+        return training_plan(config, self.train)
 
     def test_plan(self, num_workers: int) -> BatchPlan:
         """The batches in which ``num_workers`` workers evaluate."""
@@ -101,6 +94,20 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
         mean, std = mean or measured_mean, std or measured_std
     train_format = training_format(config)
     return Dataset(train_store, test_store, train, test, train_format, test_format, mean, std, stored and stored[0])
+
+
+def training_plan(config: ResolvedConfig, train: Manifest) -> BatchPlan:
+    """The global batches of a run with these options and training images."""
+    return BatchPlan(
+        len(train),
+        config.batch_size,
+        config.epochs,
+        config.seed,
+        max_steps=config.max_steps,
+        accumulate=config.accumulate,
+        shard_shuffle=train.shard_shuffle,
+        balance=ClassBalance.of(train.labels) if config.sampling == "balanced" else None,
+    )
 
 
 def label_columns(config: TrainConfig) -> LabelColumns:

@@ -22,6 +22,7 @@ class LocalBatch:
     images: npt.NDArray[np.uint8]  # (m, H, W, C)
     labels: Int64s  # (m,)
     samples: Int64s  # (m,), indices into the manifest
+    draws: Int64s  # (m,), what random numbers depend on: see BatchPlan.samples
     part_sizes: tuple[int, ...]  # how many of the m are in each part of the global batch
 
 
@@ -31,9 +32,8 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
     remaining: list[Block] = []
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
-        part_sizes = partition.part_sizes(batch)
-        rows, remaining = _next_rows(sum(part_sizes), remaining, source)
-        yield _local_batch(batch, rows, part_sizes)
+        rows, remaining = _next_rows(sum(partition.part_sizes(batch)), remaining, source)
+        yield _local_batch(partition, batch, rows)
 
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
@@ -41,7 +41,7 @@ def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: i
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         samples = partition.local_samples(batch)
-        yield _local_batch(batch, [blocks.gather(samples)] if len(samples) else [], partition.part_sizes(batch))
+        yield _local_batch(partition, batch, [blocks.gather(samples)] if len(samples) else [])
 
 
 def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:
@@ -56,15 +56,16 @@ def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> t
     return rows, remaining
 
 
-def _local_batch(batch: GlobalBatch, blocks: list[Block], part_sizes: Sequence[int]) -> LocalBatch:
+def _local_batch(partition: Partition, batch: GlobalBatch, blocks: list[Block]) -> LocalBatch:
+    part_sizes: Sequence[int] = partition.part_sizes(batch)
     if not blocks:
         empty = np.empty(0, np.int64)
-        return LocalBatch(batch, np.empty((0, 0, 0, 0), np.uint8), empty, empty, tuple(part_sizes))
+        return LocalBatch(batch, np.empty((0, 0, 0, 0), np.uint8), empty, empty, empty, tuple(part_sizes))
     images = np.concatenate([block.images for block in blocks]) if len(blocks) > 1 else blocks[0].images
     labels = np.concatenate([block.labels for block in blocks])
-    samples = np.concatenate([block.samples for block in blocks])
+    draws = np.concatenate([block.samples for block in blocks])
     readable = labels >= 0
     if not readable.all():
-        images, labels, samples = images[readable], labels[readable], samples[readable]
+        images, labels, draws = images[readable], labels[readable], draws[readable]
         part_sizes = [int(part.sum()) for part in np.split(readable, np.cumsum(part_sizes)[:-1])]
-    return LocalBatch(batch, images, labels, samples, tuple(part_sizes))
+    return LocalBatch(batch, images, labels, draws % partition.plan.num_samples, draws, tuple(part_sizes))

@@ -1,4 +1,4 @@
-"""Check whether a run used each sample exactly once per epoch, by comparing its trace with its batch plan."""
+"""Check whether a run used each sample as often as planned, by comparing its trace with its batch plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 
-from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.dataset import training_plan
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.errors import UsageError
@@ -29,14 +29,15 @@ class EpochAudit:
 
     epoch: int
     planned: int
-    """Samples that these steps should have used."""
+    """Samples that these steps should have used; with balanced sampling, each as often as it was drawn."""
     used_once: int
+    """Those of samples that were used as often as planned."""
     unreadable: int
-    """Samples that skipped.jsonl lists and that were not used."""
+    """Those of samples that skipped.jsonl lists and that were not used."""
     missing: tuple[str, ...]
-    """Keys of readable samples that were planned and never used."""
+    """Keys of readable samples that were used less often than planned."""
     doubled: tuple[str, ...]
-    """Keys of samples that were used more than once."""
+    """Keys of samples that were used more often than planned."""
     misplaced: tuple[str, ...]
     """Keys of samples that were used in another step than planned."""
 
@@ -77,7 +78,7 @@ def audit(run: str, *, storage: str = "./runs") -> AuditResult:
         raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")
     manifest = Manifest.from_parquet(store.get(MANIFEST))
     skipped = {image.key for image in read_skipped(store)}
-    auditor = _Auditor(trace, _plan(read_resolved_config(store), manifest), manifest, skipped)
+    auditor = _Auditor(trace, training_plan(read_resolved_config(store), manifest), manifest, skipped)
     first, last = int(trace.steps.min()), int(trace.steps.max())
     return AuditResult(run, first, last, tuple(auditor.audit_epochs(first, last)))
 
@@ -103,17 +104,6 @@ def _read_trace(store: Store) -> _Trace:
     return _Trace(table["step"].to_numpy(), table["sample"].to_numpy())
 
 
-def _plan(config: ResolvedConfig, manifest: Manifest) -> BatchPlan:
-    return BatchPlan(
-        len(manifest),
-        config.batch_size,
-        config.epochs,
-        config.seed,
-        max_steps=config.max_steps,
-        shard_shuffle=manifest.shard_shuffle,
-    )
-
-
 class _Auditor:
     """Compares a trace with a plan, epoch by epoch."""
 
@@ -133,28 +123,29 @@ class _Auditor:
 
     def _audit_epoch(self, first: int, last: int) -> EpochAudit:
         """Audit the steps ``first`` to ``last`` of one epoch."""
-        planned_step = self._planned_steps(first, last)
-        planned = planned_step > 0
+        num_samples = self._plan.num_samples
+        planned_steps, planned_samples = self._planned(first, last)
         in_steps = (self._trace.steps >= first) & (self._trace.steps <= last)
         steps, samples = self._trace.steps[in_steps], self._trace.samples[in_steps]
-        times_used = np.bincount(samples, minlength=self._plan.num_samples)
-        unused = planned & (times_used == 0)
+        times_planned = np.bincount(planned_samples, minlength=num_samples)
+        times_used = np.bincount(samples, minlength=num_samples)
+        lacking = (times_used < times_planned) & ~((times_used == 0) & self._unreadable)
+        as_planned = np.isin(steps * num_samples + samples, planned_steps * num_samples + planned_samples)
         return EpochAudit(
             epoch=self._plan.batch(first - 1).epoch + 1,
-            planned=int(planned.sum()),
-            used_once=int((times_used == 1).sum()),
-            unreadable=int((unused & self._unreadable).sum()),
-            missing=self._keys_of(np.flatnonzero(unused & ~self._unreadable)),
-            doubled=self._keys_of(np.flatnonzero(times_used > 1)),
-            misplaced=self._keys_of(samples[planned_step[samples] != steps]),
+            planned=len(planned_samples),
+            used_once=int(times_used[times_used == np.maximum(times_planned, 1)].sum()),
+            unreadable=int(times_planned[(times_used == 0) & self._unreadable].sum()),
+            missing=self._keys_of(np.flatnonzero(lacking)),
+            doubled=self._keys_of(np.flatnonzero(times_used > np.maximum(times_planned, 1))),
+            misplaced=self._keys_of(samples[~as_planned]),
         )
 
-    def _planned_steps(self, first: int, last: int) -> Int64s:
-        """The step (num_samples,) that should use each sample; 0 if none of the steps should."""
-        planned_step = np.zeros(self._plan.num_samples, np.int64)
-        for step in range(first, last + 1):
-            planned_step[self._plan.batch_samples(self._plan.batch(step - 1))] = step
-        return planned_step
+    def _planned(self, first: int, last: int) -> tuple[Int64s, Int64s]:
+        """The steps ``first`` to ``last`` and the samples that they should use, one by one, both (n,)."""
+        batches = [self._plan.batch_samples(self._plan.batch(step - 1)) for step in range(first, last + 1)]
+        steps = np.repeat(np.arange(first, last + 1), [len(batch) for batch in batches])
+        return steps, np.concatenate(batches) % self._plan.num_samples
 
     def _keys_of(self, samples: npt.NDArray[np.integer]) -> tuple[str, ...]:
         return tuple(self._keys.take(pa.array(np.unique(samples))).to_pylist())

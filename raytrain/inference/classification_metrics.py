@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raytrain.training.class_metrics import balanced_accuracy, macro_f1
+
 Int64s = npt.NDArray[np.int64]
 
 _NUM_CONFUSIONS = 10
@@ -39,10 +41,16 @@ class Confusion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """Metrics of the predictions for ``images`` images. ``accuracy`` and ``loss`` are means, None without images."""
+    """Metrics of the predictions for ``images`` images. ``accuracy`` and ``loss`` are means, None without images.
+
+    ``balanced_accuracy`` and ``macro_f1`` give every class the same weight (see
+    :mod:`raytrain.training.class_metrics`).
+    """
 
     images: int
     accuracy: float | None
+    balanced_accuracy: float | None
+    macro_f1: float | None
     loss: float | None
     classes: tuple[str, ...]
     per_class: tuple[ClassScore, ...]
@@ -72,9 +80,12 @@ def score(truth: Int64s, answers: Int64s, losses: npt.NDArray[np.float64], class
         classes: the names of the classes.
     """
     matrix = confusion_matrix(truth, answers, len(classes))
+    right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
     return Scores(
         images=len(truth),
         accuracy=_ratio(matrix.trace(), matrix.sum()),
+        balanced_accuracy=balanced_accuracy(right, true) if len(truth) else None,
+        macro_f1=macro_f1(right, true, predicted) if len(truth) else None,
         loss=float(losses.mean()) if len(losses) else None,
         classes=tuple(classes),
         per_class=_per_class(matrix, classes),

@@ -1,4 +1,4 @@
-"""What a run is made of: a run resumes only with the same model, classes, images, batch size and seed."""
+"""What a run is made of: a run resumes only with the same model, classes, images, batch size, seed and sampling."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Identity:
     manifest_digest: str
     batch_size: int | None
     seed: int
+    sampling: str = "uniform"
 
     @classmethod
     def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), manifest_digest: str = "") -> Identity:
         """The identity of a run with these options and images; without images, as far as the options show it."""
-        return cls(config.model, classes, manifest_digest, config.batch_size, config.seed)
+        return cls(config.model, classes, manifest_digest, config.batch_size, config.seed, config.sampling)
 
     def check(self, other: Identity, what: str) -> None:
         """Raise UsageError with the first difference if ``what``, a run or a checkpoint, has the identity ``other``."""

@@ -46,7 +46,8 @@ def to_batch(local: LocalBatch, augment: Augment, device: torch.device, *, train
     arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
     images, labels, samples = (_to_device(array, device) for array in arrays)
     step, epoch = local.batch.step, local.batch.epoch
-    images = augment.train(images, arrays[2], epoch) if training else augment.evaluate(images)
+    draws = local.draws if len(local.draws) else arrays[2]
+    images = augment.train(images, draws, epoch) if training else augment.evaluate(images)
     return Batch(images, labels, labels, samples, step, epoch, len(local.labels), local.part_sizes)
 
 

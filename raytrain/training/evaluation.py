@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raytrain.training.class_metrics import balanced_accuracy, macro_f1
 from raytrain.training.run import Run
 
 
 def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
-    """Accuracy and mean cross entropy of ``model`` on the test images, each image once over all workers.
+    """Accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the test images, each image once.
 
-    Sums are reduced, never means, and no image is padded or repeated. Both are NaN if no image could be used.
+    Sums are reduced, never means, and no image is padded or repeated. All are NaN if no image could be used.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss, correct, count
+    num_classes = run.num_classes
+    loss = torch.zeros(1, dtype=torch.float64, device=run.device)
+    counts = torch.zeros(3, num_classes, dtype=torch.float64, device=run.device)  # right, truth and predicted images
     for batch in run.test_batches():
         logits = model(batch.images)  # (m, C)
         run.show(batch, logits)
-        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        correct = (logits.argmax(dim=1) == batch.labels).sum()
-        sums += torch.stack([loss.double(), correct.double(), loss.new_tensor(batch.num_used).double()])
-    loss, correct, count = run.total(sums)
-    if not count:
-        return {"accuracy": float("nan"), "loss": float("nan")}
-    return {"accuracy": correct / count, "loss": loss / count}
+        answers = logits.argmax(dim=1)
+        loss += F.cross_entropy(logits, batch.labels, reduction="sum").double()
+        for count, labels in zip(counts, (answers[answers == batch.labels], batch.labels, answers), strict=True):
+            count += torch.bincount(labels, minlength=num_classes)
+    totals = np.array(run.total(torch.cat([loss, counts.flatten()])))
+    right, truth, predicted = totals[1:].reshape(3, num_classes)
+    count = truth.sum()
+    return {
+        "accuracy": float(right.sum() / count) if count else float("nan"),
+        "loss": float(totals[0] / count) if count else float("nan"),
+        "balanced_accuracy": balanced_accuracy(right, truth),
+        "macro_f1": macro_f1(right, truth, predicted),
+    }

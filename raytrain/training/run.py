@@ -29,6 +29,7 @@ from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.early_stop import EarlyStop
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
+from raytrain.training.loss import Loss
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.mixing import mix_batch
 from raytrain.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
@@ -57,12 +58,14 @@ class Run:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Mapping[str, Tensor] | None = None  # initial weights; None if the seed or a checkpoint decides them
     transforms: Callable[[], Transforms] | None = None  # makes the user's own
+    class_weights: tuple[float, ...] | None = None  # in the loss; None if all are equal
     progress: Progress = field(default_factory=Progress, init=False)
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.augment = Augment(self.config, build_transforms(self.config, self.transforms))
+        self.loss = Loss(self.config, self.class_weights, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         checkpoint = self.checkpoints.load_newest(self.reporter.event, self.device)

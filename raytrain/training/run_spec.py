@@ -33,6 +33,7 @@ class RunSpec:
     plan: BatchPlan
     test_plan: BatchPlan
     store: Store  # of the run
+    class_weights: tuple[float, ...] | None = None  # in the loss
 
     @property
     def identity(self) -> Identity:
@@ -67,6 +68,7 @@ class RunSpec:
             device=device,
             weights=weights,
             transforms=self.transforms,
+            class_weights=self.class_weights,
         )
 
     def train(self, run: Run) -> Outcome:

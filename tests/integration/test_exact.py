@@ -17,6 +17,7 @@ from torch import nn
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.class_balance import ClassBalance
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.partition import Partition
 from raytrain.runs.metric_row import MetricRow
@@ -79,7 +80,7 @@ class MemorySource:
         plan = spec.plan
         self.partition = Partition(plan, rank, loads)
         self.test_partition = Partition(spec.test_plan, rank, loads)
-        in_order = plan.samples(0, np.arange(plan.num_samples))
+        in_order = plan.each_once(0, np.arange(plan.num_samples))
         ordered = Block(block.images[in_order], block.labels[in_order], in_order)
         rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
         blocks = [Block(ordered.images[r], ordered.labels[r], ordered.samples[r]) for r in rows]
@@ -125,16 +126,20 @@ def make_run(
     folder: str,
     recorder: Recorder,
     weights: dict[str, torch.Tensor] | None = None,
+    class_weights: tuple[float, ...] | None = None,
 ) -> Run:
     plan = make_plan(options, len(block))
+    if options.sampling == "balanced":
+        plan = dataclasses.replace(plan, balance=ClassBalance.of(block.labels))
     spec = RunSpec(
         config=options,
         loop=None,
         classes=CLASSES,
         manifest_digest="digest",
         plan=plan,
-        test_plan=dataclasses.replace(plan, batch_size=6, epochs=1, max_steps=None),
+        test_plan=dataclasses.replace(plan, batch_size=6, epochs=1, max_steps=None, balance=None),
         store=open_store(folder),
+        class_weights=class_weights,
     )
     distributed = torch.distributed.is_initialized()
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)

@@ -38,6 +38,8 @@ def test_the_summary_has_plain_values() -> None:
     assert json.loads(json.dumps(scored([0, 0], [0, 1]).summary())) == {
         "images": 2,
         "accuracy": 0.5,
+        "balanced_accuracy": 0.5,
+        "macro_f1": pytest.approx((2 / 3 + 0) / 2),
         "loss": 0.5,
         "classes": list(CLASSES),
         "per_class": [

@@ -164,8 +164,8 @@ def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool)
 
 
 def chosen(images: ImageSet, samples: Int64s) -> Manifest:
-    """What the manifest says of ``samples``."""
-    return _manifest(images.manifest).select(samples)
+    """What the manifest says of ``samples`` (see :meth:`BatchPlan.samples`)."""
+    return _manifest(images.manifest).select(samples % images.num_images)
 
 
 def to_table(pixels: np.ndarray[Any, np.dtype[np.uint8]], labels: Int64s, samples: Int64s) -> pa.Table:
