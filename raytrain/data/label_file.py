@@ -23,8 +23,8 @@ pc: Any = pyarrow.compute  # whose functions are made at import
 Texts = npt.NDArray[np.object_]
 Int64s = npt.NDArray[np.int64]
 
-_KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
-_LABEL_COLUMNS = ("label", "class", "target", "category")
+KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
+LABEL_COLUMNS = ("label", "class", "target", "category")
 _SPLIT_COLUMN = "split"
 
 
@@ -76,8 +76,8 @@ def read_label_file(url: str, columns: LabelColumns) -> LabelTable:
     table = _read_table(url)
     rows = pa.table(
         {
-            "key": _column(table, url, "--key-column", columns.key, _KEY_COLUMNS),
-            "label": _column(table, url, "--label-column", columns.label, _LABEL_COLUMNS),
+            "key": _column(table, url, "--key-column", columns.key, KEY_COLUMNS),
+            "label": _column(table, url, "--label-column", columns.label, LABEL_COLUMNS),
             "split": pc.utf8_lower(_text(table, _SPLIT_COLUMN)),
             "group": _column(table, url, "--group-by", columns.group) if columns.group else _text(table, ""),
         }

@@ -11,6 +11,7 @@ from rich.progress import track
 
 from raytrain.data.manifest import PACKED_INDEX, Manifest, build_manifest
 from raytrain.data.shards import assign_shards, encode_shard, images_by_shard, is_shard_of
+from raytrain.datasets.labelled_source import labelled_source
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.local import refuse_links_out
@@ -36,36 +37,38 @@ class PackResult:
     """Of keys, labels, sizes and shards (see :attr:`Manifest.digest`)."""
 
 
-def pack(source: str, destination: str, console: Console | None = None) -> PackResult:
+def pack(source: str, destination: str, console: Console | None = None, *, labels: str | None = None) -> PackResult:
     """Copy labelled images into packed shards below ``destination``, which ``--data`` accepts instead of ``source``.
 
     Each shard is read back after it is written. A shard that is already there and whole is not written again, so that
     interrupted packing can be resumed. The index is written last; without it, nothing counts as packed.
 
     Args:
-        source: s3://bucket/prefix or a folder, with class folders of images.
+        source: s3://bucket/prefix or a folder, with images or with Parquet files or WebDataset tars of images; or one
+            such file, or a pattern with ``*`` (see :mod:`raytrain.datasets.archives`).
         destination: s3://bucket/prefix or a folder.
         console: shows the progress bar; by default standard error.
+        labels: a label file; by default ``metadata.csv`` beside the images, else their folders are the labels.
 
     Raises:
         UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it.
         StorageError: a store cannot be used, an image changed meanwhile, or a shard is not what was written.
     """
-    images_store, packed_store = open_store(source), open_store(destination)
-    images = build_manifest(images_store)
-    if images.packing is not None:
-        raise UsageError(f"The images in {source} are packed already; give the folder that they were packed from.")
-    if images_store.url == packed_store.url:
-        raise UsageError(f"{source} cannot be packed into itself; give another folder for the shards.")
-    refuse_links_out(images_store, images.keys.to_pylist())
-    packed_store.check_writable()
-    packed = assign_shards(images, packed_store.url)
-    shards = images_by_shard(packed)
-    num_written = _write_missing(images_store, packed_store, shards, console or Console(stderr=True))
+    with labelled_source(source, labels) as (images_store, images):
+        if images.packing is not None:
+            raise UsageError(f"The images in {source} are packed already; give the folder that they were packed from.")
+        packed_store = open_store(destination)
+        if images_store.url == packed_store.url:
+            raise UsageError(f"{source} cannot be packed into itself; give another folder for the shards.")
+        refuse_links_out(images_store, images.keys.to_pylist())
+        packed_store.check_writable()
+        packed = assign_shards(images, packed_store.url)
+        shards = images_by_shard(packed)
+        num_written = _write_missing(images_store, packed_store, shards, console or Console(stderr=True))
     packed_store.put(PACKED_INDEX, packed.to_parquet())
     _check_complete(packed_store, packed, shards)
     return PackResult(
-        source=images.url,
+        source=source,
         destination=packed.url,
         num_images=len(packed),
         num_classes=len(packed.classes),

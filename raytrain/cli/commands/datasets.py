@@ -41,8 +41,12 @@ def upload(
 
 
 def pack(
-    source: Annotated[Positional[str], arg(help="Images in class folders: s3://bucket/prefix or a folder.")],
+    source: Annotated[Positional[str], arg(help="Folder or s3://bucket/prefix of images, or Parquet or tar files.")],
     destination: Annotated[Positional[str], arg(help="Destination of the shards: s3://bucket/prefix or a folder.")],
+    labels: Annotated[
+        str | None,
+        arg(help="Label file; by default metadata.csv beside the images, else the folders are the labels."),
+    ] = None,
 ) -> CommandResult:
     """Pack images into shards, which are faster to read. --data takes shards as well as images.
 
@@ -51,5 +55,5 @@ def pack(
     from raytrain.datasets.pack import pack as pack_shards
     from raytrain.display.key_value_table import key_value_table
 
-    result = asdict(pack_shards(source, destination))
+    result = asdict(pack_shards(source, destination, labels=labels))
     return CommandResult(key_value_table(result), result)
