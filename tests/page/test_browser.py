@@ -27,7 +27,7 @@ from tests.helpers.stored_histories import add_events, append_rows, end_run, eva
 expect.set_options(timeout=120_000)
 Visit = Callable[..., Page]
 NASTY = "<img src=x onerror=alert(1)>\x1b[31m[red]\u202e"
-ALONE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+ALONE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 """The environment of a run in one process, without Ray."""
 
 
