@@ -168,6 +168,8 @@ class TrainConfig:
 
     workers: PositiveInt | str = "auto"
     """Training workers. auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
+    wait_for_machines_s: NonNegativeFloat = 0.0
+    """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""
     worker_load: tuple[NonNegativeFloat, ...] | None = None
     """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -420,3 +422,5 @@ def _check_backend(config: TrainConfig) -> None:
         raise UsageError(f"--address is {config.address}, and --backend local trains without Ray; omit one of them.")
     if config.scope_keys:
         raise UsageError("--scope-keys limits what a Ray cluster is lent; with --backend local, leave it out.")
+    if config.wait_for_machines_s:
+        raise UsageError("--wait-for-machines-s is for a Ray cluster with an autoscaler; omit it with --backend local.")

@@ -48,8 +48,8 @@ def place(config: TrainConfig, found: Hardware) -> Placement:
 
     Logs a warning if CPU workers have to share the cores of a single machine.
     """
-    device, fewest, most = _wanted(config, found)
-    available = _available(device, found)
+    device, fewest, most = wanted(config, found)
+    available = available_workers(device, found)
     check_room(config, found)
     if fewest > available:
         _LOG.warning("%d workers share %d CPU cores; that is slower than %d workers.", fewest, available, available)
@@ -68,8 +68,8 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
 
     On a single machine, CPU workers may share cores: a loop can be tried with more workers than there are.
     """
-    device, fewest, _ = _wanted(config, found)
-    available = _available(device, found)
+    device, fewest, _ = wanted(config, found)
+    available = available_workers(device, found)
     if device == "cuda" and not available:
         raise UsageError(
             f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
@@ -79,18 +79,20 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
     if fewest > limit:
         kind = "GPUs" if device == "cuda" else "CPUs"
         raise UsageError(
-            f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {limit}."
+            f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {limit}, or give "
+            "--wait-for-machines-s if an autoscaler starts more."
         )
 
 
-def _wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
+def wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
     """The device, and the least and the most workers."""
     device = ("cuda" if found.gpus >= 1 else "cpu") if config.device == "auto" else config.device
     fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
     return device, fewest, most
 
 
-def _available(device: str, found: Hardware) -> int:
+def available_workers(device: str, found: Hardware) -> int:
+    """How many workers find a device of their own."""
     return int(found.gpus if device == "cuda" else found.cpus)
 
 

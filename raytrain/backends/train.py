@@ -167,6 +167,9 @@ def _attempt(
             loop = load_loop(config, loop)
             cluster.connect()
             from raytrain.backends.ray.session import RunSession
+            from raytrain.backends.ray.wait_for_machines import wait_for_machines
 
-            with signals, RunSession(prepared, loop, tracking, started_at, own_cluster=cluster.started_here) as session:
-                return session.watch(signals, view)
+            with signals:
+                wait_for_machines(config, lambda: signals.stop_request is not None)
+                with RunSession(prepared, loop, tracking, started_at, own_cluster=cluster.started_here) as session:
+                    return session.watch(signals, view)

@@ -153,7 +153,8 @@ def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -
             f"continue with `raytrain {command} {stored.recipe} …`."
         )
     machines = {
-        name: getattr(recipe, name) for name in ("backend", "workers", "worker_load", "device", "gpus", "address")
+        name: getattr(recipe, name)
+        for name in ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "gpus", "address")
     }
     return dataclasses.replace(stored, **machines, storage=options.storage, resume=False)
 

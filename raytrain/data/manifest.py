@@ -26,6 +26,7 @@ PACKED_INDEX = "packed.parquet"
 """The manifest of a packed data set, stored beside its shards."""
 
 _METADATA = b"raytrain.manifest"
+_DIGEST_ROWS = 1 << 20  # at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,10 @@ class Manifest:
 
         It is the same for the same images in the same order in any bucket or folder.
         """
-        digest = hashlib.sha256("\0".join(self.keys.to_pylist()).encode())
+        digest = hashlib.sha256()
+        for start in range(0, len(self), _DIGEST_ROWS):  # a list of all keys of 10⁸ images would take 10 GB
+            keys = self.keys.slice(start, _DIGEST_ROWS).to_pylist()
+            digest.update(("\0" * (start > 0) + "\0".join(keys)).encode())
         digest.update(self.labels.astype("<i4").tobytes())
         digest.update(self.sizes_bytes.astype("<i8").tobytes())
         if self.packing is not None:
@@ -116,10 +120,10 @@ class Manifest:
             table = pq.read_table(pa.BufferReader(data)).combine_chunks()
             metadata = json.loads(table.schema.metadata[_METADATA])
             manifest = cls(
-                keys=_strings(table["key"].to_pylist()),
+                keys=_column_of_strings(table["key"]),
                 labels=table["label"].to_numpy(),
                 sizes_bytes=table["size_bytes"].to_numpy(),
-                etags=_strings(table["etag"].to_pylist()),
+                etags=_column_of_strings(table["etag"]),
                 classes=tuple(metadata["classes"]),
                 url=metadata["url"],
                 num_ignored=metadata["num_ignored"],
@@ -236,6 +240,13 @@ def _check_values(manifest: Manifest) -> None:
 def _is_image(path: str) -> bool:
     """Whether ``path`` names an image. Hidden files do not count: notebooks and desktops keep copies there."""
     return path.lower().endswith(SUFFIXES) and not path.startswith(".") and "/." not in path
+
+
+def _column_of_strings(column: pa.ChunkedArray) -> pa.LargeStringArray:
+    """A column that must hold strings, without a Python object for each; raises ValueError otherwise."""
+    if column.type not in (pa.string(), pa.large_string()) or column.null_count:
+        raise ValueError(f"a column of strings holds {column.type}")
+    return pa.concat_arrays(column.cast(pa.large_string()).chunks or [pa.array([], pa.large_string())])
 
 
 def _strings(values: Sequence[str]) -> pa.LargeStringArray:

@@ -54,4 +54,4 @@ def test_a_stop_reaches_the_run_whose_exit_code_the_job_has(tmp_path: Path, envi
         os.killpg(job.pid, signal.SIGKILL)  # the nodes, which Slurm would end
     log = (tmp_path / "log").read_text()
     assert "--nodelist=node1 ray start --head" in log and "--exclude=node1 ray start --address=node1:20007" in log
-    assert "raytrain node1:20007 train cifar10 --name my first" in log
+    assert "raytrain node1:20007 train cifar10 --name my first --workers 2 --wait-for-machines-s 600" in log

@@ -35,6 +35,8 @@ class Connection:
         # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
+        if self._address and "://" in self._address:
+            raise _not_a_cluster(self._address)
         if self._address == "auto" or not (self._address or is_connected()):
             self._address = _local_cluster_address() or self._address
         starts_here = self._address == "local" or not (self._address or is_connected())
@@ -139,6 +141,19 @@ def _check_answers(address: str) -> None:
             ) from None
     except RayError:
         raise _no_cluster(address, "what listens there is not a Ray cluster of this version") from None
+
+
+def _not_a_cluster(address: str) -> UsageError:
+    """The error for a URL, which names something else than a cluster that this process can join."""
+    if address.startswith("ray://"):
+        return UsageError(
+            f"The address is {address}, of a Ray client, in which nothing can be trained; use "
+            "`raytrain submit --address http://HOST:8265 -- …`, or --address HOST:6379 on a machine of the cluster."
+        )
+    return UsageError(
+        f"The address is {address}, which takes jobs: use `raytrain submit --address {address} -- …`, or choose a "
+        "cluster with --address HOST:6379, auto or local."
+    )
 
 
 def _no_cluster(address: str, reason: str) -> UsageError:

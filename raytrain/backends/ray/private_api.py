@@ -85,6 +85,9 @@ ASHA_RESULT = PrivateApi(
     "ASHAScheduler.on_trial_result",
     "compare trials with those of an earlier start, which Ray Tune does not know: of a trial, it reads trial_id alone",
 )
+JOB_SERVER_REQUEST = PrivateApi(
+    "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
+)
 
 PRIVATE_APIS = (
     NODE_ID_LABEL,
@@ -100,6 +103,7 @@ PRIVATE_APIS = (
     WORKER,
     TRIAL_ERROR,
     ASHA_RESULT,
+    JOB_SERVER_REQUEST,
 )
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""

@@ -21,12 +21,21 @@ class Stream:
     num_workers: int
 
 
+class _Queue:
+    """The blocks that wait for one worker, and how that worker hears of them: a block wakes nobody else."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.blocks: deque[Any] = deque()
+        self.changed = threading.Condition(lock)
+
+
 class StreamQueues:
     """The queues of a run's streams, one for each worker. Every method may be called from many threads at once."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queues: dict[Stream, list[deque[Any]]] = {}
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # for those who feed the queues
+        self._queues: dict[Stream, list[_Queue]] = {}
         self._failures: dict[Stream, str] = {}
         self._requested: deque[Stream] = deque()
         self._num_groups = 0
@@ -43,8 +52,8 @@ class StreamQueues:
         with self._changed:
             for other in list(self._queues):
                 if other.dataset == stream.dataset or other.group < stream.group:
-                    del self._queues[other]
-            self._queues[stream] = [deque() for _ in range(stream.num_workers)]
+                    self._wake(self._queues.pop(other))
+            self._queues[stream] = [_Queue(self._lock) for _ in range(stream.num_workers)]
             self._changed.notify_all()
 
     def requested(self, timeout_s: float) -> Stream | None:
@@ -56,11 +65,11 @@ class StreamQueues:
     def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
         """Queue a block for a worker, once fewer than ``depth`` wait for it; False if the stream is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank]) < depth)
+            self._changed.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank].blocks) < depth)
             if stream not in self._queues:
                 return False
-            self._queues[stream][rank] += block
-            self._changed.notify_all()
+            self._queues[stream][rank].blocks += block
+            self._queues[stream][rank].changed.notify_all()
             return True
 
     def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
@@ -71,13 +80,14 @@ class StreamQueues:
         with self._changed:
             if stream not in self._queues:
                 self._request(stream)
-            self._changed.wait_for(lambda: self._has_news(stream, rank), timeout_s)
+            queue = self._queues[stream][rank]
+            queue.changed.wait_for(lambda: self._has_news(stream, queue), timeout_s)
             if stream not in self._queues:
                 raise RuntimeError("another worker group reads the data now")
-            blocks = list(self._queues[stream][rank])
+            blocks = list(queue.blocks)
             if not blocks and stream in self._failures:
                 raise RaytrainError(self._failures[stream])
-            self._queues[stream][rank].clear()
+            queue.blocks.clear()
             self._changed.notify_all()
             return blocks
 
@@ -85,12 +95,14 @@ class StreamQueues:
         """Note that a stream ends early, after what is queued."""
         with self._changed:
             self._failures[stream] = reason
-            self._changed.notify_all()
+            self._wake(self._queues.get(stream, []))
 
     def close(self) -> None:
         """Close all streams."""
         with self._changed:
             self._closed = True
+            for queues in self._queues.values():
+                self._wake(queues)
             self._queues.clear()
             self._changed.notify_all()
 
@@ -100,5 +112,9 @@ class StreamQueues:
         self.open(stream)
         self._requested.append(stream)
 
-    def _has_news(self, stream: Stream, rank: int) -> bool:
-        return stream not in self._queues or bool(self._queues[stream][rank]) or stream in self._failures
+    def _has_news(self, stream: Stream, queue: _Queue) -> bool:
+        return stream not in self._queues or bool(queue.blocks) or stream in self._failures
+
+    def _wake(self, queues: list[_Queue]) -> None:
+        for queue in queues:
+            queue.changed.notify_all()

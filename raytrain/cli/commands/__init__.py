@@ -12,6 +12,7 @@ from raytrain.cli.commands.cluster import devices, doctor
 from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
 from raytrain.cli.commands.first_steps import demo, new
 from raytrain.cli.commands.inference import evaluate, export, predict
+from raytrain.cli.commands.jobs import submit
 from raytrain.cli.commands.manage import export_history, logs, rm, tag
 from raytrain.cli.commands.runs import audit, compare, runs, show, track
 from raytrain.cli.commands.training import stop, study, sweep, train
@@ -21,7 +22,7 @@ from raytrain.errors import option_name
 COMMANDS: dict[str, Callable[..., CommandResult]] = {
     option_name(command.__name__): command
     for command in (
-        *(train, study, sweep, stop),
+        *(train, study, sweep, submit, stop),
         *(evaluate, predict, export),
         *(watch, runs, show, compare, track, audit),
         *(logs, tag, export_history, rm),

@@ -1,0 +1,85 @@
+"""Commands that are carried out on a cluster, and followed from here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from raytrain.cli.command_result import CommandResult
+from raytrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from raytrain.backends.submit import Submission
+    from raytrain.config import TrainConfig
+
+JobServerAddress = Annotated[
+    str | None,
+    arg(help="The cluster's job server, http://HOST:8265; by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS."),
+]
+
+
+def submit(
+    command: Annotated[Positional[tuple[str, ...]], arg(help="After --: the command, train or sweep.", metavar="…")],
+    address: JobServerAddress = None,
+) -> CommandResult:
+    """Train on a cluster from here: send it a command with the code of your own that it needs, and follow it.
+
+    Ctrl-C stops the run with a checkpoint, or leaves it running: you are asked.
+
+    Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
+    """
+    config = _options(command)
+    from raytrain.backends.submit import DETACHED, follow
+    from raytrain.backends.submit import submit as send
+
+    sent = send(command, config, address)
+    _note(f"Sent {_size(sent)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
+    status = follow(sent, _show, _note, _wants_to_detach)
+    left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
+    text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
+    document = {"name": sent.name, "job": sent.job, "status": status.lower(), "storage": sent.storage}
+    return CommandResult(text, document)
+
+
+def _options(words: Sequence[str]) -> TrainConfig:
+    """The options of the command, checked here rather than minutes later; raises UsageError."""
+    from raytrain.cli.commands import COMMANDS
+    from raytrain.cli.parser import RecipeOptions, parse
+
+    known = {name: COMMANDS[name] for name in ("train", "sweep")}
+    if not words or words[0] not in known:
+        raise UsageError(
+            "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
+        )
+    options = parse(words, known).keywords["options"]
+    assert isinstance(options, RecipeOptions)
+    return options.checked()
+
+
+def _size(sent: Submission) -> str:
+    files = sent.files
+    if not files.paths:
+        return "the command, without files of your own,"
+    return f"{len(files.paths)} files ({files.num_bytes / 1e6:.1f} MB) of {files.folder}"
+
+
+def _show(text: str) -> None:
+    from raytrain.display.formatting import printable
+
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def _note(line: str) -> None:
+    print(f"raytrain: {line}", file=sys.stderr, flush=True)
+
+
+def _wants_to_detach() -> bool:
+    """Ask the person at the terminal; without one, a stop is a stop."""
+    if not sys.stdin.isatty():
+        return False
+    answer = input("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ")
+    return answer.strip().lower().startswith("l")

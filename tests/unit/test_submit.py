@@ -1,0 +1,275 @@
+"""A command that is sent to a cluster: which job server, what is sent, and how it is followed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from raytrain.backends.ray import job_server
+from raytrain.backends.ray.job_server import JobServer, job_server_url
+from raytrain.cli.main import main
+from raytrain.errors import UsageError
+from raytrain.runs.documents import run_store, write_config
+from raytrain.runs.status import RunStatus, write_status
+from tests.helpers.small_runs import config
+
+LINES = ["step 1\n", "step 2\n", "step 3\n"]
+
+
+class ScriptedClient:
+    """A job server's client. Each list in ``logs`` is one connection to the job's log; an error in it breaks that."""
+
+    logs: list[list[str | Exception]]
+    submitted: dict[str, Any]
+    packed: list[str]
+    message = ""
+    refusal: Exception | None = None
+    end = JobStatus.SUCCEEDED
+    stopped = ""
+
+    def __init__(self, address: str) -> None:
+        self.is_over = False
+
+    def _do_request(self, method: str, endpoint: str) -> Any:
+        return SimpleNamespace(json=lambda: {"ray_version": ray.__version__})
+
+    def submit_job(self, **submitted: Any) -> str:
+        if (refusal := type(self).refusal) is not None:
+            raise refusal
+        type(self).submitted = submitted
+        type(self).packed = sorted(path.name for path in Path(submitted["runtime_env"]["working_dir"]).rglob("*"))
+        return "job1"
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        connection = type(self).logs.pop(0)
+        for part in connection:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+        self.is_over = not type(self).logs
+
+    def get_job_status(self, job: str) -> JobStatus:
+        return type(self).end if self.is_over else JobStatus.RUNNING
+
+    def get_job_info(self, job: str) -> Any:
+        return SimpleNamespace(message=type(self).message)
+
+    def stop_job(self, job: str) -> None:
+        type(self).stopped = job
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedClient]:
+    class Client(ScriptedClient):
+        pass
+
+    Client.logs = [list(LINES)]
+    monkeypatch.setattr(job_server, "_connect", Client)
+    monkeypatch.setattr(job_server.JOB_SERVER_REQUEST.__class__, "load", lambda self: Client._do_request)
+    monkeypatch.setattr(job_server, "_RETRY_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_loop.py").write_text("def loop(run): pass\n")
+    return Client
+
+
+def submit(storage: Path, *words: str) -> int:
+    given = ["--data", "s3://b/train", "--storage", str(storage), *words]
+    return main(["submit", "--address", "http://head:8265", "--json", "--", "train", "cifar10", *given])
+
+
+def test_the_command_goes_with_its_code_and_its_log_comes_back(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(tmp_path, "--name", "my-first", "--loop", "my_loop.py:loop") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("".join(LINES))
+    assert json.loads(out.splitlines()[-1])["status"] == "succeeded"
+    assert "Sent 1 files (0.0 MB)" in err and "as job job1 to http://head:8265. The run is called my-first." in err
+    assert client.submitted["entrypoint"].startswith("python -m raytrain train cifar10 --data s3://b/train")
+    assert client.packed == ["my_loop.py"]
+    assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "300"}
+
+
+def test_a_run_without_a_name_gets_one_with_which_it_can_be_stopped(client: Any, tmp_path: Path) -> None:
+    assert submit(tmp_path) == 0
+    name = client.submitted["metadata"]["raytrain_run"]
+    assert client.submitted["entrypoint"].endswith(f" --name {name}")
+
+
+def test_a_job_that_is_not_taken_has_a_sentence(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.refusal = OSError("Remote end closed connection")
+    assert submit(tmp_path) == 2
+    assert "http://head:8265 did not take the job (Remote end closed connection)." in capsys.readouterr().err
+
+
+def test_a_lost_connection_repeats_and_loses_nothing(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.logs = [["step 1\nst", RuntimeError("closed")], [OSError("no route")], ["step 1\nstep 2\n"], list(LINES)]
+    assert submit(tmp_path) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("".join(LINES)) and out.count("step 1") == 1
+    assert err.count("The connection to http://head:8265 is lost.") == err.count("Connected again.") == 1
+
+
+def test_a_cluster_that_answers_no_more_is_given_up(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_server, "_GIVE_UP_AFTER_S", 0.0)
+    client.logs = [[RuntimeError("closed")] for _ in range(9)]
+    assert submit(tmp_path) == 1
+    assert "has not answered for 0 minutes; `raytrain show` says how far the run is." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("exit code 1\nModuleNotFoundError: No module named 'obstore'", "the cluster's Python lacks obstore"),
+        ("exit code 2", "Job job1 failed; its log is above"),
+    ],
+)
+def test_a_job_that_fails_has_a_sentence(
+    message: str, sentence: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.end, client.message = JobStatus.FAILED, message
+    assert submit(tmp_path) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_run_with_a_checkpoint_if_nobody_can_be_asked(client: Any, tmp_path: Path) -> None:
+    write_config(run_store(str(tmp_path), "first"), config("s3://b/train", tmp_path, name="first", recipe="cifar10"))
+    write_status(run_store(str(tmp_path), "first"), RunStatus(status="running"))
+    interrupt_during_the_log(client, until=(tmp_path / "first" / "stop-request.json").exists)
+    assert submit(tmp_path, "--name", "first", "--resume", "--trust") == 0
+    assert json.loads((tmp_path / "first" / "stop-request.json").read_text())["reason"] == "Ctrl-C in raytrain submit"
+    assert client.stopped == ""
+
+
+def test_ctrl_c_before_the_run_is_there_stops_the_job(client: Any, tmp_path: Path) -> None:
+    interrupt_during_the_log(client, until=lambda: bool(client.stopped))
+    assert submit(tmp_path, "--name", "first") == 0
+    assert client.stopped == "job1"
+
+
+def test_who_is_asked_may_leave_the_run_running(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda question: answered.set() or "l")
+    interrupt_during_the_log(client, until=answered.is_set)
+    assert submit(tmp_path, "--name", "first") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["status"] == "detached"
+    assert client.stopped == ""
+
+
+def interrupt_during_the_log(client: Any, until: Callable[[], bool]) -> None:
+    """Have the job print its lines, and end once ``until`` holds, which a Ctrl-C in the main thread brings about."""
+
+    async def tail(self: Any, job: str) -> AsyncIterator[str]:
+        yield LINES[0]
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while not until():
+            await asyncio.sleep(0.01)
+        self.is_over = True
+
+    client.tail_job_logs = tail
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("http://head:8265/", "http://head:8265"), ("head:8265", "http://head:8265"), ("https://head", "https://head")],
+)
+def test_addresses_of_job_servers(given: str, expected: str) -> None:
+    assert job_server_url(given) == expected
+
+
+def test_the_environment_names_the_job_server_as_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://one:8265")
+    assert job_server_url(None) == "http://one:8265"
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://two:8265")
+    assert job_server_url(None) == "http://two:8265"
+
+
+@pytest.mark.parametrize("given", ["head:6379", "ray://head:10001", "auto", "local", ""])
+def test_other_addresses_are_no_job_servers(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    with pytest.raises(UsageError, match="give the cluster's job server, http://HOST:8265"):
+        job_server_url(given)
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(UsageError, match=r"No job server answers at http://127\.0\.0\.1:1 .* its port forwarded\?"):
+        JobServer("http://127.0.0.1:1")
+
+
+def test_the_cluster_answers_but_not_its_job_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        monkeypatch.setattr(job_server, "_GCS_PORT", gcs.getsockname()[1])
+        with pytest.raises(UsageError, match=r"answers, but its job server at http://127\.0\.0\.1:1 does not; forward"):
+            JobServer("http://127.0.0.1:1")
+
+
+def test_another_version_of_ray_is_said_at_once() -> None:
+    wanted = f"has Ray 2.40.0, and this raytrain needs {ray.__version__}"
+    with served({"ray_version": "2.40.0"}) as address, pytest.raises(UsageError, match=wanted):
+        JobServer(address)
+
+
+@contextlib.contextmanager
+def served(answer: dict[str, str]) -> Iterator[str]:
+    """A server that gives one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("", "Give the command after --"),
+        ("stop first", "Give the command after --"),
+        ("train cifra10 --data s3://b/x", "There is no recipe 'cifra10'"),
+        ("train cifar10 --data s3://b/x --storage s3://b/r --epochs 0", "--epochs is 0"),
+        ("train cifar10 --data s3://b/x --storage s3://b/r --address auto", "--address is the job server's"),
+        ("train cifar10 --data images --storage s3://b/r", "--data is images"),
+    ],
+)
+def test_a_mistake_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--address", "http://127.0.0.1:1", "--", *line.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_scripted_client_has_the_methods_of_rays() -> None:
+    methods = [name for name in vars(ScriptedClient) if callable(getattr(ScriptedClient, name)) and name[:2] != "__"]
+    assert methods and all(hasattr(JobSubmissionClient, name) for name in methods)

@@ -1,0 +1,93 @@
+"""Waiting for machines that an autoscaler starts: for how many, how long, and what is said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raytrain import TrainConfig, UsageError
+from raytrain.backends.placement import Hardware
+from raytrain.backends.ray import wait_for_machines as module
+from raytrain.backends.ray.wait_for_machines import wait_for_machines
+
+
+class Cluster:
+    """A cluster in which one more machine, with a CPU and a GPU, is there at each look."""
+
+    def __init__(self, gpus: list[int]) -> None:
+        self.gpus = gpus
+        self.asked: list[dict[str, float]] = []
+        self.removed = 0
+
+    def hardware(self) -> Hardware:
+        gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
+        return Hardware(num_nodes=1 + gpus, cpus=float(gpus), gpus=float(gpus), object_store_bytes=1)
+
+    def placement_group(self, bundles: list[dict[str, float]]) -> Any:
+        self.asked = bundles
+        return self
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.gpus[0] >= len(self.asked)
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.removed += 1
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    made = Cluster([0, 0, 1, 1, 2])
+    monkeypatch.setattr(module, "hardware", made.hardware)
+    monkeypatch.setattr(module.ray.util, "placement_group", made.placement_group)
+    monkeypatch.setattr(module.ray.util, "remove_placement_group", made.remove_placement_group)
+    monkeypatch.setattr(module.time, "monotonic", map(float, itertools.count()).__next__)
+    yield made
+    assert made.removed == bool(made.asked)
+
+
+def config(**given: Any) -> TrainConfig:
+    return TrainConfig(batch_size=1, **{"device": "cuda", "wait_for_machines_s": 100.0, "workers": 2, **given})
+
+
+def test_it_asks_for_each_workers_gpu_and_says_what_is_there(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait_for_machines(config(), lambda: False)
+    assert cluster.asked == [{"CPU": 1.0, "GPU": 1.0}] * 2
+    assert [message.partition(" after")[0] for message in caplog.messages] == [
+        "Waiting for machines: there is room for 0 of 2 workers",
+        "Waiting for machines: there is room for 1 of 2 workers",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [{"wait_for_machines_s": 0.0}, {"workers": "auto", "device": "cpu"}, {"workers": "1..9"}]
+)
+def test_it_asks_for_nothing_if_it_need_not_wait(given: dict[str, Any], cluster: Cluster) -> None:
+    cluster.gpus = [1]
+    wait_for_machines(config(**given), lambda: False)
+    assert cluster.asked == []
+
+
+def test_an_elastic_run_waits_for_its_smallest_size(cluster: Cluster) -> None:
+    wait_for_machines(config(workers="2..8"), lambda: False)
+    assert len(cluster.asked) == 2
+
+
+def test_it_gives_up_at_the_limit(cluster: Cluster) -> None:
+    sentence = "--workers is 9, and after 5 s the cluster has 2 GPUs; `ray status` says why no more machines came"
+    with pytest.raises(UsageError, match=sentence):
+        wait_for_machines(config(workers=9, wait_for_machines_s=5.0), lambda: False)
+
+
+def test_without_a_cluster_there_is_nothing_to_wait_for() -> None:
+    with pytest.raises(UsageError, match="--wait-for-machines-s is for a Ray cluster with an autoscaler"):
+        config(device="cpu", backend="local")
+
+
+def test_a_stop_ends_the_wait(cluster: Cluster) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_machines(config(workers=9), lambda: True)
