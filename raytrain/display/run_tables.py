@@ -32,10 +32,14 @@ def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
     return Group(*lines)
 
 
-def runs_table(runs: Sequence[RunInfo], storage: str) -> RenderableType:
-    """The list of runs."""
+def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False) -> RenderableType:
+    """The list of runs; ``filtered`` says that others may be there."""
     if not runs:
-        return Text(f"There are no such runs in {storage}; `raytrain demo` trains one.")
+        return Text(
+            f"No run in {storage} matches --filter."
+            if filtered
+            else f"There are no runs in {storage}; `raytrain demo` trains one."
+        )
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("name", "recipe", "status"):
         table.add_column(heading, vertical="bottom", no_wrap=True)

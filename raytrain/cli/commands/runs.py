@@ -32,7 +32,7 @@ def runs(
 
     listed = select_runs(list_runs(storage), filter, sort)
     document = {"storage": storage, "runs": [run_info_json(run) for run in listed]}
-    return CommandResult(runs_table(listed, storage), document)
+    return CommandResult(runs_table(listed, storage, filtered=bool(filter)), document)
 
 
 def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandResult:
