@@ -64,11 +64,6 @@ class MLflowTracker:
         while group := list(islice(rows, _MAX_METRICS)):
             self._client.log_batch(self.run_id, metrics=group)
 
-    def log_image(self, key: str, images: list[Any], step: int) -> None:
-        """Send pictures, each uint8 (height, width, 3)."""
-        for number, image in enumerate(images):
-            self._client.log_image(self.run_id, image, key=f"{key}-{number}", step=step)
-
     def log_network(self, file: str) -> None:
         """Send the last checkpoint, as an artifact."""
         self._client.log_artifact(self.run_id, file, "checkpoints")

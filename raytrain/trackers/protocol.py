@@ -17,7 +17,6 @@ class Tracker(Protocol):
     A tracker may have more methods, which are called if they exist:
 
     - ``save()`` after each group of calls of ``log_metrics``, to send or flush what it has gathered;
-    - ``log_image(key, images, step)`` with a list of pictures, each uint8 (height, width, 3);
     - ``log_network(file)`` at the end, with the path of the run's last checkpoint.
     """
 

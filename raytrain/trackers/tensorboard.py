@@ -41,11 +41,6 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_image(self, key: str, images: list[Any], step: int) -> None:
-        """Write pictures, each uint8 (height, width, 3)."""
-        for number, image in enumerate(images):
-            self._writer.add_image(f"{key}/{number}", image, step, dataformats="HWC")
-
     def save(self) -> None:
         """Flush the event file."""
         self._writer.flush()

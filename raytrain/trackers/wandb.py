@@ -37,10 +37,6 @@ class WandbTracker:
         """Queue a row; wandb sends it in a process of its own."""
         self._run.log(dict(metrics), step=step)
 
-    def log_image(self, key: str, images: list[Any], step: int) -> None:
-        """Queue pictures, each uint8 (height, width, 3)."""
-        self._run.log({key: [wandb.Image(image) for image in images]}, step=step)
-
     def log_network(self, file: str) -> None:
         """Send the last checkpoint, as an artifact."""
         artifact = wandb.Artifact(f"network-{self.run_id}", type="model")
