@@ -124,7 +124,14 @@ class _FirstProcess(_Process):
         super().__init__(prepared, task, signals, view, tracking, started_at)
         plan = prepared.data.plan(task.config)
         history = History(prepared.store)
-        self._monitor = RunMonitor(prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=self._limit)
+        self._monitor = RunMonitor(
+            prepared.name,
+            plan.num_steps,
+            plan.steps_per_epoch,
+            history,
+            skip_limit=self._limit,
+            started_at=started_at,
+        )
         self._recorder = RunRecorder(prepared.store, plan.num_steps, prepared.first_step, started_at)
         self._reporter = LocalReporter(self._monitor, self._recorder, self._look)
         self._opened = ExitStack()

@@ -44,6 +44,7 @@ def train(
     view: View | None = None,
     signals: StopSignals | None = None,
     trackers: Sequence[str | Tracker] = (),
+    started_at: float | None = None,
 ) -> TrainResult:
     """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
 
@@ -58,12 +59,13 @@ def train(
         signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
         trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
             with the methods of :class:`raytrain.trackers.protocol.Tracker`, such as Lightning's loggers.
+        started_at: since when the run's time counts, as ``time.monotonic()`` tells it; now by default.
 
     Raises:
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the run ended early; the sentence says why and how to resume.
     """
-    started_at = time.monotonic()
+    started_at = time.monotonic() if started_at is None else started_at
     check(config, loop)
     if config.resume and config.name and run_store(config.storage, config.name).exists(SWEEP):
         raise UsageError(

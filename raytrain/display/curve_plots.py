@@ -19,9 +19,10 @@ _COMPARED: tuple[tuple[str, Kind, str], ...] = (
 )
 
 
-def curve_heading(epoch: int, elapsed_s: float) -> str:
+def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) -> str:
     """The title above a run's curves."""
-    return f"Epoch: {epoch}, Elapsed: {format_duration(elapsed_s)}"
+    startup = "" if startup_s is None else f", {format_duration(startup_s)} of it start-up"
+    return f"Epoch: {epoch}, Elapsed: {format_duration(elapsed_s)}{startup}"
 
 
 def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:

@@ -32,7 +32,7 @@ def dashboard(
     figures = [format_count(snapshot.num_workers, "worker"), *measurements(snapshot)]
     return Panel(
         Group(
-            Text(curve_heading(snapshot.epoch, snapshot.elapsed_s), style="bold"),
+            Text(curve_heading(snapshot.epoch, snapshot.elapsed_s, snapshot.startup_s), style="bold"),
             _progress(snapshot),
             Text(),
             curve_plots(rows, plot_height),

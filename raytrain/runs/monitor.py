@@ -35,6 +35,7 @@ class RunMonitor:
         history: where rows go; on a resume it holds the earlier rows.
         clock: seconds, monotonic.
         skip_limit: how many images may be skipped; any number by default.
+        started_at: when the user started the run, as ``clock`` tells the time; now by default.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class RunMonitor:
         history: History,
         clock: Callable[[], float] = time.monotonic,
         skip_limit: SkipLimit | None = None,
+        started_at: float | None = None,
     ) -> None:
         self._name = run_name
         self._num_steps = num_steps
@@ -69,7 +71,8 @@ class RunMonitor:
         self._evaluation: MetricRow | None = None
         self._num_diverged = 0
         self._elapsed_before_s = 0.0
-        self._started_at = clock()
+        self._started_at = clock() if started_at is None else started_at
+        self._startup_s: float | None = None
         self._ended_s: float | None = None
         self._first_timed: tuple[float, int] | None = None
         self._last_timed: tuple[float, int] | None = None
@@ -79,6 +82,7 @@ class RunMonitor:
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers
+            self._continue_clock()
             self._restore(step)
             self._status = "running"
             workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
@@ -185,6 +189,7 @@ class RunMonitor:
                 steps_per_epoch=self._steps_per_epoch,
                 num_workers=self._num_workers,
                 elapsed_s=self._elapsed_s(),
+                startup_s=self._startup_s,
                 time_left_s=self._time_left_s(),
                 attempt=self._attempt,
                 first_row=first_row,
@@ -206,10 +211,19 @@ class RunMonitor:
             self.event(f"the history waits for storage: {error}" if error else "the history is in storage again")
             self._reported_error = error
 
-    def _restore(self, step: int) -> None:
-        """Rewind to the state after ``step``; the clock never goes back."""
-        self._elapsed_before_s = max(self._elapsed_s(), *(row.elapsed_s for row in self._history.rows[-1:]), 0.0)
+    def _continue_clock(self) -> None:
+        """Add the time of a run that is resumed to that of its start-up; the clock never goes back."""
+        elapsed_s = self._elapsed_s()
+        rows_s = max([row.elapsed_s for row in self._history.rows[-1:]], default=0.0)
+        if self._startup_s is None:
+            self._startup_s = elapsed_s
+            self._elapsed_before_s = rows_s + elapsed_s
+        else:
+            self._elapsed_before_s = max(rows_s, elapsed_s)
         self._started_at = self._clock()
+
+    def _restore(self, step: int) -> None:
+        """Rewind to the state after ``step``."""
         self._history.rewind(step)
         rows = self._history.rows
         self._step = step

@@ -53,6 +53,7 @@ class TrainResult:
     num_workers: int
     num_skipped: int = 0
     num_retries: int = 0
+    startup_seconds: float | None = None  # of ``seconds``, until the workers trained
     stop_reason: str | None = None
     error: str | None = None
 

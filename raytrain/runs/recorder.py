@@ -90,6 +90,7 @@ class RunRecorder:
             checkpoint=checkpoint and f"{self._store.url}/{checkpoint}",
             run_dir=self._store.url,
             seconds=round(time.monotonic() - self._started_at, 2),
+            startup_seconds=None if snapshot.startup_s is None else round(snapshot.startup_s, 2),
             num_workers=snapshot.num_workers or num_workers,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,

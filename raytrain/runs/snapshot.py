@@ -58,7 +58,8 @@ class Snapshot:
     num_steps: int
     steps_per_epoch: int
     num_workers: int
-    elapsed_s: float
+    elapsed_s: float  # since the user started the run, and in its earlier lives
+    startup_s: float | None = None  # of it, until the workers trained; None if they do not yet, or nobody knows
     time_left_s: float | None
     attempt: int
     first_row: int

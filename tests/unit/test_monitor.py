@@ -62,6 +62,30 @@ def texts(snapshot: Snapshot) -> list[str]:
     return [event.text for event in snapshot.events]
 
 
+def test_time_counts_from_when_the_user_started_the_run(store: Store, clock: Clock) -> None:
+    def new() -> RunMonitor:
+        started_at = clock.now_s - 20  # the monitor comes after the cluster
+        return RunMonitor("first", 100, 40, History(store), clock=clock, started_at=started_at)
+
+    monitor = new()
+    assert monitor.snapshot().elapsed_s == 20 and monitor.snapshot().startup_s is None
+    clock.now_s += 15
+    monitor.started(num_workers=2, step=0)
+    clock.now_s += 5
+    monitor.record(step_row(8))
+    assert monitor.snapshot().elapsed_s == 40 and monitor.snapshot().startup_s == 35
+    monitor.started(num_workers=2, step=0)  # after a failure: the start-up is over
+    assert monitor.snapshot().elapsed_s == 40 and monitor.snapshot().startup_s == 35
+    monitor.record(step_row(8))
+    monitor.finish("stopped")
+
+    resumed = new()
+    clock.now_s += 10
+    resumed.started(num_workers=1, step=8)
+    assert resumed.snapshot().startup_s == 30
+    assert resumed.snapshot().elapsed_s == 70, "both lives of the run, with both starts"
+
+
 def test_a_snapshot_has_the_state_of_the_run(monitor: RunMonitor, clock: Clock) -> None:
     assert monitor.snapshot().status == "starting"
     monitor.started(num_workers=2, step=0)

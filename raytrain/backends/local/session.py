@@ -64,7 +64,14 @@ class LocalSession:
         self._recorder = RunRecorder(prepared.store, plan.num_steps, first_step, started_at)
         history = History(prepared.store)
         limit = prepared.skip_limit()
-        self._monitor = RunMonitor(prepared.name, plan.num_steps, plan.steps_per_epoch, history, skip_limit=limit)
+        self._monitor = RunMonitor(
+            prepared.name,
+            plan.num_steps,
+            plan.steps_per_epoch,
+            history,
+            skip_limit=limit,
+            started_at=started_at,
+        )
         self._documents = Background(self._keep_documents)  # storage may hang, and a stop must not wait for it
         self._seen = START
         self._ended = threading.Event()

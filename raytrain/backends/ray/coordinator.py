@@ -58,9 +58,12 @@ class RunInStorage:
     steps_per_epoch: int
     skip_limit: SkipLimit
     owner: Owner | None  # of the run, as whom the coordinator writes to storage
+    started_at: float | None  # when the user started the run, as ``time.monotonic()`` tells it on the driver's node
 
     @classmethod
-    def of(cls, prepared: PreparedRun, num_steps: int, steps_per_epoch: int) -> RunInStorage:
+    def of(
+        cls, prepared: PreparedRun, num_steps: int, steps_per_epoch: int, started_at: float | None = None
+    ) -> RunInStorage:
         """The place in storage of ``prepared``, which takes ``num_steps`` steps in all."""
         return cls(
             name=prepared.name,
@@ -70,6 +73,7 @@ class RunInStorage:
             steps_per_epoch=steps_per_epoch,
             skip_limit=prepared.skip_limit(),
             owner=prepared.claim and prepared.claim.owner,
+            started_at=None if prepared.restarting else started_at,  # the time until then is in the history
         )
 
 
@@ -87,7 +91,12 @@ class Coordinator:
         if run.owner is not None:
             store = OwnedStore(run.url, run.settings, store, run.owner)
         self._monitor = RunMonitor(
-            run.name, run.num_steps, run.steps_per_epoch, History(store), skip_limit=run.skip_limit
+            run.name,
+            run.num_steps,
+            run.steps_per_epoch,
+            History(store),
+            skip_limit=run.skip_limit,
+            started_at=run.started_at,
         )
         self._outcome: Outcome | None = None
         self._controller: Any = None

@@ -59,6 +59,7 @@ class RunSession:
         self._store = prepared.store
         self._own_cluster = own_cluster
         self._tracking = tracking
+        self._started_at = started_at
         pickle_by_value(loop)
         self._spec = run_spec(config, prepared.data, prepared.store, loop, num_workers)
         pickle_by_value(self._spec.transforms)
@@ -77,7 +78,7 @@ class RunSession:
         with ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
             plan = self._spec.plan
-            in_storage = RunInStorage.of(self._prepared, plan.num_steps, plan.steps_per_epoch)
+            in_storage = RunInStorage.of(self._prepared, plan.num_steps, plan.steps_per_epoch, self._started_at)
             self._coordinator = start_coordinator(in_storage, self._placement.num_workers)
             opened.callback(stop_coordinator, self._coordinator)
             data = self._prepared.data

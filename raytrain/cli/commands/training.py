@@ -13,6 +13,7 @@ from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, RunName, Storage
 from raytrain.cli.commands.watch import page_of
 from raytrain.cli.parser import RecipeOptions, StudyOptions
+from raytrain.cli.process_start import process_started_at
 from raytrain.runs.snapshot import Snapshot, View
 
 TrustResumed = Annotated[
@@ -37,7 +38,7 @@ def train(options: RecipeOptions, trust: TrustResumed = False, watch: Watch = Fa
     console = None if is_first_process() else Console(quiet=True, force_terminal=False)
     with page_of(config, wanted=watch and is_first_process()) as views, TerminalView(console) as terminal:
         views.append(terminal.update)
-        result = raytrain.train(config, view=lambda snapshot: _show(snapshot, views))
+        result = raytrain.train(config, view=lambda snapshot: _show(snapshot, views), started_at=process_started_at())
     return CommandResult(result_page(config, result), result.summary(), exit_code=int(result.status == "failed"))
 
 
