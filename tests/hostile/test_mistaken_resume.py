@@ -15,6 +15,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.backends.prepare import prepare
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
+from tests.helpers.alone import ALONE
 from tests.helpers.small_runs import config
 
 
@@ -35,7 +36,7 @@ def storage(finished: Path, tmp_path: Path) -> Path:
 
 def without_ray(environment: pytest.MonkeyPatch) -> None:
     """Have this process train alone, as torchrun would start it."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "alone", "RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in ALONE.items():
         environment.setenv(name, value)
 
 

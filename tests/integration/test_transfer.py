@@ -27,6 +27,7 @@ from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoin
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
 from raytrain.training.transfer import find_head, freeze, initial_model, initial_weights, parameter_groups
+from tests.helpers.alone import ALONE
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
 
@@ -321,7 +322,7 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
         "32",
     ]
     with pytest.MonkeyPatch.context() as environment:
-        for variable, value in {"TORCHELASTIC_RUN_ID": "alone", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        for variable, value in ALONE.items():
             environment.setenv(variable, value)
         assert main(["train", *words, "--epochs", "1", "--batch-size", "45", *more]) == 0
     store = run_store(str(storage), name)

@@ -21,14 +21,13 @@ from raytrain.page.server import PageServer
 from raytrain.page.watched_runs import StoredRuns
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import EVALUATION, STOP_REQUEST
+from tests.helpers.alone import ALONE
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
 expect.set_options(timeout=120_000)
 Visit = Callable[..., Page]
 NASTY = "<img src=x onerror=alert(1)>\x1b[31m[red]\u202e"
-ALONE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-"""The environment of a run in one process, without Ray."""
 
 
 def png(height: int, width: int) -> bytes:

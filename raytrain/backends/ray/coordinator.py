@@ -58,7 +58,7 @@ class RunInStorage:
     steps_per_epoch: int
     skip_limit: SkipLimit
     owner: Owner | None  # of the run, as whom the coordinator writes to storage
-    started_at: float | None = None  # when the user started the run, as ``time.monotonic()`` tells it on the driver's node
+    started_at: float | None = None  # when the user started it, as ``time.monotonic()`` says on the driver's node
 
     @classmethod
     def of(
