@@ -76,9 +76,16 @@ def test_a_run_that_stopped_in_an_epoch_resumes_on_another_number_of_workers(dat
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=1e-10)
 
 
+def processes() -> list[psutil.Process]:
+    """All that this process has started."""
+    return psutil.Process().children(recursive=True)
+
+
 def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
+    before = processes()  # those of other tests
+
     def kill(snapshot: Snapshot) -> None:
-        workers = [each for each in psutil.Process().children(recursive=True) if each.name() and each.children() == []]
+        workers = [each for each in processes() if each not in before and not each.children()]
         workers[-1].kill()
 
     lines: list[str] = []
@@ -91,7 +98,7 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
     result = raytrain.train(options(data, tmp_path, epochs=20, batch_size=16, checkpoint_every_steps=10), view=view)
     assert (result.status, result.samples_seen) == ("finished", 20 * 180)
     assert any(" was killed by SIGKILL" in line for line in lines)
-    assert not psutil.Process().children(recursive=True)
+    assert [each for each in processes() if each not in before] == []
 
 
 def failing(run: Run) -> None:
