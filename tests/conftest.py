@@ -36,6 +36,11 @@ def _forget_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests on the session's Ray cluster last: the others need a process that is connected to no cluster."""
+    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Start a local Ray cluster with 2 CPUs and no AWS configuration, and connect this process to it."""

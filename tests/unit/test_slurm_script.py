@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,15 @@ COMMANDS = {
     "scontrol": "printf 'node1\\nnode2\\n'",
     "srun": 'echo "srun $*" >>"$LOG"; [[ "$*" == *health-check* ]] || exec cat <"$FOREVER"',
     "ray": ":",
-    "raytrain": 'trap "exit 3" TERM; echo "raytrain $RAY_ADDRESS $*" >>"$LOG"; echo >"$STARTED"; read -r <>"$FOREVER"',
+    "raytrain": f'echo "raytrain $RAY_ADDRESS $*" >>"$LOG"; exec {sys.executable} -c "$RUN"',
 }
+RUN = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+open(os.environ["STARTED"], "w").close()
+signal.sigwait({signal.SIGTERM})
+sys.exit(3)
+"""
 
 
 @pytest.fixture
@@ -35,6 +43,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{commands}:{os.environ['PATH']}",
         **{name.upper(): str(tmp_path / name) for name in ("log", "forever", "started")},
+        "RUN": RUN,
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_ID": "7",
         "SLURM_NNODES": "2",

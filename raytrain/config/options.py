@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
-import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Interval
 
-from raytrain.errors import UsageError, flag
+from raytrain.config.checks import check_combinations, check_given
+from raytrain.config.limits import check_limits
+from raytrain.errors import UsageError
 
 N = TypeVar("N", int, float)
 
@@ -211,21 +209,8 @@ class TrainConfig:
     """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
-        _check_given(self, "batch_size", "batch_size_per_worker")
-        _check_workers(self)
-        _check_loads(self)
-        _check_gpus(self)
-        _check_crops(self)
-        _check_early_stop(self)
-        _check_labels(self)
-        _check_backend(self)
-        for name in ("mean", "std"):
-            value = getattr(self, name)
-            if value is not None and len(value) != self.channels:
-                raise UsageError(
-                    f"{flag(name)} has {len(value)} numbers for {self.channels} channels; give one number per channel."
-                )
+        check_limits(self, TrainConfig)
+        check_combinations(self)
 
     @property
     def elastic_workers(self) -> tuple[int, int] | None:
@@ -276,7 +261,7 @@ class TrainConfig:
 
     def check_learning_rate(self) -> None:
         """Raise UsageError if there is no learning rate; only a loop of the user's own does without one."""
-        _check_given(self, "learning_rate", "learning_rate_per_worker")
+        check_given(self, "learning_rate", "learning_rate_per_worker")
 
     def to_json(self) -> str:
         """The options as indented JSON text."""
@@ -298,129 +283,6 @@ class ResolvedConfig(TrainConfig):
     std: tuple[float, ...] = field()
 
 
-Bound = tuple[Callable[[float, float], bool], str, float]
-"""A comparison that the first number of two must pass, the words for it, and the second number."""
-
-_COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    "ge": (operator.ge, "at least"),
-    "gt": (operator.gt, "above"),
-    "le": (operator.le, "at most"),
-    "lt": (operator.lt, "below"),
-}
-
-
-@cache
-def _bounds() -> dict[str, list[Bound]]:
-    """The bounds of each option; those of a tuple hold for each of its numbers."""
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    return {name: list(dict.fromkeys(_bounds_in(hint))) for name, hint in hints.items()}
-
-
-def _bounds_in(hint: Any) -> Iterator[Bound]:
-    """Every bound that an annotation has, also those deep in it."""
-    for interval in getattr(hint, "__metadata__", ()):
-        for key, (holds, words) in _COMPARISONS.items():
-            if (limit := getattr(interval, key, None)) is not None:
-                yield holds, words, limit
-    for part in get_args(hint):
-        yield from _bounds_in(part)
-
-
-def _check_bounds(config: TrainConfig) -> None:
-    for name, bounds in _bounds().items():
-        value = getattr(config, name)
-        parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
-        numbers = [part for part in parts if isinstance(part, (int, float))]
-        if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
-            allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
-            what = "each number" if isinstance(value, tuple) else "it"
-            raise UsageError(f"{flag(name)} is {value}; {what} must be {allowed}.")
-
-
 def _total(total: N | None, per_worker: N | None, num_workers: int) -> N | None:
     """An option of all workers together; None if it is given in neither way."""
     return total if total is not None or per_worker is None else per_worker * num_workers
-
-
-def _check_given(config: TrainConfig, total: str, per_worker: str) -> None:
-    if getattr(config, total) is None and getattr(config, per_worker) is None:
-        raise UsageError(f"Give either {flag(total)} or {flag(per_worker)}; neither is given.")
-
-
-def _check_workers(config: TrainConfig) -> None:
-    if isinstance(config.workers, str) and config.workers != "auto" and not re.fullmatch(r"\d+\.\.\d+", config.workers):
-        raise UsageError(f"--workers is {config.workers!r}; give a number, auto, or a range such as 1..4.")
-    if config.elastic_workers is None:
-        return
-    fewest, most = config.elastic_workers
-    if not 1 <= fewest <= most:
-        raise UsageError(
-            f"--workers is {config.workers}; a range starts at 1 or more and must not end below its start."
-        )
-    if config.worker_load is not None:
-        raise UsageError(
-            f"--worker-load needs a fixed number of --workers, which is {config.workers}; omit one of them."
-        )
-
-
-def _check_loads(config: TrainConfig) -> None:
-    loads = config.worker_load
-    if loads is not None and sum(loads) <= 0:
-        raise UsageError(f"--worker-load is {loads}; at least one number must be above 0.")
-
-
-def _check_early_stop(config: TrainConfig) -> None:
-    if config.until is not None and not re.fullmatch(r"\w+=\d*\.?\d+", config.until):
-        raise UsageError(f"--until is {config.until!r}; give a metric and a number, such as accuracy=0.95.")
-    if config.max_time is not None and not re.fullmatch(r"\d*\.?\d+[smhd]", config.max_time):
-        raise UsageError(f"--max-time is {config.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
-    if (config.until or config.patience) and not config.evaluate_every:
-        raise UsageError("--until and --patience look at evaluations, of which --evaluate-every 0 makes none.")
-
-
-def _check_crops(config: TrainConfig) -> None:
-    if config.cache_side is not None and not config.random_resized_crop:
-        raise UsageError(
-            f"--cache-side is {config.cache_side:g}, and only random crops use it; add --random-resized-crop, or omit "
-            "--cache-side."
-        )
-    if config.cache == "memory" and config.crops_originals:
-        raise UsageError(
-            "--cache is memory, and --random-resized-crop reads the original images in every epoch; add --cache-side "
-            "1.15 to cut the crops from images in memory, or omit --cache memory."
-        )
-    if config.translate >= min(config.image_size):
-        height, width = config.image_size
-        raise UsageError(
-            f"--translate is {config.translate}, and images have {height}x{width} pixels; it must be less than each "
-            "side."
-        )
-
-
-def _check_gpus(config: TrainConfig) -> None:
-    numbers = [] if config.gpus is None else config.gpus.split(",")
-    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
-        raise UsageError(
-            f"--gpus is {config.gpus!r}; give numbers of GPUs separated by commas, each once, such as 0,2."
-        )
-
-
-def _check_labels(config: TrainConfig) -> None:
-    for name in ("key_column", "label_column", "group_by"):
-        if getattr(config, name) is not None and config.labels is None:
-            raise UsageError(f"{flag(name)} is a column of the label file; give that with --labels.")
-
-
-def _check_backend(config: TrainConfig) -> None:
-    if config.backend != "local":
-        return
-    if config.elastic_workers is not None:
-        raise UsageError(
-            f"--workers is {config.workers}, and only --backend ray trains on workers that come and go; give a number."
-        )
-    if config.address is not None:
-        raise UsageError(f"--address is {config.address}, and --backend local trains without Ray; omit one of them.")
-    if config.scope_keys:
-        raise UsageError("--scope-keys limits what a Ray cluster is lent; with --backend local, leave it out.")
-    if config.wait_for_machines_s:
-        raise UsageError("--wait-for-machines-s is for a Ray cluster with an autoscaler; omit it with --backend local.")
