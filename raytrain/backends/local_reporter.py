@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
+from raytrain.backends.run_watcher import LOOK_EVERY_S, RunWatcher
 from raytrain.errors import OwnerChanged
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.recorder import RunRecorder
 from raytrain.runs.stop_request import StopRequest
-
-_LOOK_EVERY_S = 0.5
 
 
 class LocalReporter:
     """A :class:`raytrain.training.protocols.Reporter` that passes everything to a monitor of this process.
 
-    While open, a thread writes the run's heartbeat, looks for stop requests in its storage, and calls ``on_look``.
+    While open, a thread looks at the run with ``watcher``, and passes stop requests on.
     """
 
-    def __init__(self, monitor: RunMonitor, recorder: RunRecorder, on_look: Callable[[], None]) -> None:
+    def __init__(self, monitor: RunMonitor, watcher: RunWatcher) -> None:
         self.monitor = monitor
-        self._recorder = recorder
-        self._on_look = on_look
+        self.watcher = watcher
         self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="watch")
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watch")
 
     def __enter__(self) -> LocalReporter:
-        self._watcher.start()
+        self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._closed.set()
-        self._watcher.join()
+        self._thread.join()
+        if kind is not None:
+            self.watcher.abandon("interrupted" if kind is KeyboardInterrupt else "failed")
 
     def started(self, num_workers: int, step: int) -> None:
         """The training starts after ``step`` steps."""
@@ -60,15 +58,10 @@ class LocalReporter:
         return False
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_EVERY_S):
-            request = self._recorder.stop_request()
+        while not self._closed.wait(LOOK_EVERY_S):
+            try:
+                request = self.watcher.keep(self.watcher.look())
+            except OwnerChanged as error:  # the training stops, and meets the same error with its last checkpoint
+                request = StopRequest(str(error))
             if request is not None:
                 self.monitor.request_stop(request)
-            self._write_heartbeat()
-            self._on_look()
-
-    def _write_heartbeat(self) -> None:
-        try:
-            self._recorder.heartbeat(self.monitor.snapshot())
-        except OwnerChanged as error:  # the training stops, and meets the same error with its last checkpoint
-            self.monitor.request_stop(StopRequest(str(error)))

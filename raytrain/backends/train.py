@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from raytrain.backends import machine
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.placement import check_room
-from raytrain.backends.prepare import Loop, check, load_loop, prepare
+from raytrain.backends.prepare import check, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.torchrun_environment import is_under_torchrun
+from raytrain.backends.train_request import TrainRequest
 from raytrain.config import TrainConfig
 from raytrain.errors import CoordinatorLost, UsageError
 from raytrain.runs.documents import run_store
@@ -30,8 +31,6 @@ from raytrain.runs.status import mark_failed
 from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.trackers.open_trackers import open_trackers
 from raytrain.trackers.protocol import Tracker
-from raytrain.trackers.tracker_thread import NamedTracker
-from raytrain.trackers.tracking import Tracking
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -71,15 +70,19 @@ def train(
         raise UsageError(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
-    signals = signals or StopSignals()
-    named = open_trackers([*config.track, *trackers])
+    request = TrainRequest(
+        config=config,
+        loop=loop,
+        view=view,
+        signals=signals or StopSignals(),
+        trackers=open_trackers([*config.track, *trackers]),
+        started_at=started_at,
+    )
     if is_under_torchrun():
         from raytrain.backends import torchrun
 
-        return torchrun.train(config, load_loop(config, loop), view, signals, Tracking(named), started_at)
-    if config.backend == "local":
-        return _train_locally(config, loop, view, signals, Tracking(named), started_at)
-    return _train_on_ray(config, loop, view, signals, named, started_at)
+        return torchrun.train(request)
+    return _train_locally(request) if config.backend == "local" else _train_on_ray(request)
 
 
 def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:
@@ -106,72 +109,52 @@ def import_in_background(module: str) -> threading.Thread:
     return thread
 
 
-def _train_locally(
-    config: TrainConfig,
-    loop: Loop | None,
-    view: View | None,
-    signals: StopSignals,
-    tracking: Tracking,
-    started_at: float,
-) -> TrainResult:
+def _train_locally(request: TrainRequest) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
     from raytrain.backends.local.agent_process import AgentProcess
 
-    check_room(config, machine.hardware(config.gpus))
-    agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
-    with closing(agent), prepare(config) as prepared:
+    gpus = request.config.gpus
+    check_room(request.config, machine.hardware(gpus))
+    agent = AgentProcess(visible_gpus(gpus) if gpus else {})
+    with closing(agent), prepare(request.config) as prepared:
         from raytrain.backends.local.session import LocalSession
 
-        with signals, LocalSession(prepared, loop, agent, tracking, started_at) as session:
-            return session.watch(signals, view)
+        with request.signals, LocalSession(prepared, request, agent) as session:
+            return session.watch()
 
 
-def _train_on_ray(
-    config: TrainConfig,
-    loop: Loop | None,
-    view: View | None,
-    signals: StopSignals,
-    trackers: Sequence[NamedTracker],
-    started_at: float,
-) -> TrainResult:
+def _train_on_ray(request: TrainRequest) -> TrainResult:
     """Train, and start the run again if its coordinator is lost, as long as that may help."""
     # What is left of a run ends with a cluster of our own. In another cluster its workers would still be there.
-    attempts_left = 1 if is_connected() else 1 + config.max_failures
+    attempts_left = 1 if is_connected() else 1 + request.config.max_failures
     restarting = False
     while True:
         try:
-            return _attempt(config, loop, view, signals, Tracking(trackers), started_at, restarting=restarting)
+            return _attempt(request, restarting=restarting)
         except CoordinatorLost as lost:
             attempts_left -= 1
             restarting = True
             if not attempts_left:
-                mark_failed(config.storage, lost.name)
+                mark_failed(request.config.storage, lost.name)
                 raise
-            config = dataclasses.replace(config, name=lost.name, resume=True)
+            config = dataclasses.replace(request.config, name=lost.name, resume=True)
+            request = dataclasses.replace(request, config=config)
             if lost.stop_reason is not None:
-                signals.request_stop(StopRequest(lost.stop_reason))
+                request.signals.request_stop(StopRequest(lost.stop_reason))
 
 
-def _attempt(
-    config: TrainConfig,
-    loop: Loop | None,
-    view: View | None,
-    signals: StopSignals,
-    tracking: Tracking,
-    started_at: float,
-    *,
-    restarting: bool,
-) -> TrainResult:
+def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
+    config, signals = request.config, request.signals
     with connection(config.address, config.gpus, lambda: check_room(config, machine.hardware(config.gpus))) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
         with prepare(config, restarting=restarting) as prepared:
             importing.join()
-            loop = load_loop(config, loop)
+            request = dataclasses.replace(request, loop=load_loop(config, request.loop))
             cluster.connect()
             from raytrain.backends.ray.session import RunSession
             from raytrain.backends.ray.wait_for_machines import wait_for_machines
 
             with signals:
                 wait_for_machines(config, lambda: signals.stop_request is not None)
-                with RunSession(prepared, loop, tracking, started_at, own_cluster=cluster.started_here) as session:
-                    return session.watch(signals, view)
+                with RunSession(prepared, request, own_cluster=cluster.started_here) as session:
+                    return session.watch()

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raytrain.errors import TrainingFailed
+
 EndStatus = Literal["finished", "stopped", "failed"]
 
 DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range, such as float32"
@@ -60,6 +62,13 @@ class TrainResult:
     def summary(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
         return dataclasses.asdict(self)
+
+
+def successful(result: TrainResult) -> TrainResult:
+    """``result``; raises TrainingFailed if the run failed."""
+    if result.error is not None:
+        raise TrainingFailed(result.error, result.summary())
+    return result
 
 
 def failure_sentence(name: str, storage: str, reason: str) -> str:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from raytrain.backends.prepare import prepare
 from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
+from raytrain.backends.train_request import TrainRequest
 from raytrain.config import TrainConfig
-from raytrain.trackers.tracking import Tracking
 from raytrain.training.run import Run
 
 
@@ -26,14 +26,10 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
         cluster.connect()
         from raytrain.backends.ray.session import RunSession
 
-        with (
-            StopSignals() as signals,
-            RunSession(
-                dataclasses.replace(prepared, data=data),
-                loop,
-                Tracking(()),
-                time.monotonic(),
-                own_cluster=cluster.started_here,
-            ) as session,
-        ):
-            session.watch(signals, None)
+        with StopSignals() as signals:
+            request = TrainRequest(
+                config=config, loop=loop, view=None, signals=signals, trackers=(), started_at=time.monotonic()
+            )
+            prepared = dataclasses.replace(prepared, data=data)
+            with RunSession(prepared, request, own_cluster=cluster.started_here) as session:
+                session.watch()

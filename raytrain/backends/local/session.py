@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from raytrain.backends.image_cache import image_cache
@@ -18,21 +18,16 @@ from raytrain.backends.local.calls import CallServer
 from raytrain.backends.local.job import Job
 from raytrain.backends.machine import hardware
 from raytrain.backends.placement import place
-from raytrain.backends.prepare import Loop, PreparedRun
-from raytrain.backends.stop_signals import StopSignals
+from raytrain.backends.prepare import PreparedRun
+from raytrain.backends.run_watcher import LOOK_EVERY_S, watch_here
+from raytrain.backends.train_request import TrainRequest
 from raytrain.backends.worker_task import WorkerTask
-from raytrain.errors import RaytrainError, StorageError, TrainingFailed
-from raytrain.runs.background import Background
-from raytrain.runs.history import History
-from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence
-from raytrain.runs.recorder import RunRecorder, failed
-from raytrain.runs.snapshot import START, Snapshot, View
-from raytrain.runs.stop_request import StopRequest
+from raytrain.errors import RaytrainError
+from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
+from raytrain.runs.recorder import failed
+from raytrain.runs.snapshot import Snapshot
 from raytrain.storage.tempdir import TemporaryFolder
-from raytrain.trackers.tracking import Tracking
 
-_LOOK_EVERY_S = 0.5
 _SILENT = "the workers ended without a word"
 _logger = logging.getLogger(__name__)
 
@@ -40,42 +35,18 @@ _logger = logging.getLogger(__name__)
 class LocalSession:
     """A run that trains while the session is open. When it closes, no process and no file of its workers is left.
 
-    ``started_at`` is when the user started it, as ``time.monotonic()`` tells the time. Raises UsageError if the machine
-    has too little for the run.
+    Raises UsageError if the machine has too little for the run.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        loop: Loop | None,
-        agent: AgentProcess,
-        tracking: Tracking,
-        started_at: float,
-    ) -> None:
+    def __init__(self, prepared: PreparedRun, request: TrainRequest, agent: AgentProcess) -> None:
         placement = place(prepared.config, hardware(prepared.config.gpus))
         self._num_workers = placement.num_workers
         self._config = prepared.resolve(placement.num_workers, placement.device)
         self._prepared = prepared
-        self._loop = loop
+        self._request = request
         self._agent = agent
-        self._tracking = tracking
-        data, first_step = prepared.data, prepared.first_step
-        plan = data.plan(self._config)
-        self._recorder = RunRecorder(prepared.store, plan.num_steps, first_step, started_at)
-        history = History(prepared.store)
-        limit = prepared.skip_limit()
-        self._monitor = RunMonitor(
-            prepared.name,
-            plan.num_steps,
-            plan.steps_per_epoch,
-            history,
-            skip_limit=limit,
-            started_at=started_at,
-        )
-        self._documents = Background(self._keep_documents)  # storage may hang, and a stop must not wait for it
-        self._seen = START
+        self._monitor, self._watcher = watch_here(prepared, self._config, request)
         self._ended = threading.Event()
-        self._begun = False
         self._outcome: Outcome | None = None
         self._error: RaytrainError | None = None
         self._told: str | None = None  # by the first worker that failed, since the workers were started last
@@ -91,62 +62,28 @@ class LocalSession:
             cache = image_cache(self._config, prepared.data, prepared.first_step, opened)
             task = WorkerTask(self._config, prepared.data, prepared.store, prepared.first_step, cache)
             opened.callback(self._agent.close)
-            self._agent.start_workers(Job(task, self._loop, self._num_workers, calls.address, str(folder)))
+            self._agent.start_workers(Job(task, self._request.loop, self._num_workers, calls.address, str(folder)))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._agent.close()
-        self._tracking.abort()
-        self._documents.close()
-        if self._begun and self._monitor.snapshot().result is None:
-            with suppress(RaytrainError):  # the reason why the session ends matters more
-                self._recorder.write_status("interrupted" if kind is KeyboardInterrupt else "failed", fail_fast=True)
+        self._watcher.abandon("interrupted" if kind is KeyboardInterrupt else "failed")
         self._opened.close()
 
-    def watch(self, signals: StopSignals, view: View | None) -> TrainResult:
+    def watch(self) -> TrainResult:
         """See the run to its end: show it, pass on stop requests, keep its status in storage.
 
         Raises TrainingFailed if it ends early.
         """
-        while not self._ended.wait(_LOOK_EVERY_S) and not self._agent.has_ended:
-            snapshot = self._look(view)
-            stored = self._documents(snapshot) if self._begun else None
-            if (request := signals.stop_request or stored) is not None:
+        while not self._ended.wait(LOOK_EVERY_S) and not self._agent.has_ended:
+            stored = self._watcher.keep(self._watcher.look())
+            if (request := self._request.signals.stop_request or stored) is not None:
                 self._monitor.request_stop(request)
         self._agent.close()
-        return self._conclude(view)
-
-    def _keep_documents(self, snapshot: Snapshot) -> StopRequest | None:
-        """Write the status; return a stop request that lies in storage."""
-        self._recorder.heartbeat(snapshot)
-        return self._recorder.stop_request()
-
-    def _look(self, view: View | None) -> Snapshot:
-        snapshot = self._monitor.snapshot(self._seen)
-        self._seen = snapshot.cursor
-        self._tracking.update(snapshot)
-        if view is not None:
-            view(snapshot)
-        return snapshot
-
-    def _conclude(self, view: View | None) -> TrainResult:
-        """Write the summary and the rest of the history, and say how the run ended."""
-        self._documents.close()
-        if self._error is not None and not self._begun:
+        if self._error is not None and not self._watcher.begun:
             raise self._error
-        snapshot = self._monitor.snapshot()
-        outcome = self._final_outcome(snapshot)
-        result = self._recorder.result(outcome, snapshot, self._num_workers)
-        self._monitor.finish(outcome.status, result)
-        last = self._look(view)
-        with suppress(*([StorageError] if outcome.error else [])):  # why the run failed matters more; it may be storage
-            self._recorder.conclude(result, last)
-        self._tracking.finish(result)
-        self._recorder.log_events(self._look(view))  # what trackers said at the end
-        if outcome.error:
-            raise TrainingFailed(outcome.error, result.summary())
-        return result
+        return successful(self._watcher.conclude(self._final_outcome(self._monitor.snapshot()), self._num_workers))
 
     def _final_outcome(self, snapshot: Snapshot) -> Outcome:
         """What the workers said, or why they could not say anything."""
@@ -177,11 +114,9 @@ class LocalSession:
 
     def _begin(self) -> None:
         """Write down what the run is, once: workers that are started again call this, too."""
-        if not self._begun:
+        if not self._watcher.begun:
             self._prepared.data.write(self._prepared.store)
-            self._recorder.begin(self._config)
-            self._tracking.begin(self._config, self._prepared.store, self._monitor.event)
-            self._begun = True
+            self._watcher.begin(self._config, self._prepared.store)
 
     def _note_outcome(self, outcome: Outcome) -> None:
         self._outcome = outcome

@@ -18,6 +18,7 @@ from raytrain.backends.ray.block_cache import RemoteBlocks
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import ImageSet
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinatorHandle
+from raytrain.backends.run_watcher import RunWatcher
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.blocks import CachedBlocks
 from raytrain.data.dataset import write_manifests
@@ -30,8 +31,10 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome
 from raytrain.runs.recorder import RunRecorder, failed
+from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trial_status import TrialStatus
+from raytrain.trackers.tracking import Tracking
 from raytrain.training.run_spec import RunSpec
 
 
@@ -68,8 +71,8 @@ class _Trial:
         self._spec = spec
         history = History(run.store)
         self._monitor = RunMonitor(run.config.name, run.plan.num_steps, run.plan.steps_per_epoch, history)
-        self._recorder = RunRecorder(run.store, run.plan.num_steps, spec.first_step)
-        self._reporter = TrialReporter(spec, self._monitor, self._recorder)
+        recorder = RunRecorder(run.store, run.plan.num_steps, spec.first_step)
+        self._reporter = TrialReporter(spec, self._monitor, recorder)
 
     def train(self) -> None:
         """Train, and write how the run ended. A trial that fails ends alone, so nothing is raised."""
@@ -85,7 +88,7 @@ class _Trial:
     def _train(self) -> Outcome:
         spec, run = self._spec, self._spec.run
         write_manifests(run.store, ray.get(spec.train.manifest), ray.get(spec.test.manifest))
-        self._recorder.begin(run.config)
+        self._reporter.watcher.begin(run.config, run.store)
         device = torch.device("cuda", 0) if run.config.device == "cuda" else torch.device("cpu")  # Ray shows it one GPU
         weights: Any = None if spec.weights is None else ray.get(spec.weights)
         with self._reporter:
@@ -96,16 +99,14 @@ class _Trial:
     def _conclude(self, outcome: Outcome) -> None:
         """Write the summary, the skipped images and the last status."""
         self._monitor.skip(ray.get(self._spec.coordinator.skipped_images.remote()))
-        result = self._recorder.result(outcome, self._monitor.snapshot(), num_workers=1)
-        self._monitor.finish(outcome.status, result)
-        self._recorder.conclude(result, self._monitor.snapshot())
+        self._reporter.watcher.conclude(outcome, num_workers=1)
 
 
 class TrialReporter(LocalReporter):
     """A reporter that also tells the sweep how the trial stands, and learns from it when the trial should stop."""
 
     def __init__(self, spec: TrialSpec, monitor: RunMonitor, recorder: RunRecorder) -> None:
-        super().__init__(monitor, recorder, self._exchange)
+        super().__init__(monitor, RunWatcher(monitor, recorder, Tracking(()), self._exchange))
         self._number = spec.number
         self._coordinator = spec.coordinator
 
@@ -117,7 +118,7 @@ class TrialReporter(LocalReporter):
             tune.report({"epoch": row.epoch, "accuracy": row.accuracy})
             self._take_stop_request()
 
-    def _exchange(self) -> None:
+    def _exchange(self, snapshot: Snapshot) -> None:
         """Called about twice a second, in a thread."""
         with suppress(RayActorError):  # the driver notices, and ends the sweep
             status = _trial_status(self.monitor, "running")
