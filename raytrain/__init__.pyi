@@ -22,9 +22,9 @@ from .inference.evaluate import evaluate as evaluate
 from .inference.export import export as export
 from .inference.predict import predict as predict
 from .runs.outcome import TrainResult as TrainResult
+from .runs.trackers.protocol import Tracker as Tracker
+from .runs.trackers.send_history import track as track
 from .storage.filesystem import filesystem as filesystem
-from .trackers.protocol import Tracker as Tracker
-from .trackers.send_history import track as track
 from .training.batch import Batch as Batch
 from .training.run import Run as Run
 

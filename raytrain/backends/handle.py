@@ -13,7 +13,7 @@ from raytrain.config import TrainConfig
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import Snapshot, View
 from raytrain.runs.stop_request import StopRequest
-from raytrain.trackers.protocol import Tracker
+from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run

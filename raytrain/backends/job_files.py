@@ -11,9 +11,9 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from raytrain.config import TrainConfig
+from raytrain.config.user_function import names_own_function
 from raytrain.data.manifest import SUFFIXES
 from raytrain.errors import UsageError, flag
-from raytrain.training.user_function import names_own_function
 
 _MAX_BYTES = 100 * 1024**2  # Ray's limit
 _FOLDERS_LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", ".aws", ".ssh", ".ray"}

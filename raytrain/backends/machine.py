@@ -22,7 +22,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def hardware(chosen_gpus: str | None = None) -> Hardware:
+def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
     """What a run may use here; ``chosen_gpus`` are those of ``--gpus``, by default all that CUDA shows.
 
     The object store is the memory for decoded images.

@@ -131,8 +131,8 @@ def check(config: TrainConfig, loop: Loop | None = None) -> None:
 
 def check_functions(config: TrainConfig, loop: Loop | None) -> None:
     """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
+    from raytrain.config.user_function import check_module
     from raytrain.training.model_names import check_model_name
-    from raytrain.training.user_function import check_module
 
     if loop is None and config.loop is not None and ":" in config.loop:
         check_module("--loop", config.loop)
@@ -162,7 +162,7 @@ def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:
     """The training loop to use: ``loop``, or else the one that ``--loop`` names; None for the built-in one."""
     if loop is not None or config.loop is None:
         return loop
-    from raytrain.training.user_function import load_function
+    from raytrain.config.user_function import load_function
 
     return load_function("--loop", config.loop)
 
@@ -171,7 +171,7 @@ def _load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
     """The function that ``--transforms`` names."""
     if config.transforms is None:
         return None
-    from raytrain.training.user_function import load_function
+    from raytrain.config.user_function import load_function
 
     return load_function("--transforms", config.transforms)
 

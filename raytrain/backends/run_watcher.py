@@ -16,8 +16,8 @@ from raytrain.runs.outcome import Outcome, TrainResult
 from raytrain.runs.recorder import RunRecorder
 from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status, View
 from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.base import Store
-from raytrain.trackers.tracking import Tracking
 
 LOOK_EVERY_S = 0.5
 

@@ -44,7 +44,7 @@ def submit(words: Sequence[str], config: TrainConfig, address: str | None) -> Su
     return Submission(server, server.submit(named, files, name), name, config.storage, files)
 
 
-def follow(
+def follow_job(
     sent: Submission, show: Callable[[str], None], note: Callable[[str], None], detach: Callable[[], bool]
 ) -> str:
     """Show what the job prints until it ends; returns its status, or DETACHED.

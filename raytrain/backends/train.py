@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from raytrain.backends import machine
 from raytrain.backends.gpus import visible_gpus
+from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import check_room
 from raytrain.backends.prepare import check, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
@@ -29,8 +29,8 @@ from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import View
 from raytrain.runs.status import mark_failed
 from raytrain.runs.stop_request import StopRequest, request_stop
-from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.protocol import Tracker
+from raytrain.runs.trackers.open_trackers import open_trackers
+from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -57,7 +57,7 @@ def train(
         view: called about twice a second with the run's :class:`Snapshot`.
         signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
         trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
-            with the methods of :class:`raytrain.trackers.protocol.Tracker`, such as Lightning's loggers.
+            with the methods of :class:`raytrain.runs.trackers.protocol.Tracker`, such as Lightning's loggers.
         started_at: since when the run's time counts, as ``time.monotonic()`` tells it; now by default.
 
     Raises:
@@ -114,7 +114,7 @@ def _train_locally(request: TrainRequest) -> TrainResult:
     from raytrain.backends.local.agent_process import AgentProcess
 
     gpus = request.config.gpus
-    check_room(request.config, machine.hardware(gpus))
+    check_room(request.config, machine_hardware(gpus))
     agent = AgentProcess(visible_gpus(gpus) if gpus else {})
     with closing(agent), prepare(request.config) as prepared:
         from raytrain.backends.local.session import LocalSession
@@ -145,7 +145,7 @@ def _train_on_ray(request: TrainRequest) -> TrainResult:
 
 def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
     config, signals = request.config, request.signals
-    with connection(config.address, config.gpus, lambda: check_room(config, machine.hardware(config.gpus))) as cluster:
+    with connection(config.address, config.gpus, lambda: check_room(config, machine_hardware(config.gpus))) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
         with prepare(config, restarting=restarting) as prepared:
             importing.join()

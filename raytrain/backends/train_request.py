@@ -12,7 +12,7 @@ from raytrain.config import TrainConfig
 from raytrain.runs.snapshot import View
 
 if TYPE_CHECKING:
-    from raytrain.trackers.tracker_thread import NamedTracker
+    from raytrain.runs.trackers.tracker_thread import NamedTracker
 
 
 @dataclass(frozen=True, kw_only=True)

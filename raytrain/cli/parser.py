@@ -15,10 +15,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from raytrain.cli.parse_errors import NONE, as_usage_errors
 from raytrain.config import TrainConfig
+from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
 from raytrain.runs.layout import CONFIG
-from raytrain.training.user_function import names_own_function, stored_function_error
 
 C = TypeVar("C")
 T = TypeVar("T")

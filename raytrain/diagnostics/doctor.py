@@ -11,7 +11,7 @@ from typing import Any
 from raytrain import recipes
 from raytrain.backends.placement import Hardware, Placement, place
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.hardware import hardware
+from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.diagnostics.cluster_probe import Node, probe_nodes
 from raytrain.diagnostics.findings import (
     Finding,
@@ -76,7 +76,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
         cluster.connect()
         with _lending_credentials([store for store in (data_store, run_store) if store is not None]) as lent:
             nodes = probe_nodes(lent.to_request(data_store, run_store))
-        found = hardware()
+        found = cluster_hardware()
     placement, too_small = _place_workers(found)
     own_versions = versions()
     cluster_warnings = too_few_data_cpus(found, placement), folder_on_many_nodes(run_store, found.num_nodes)

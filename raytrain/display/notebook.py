@@ -12,7 +12,7 @@ from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot, View
-from raytrain.trackers.protocol import Tracker
+from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends import machine, train
+from raytrain.backends import train
+from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import check
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.hardware import hardware
+from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.experiments.compare import differing_options
@@ -169,7 +170,7 @@ def _train_in_one_cluster(configs: Sequence[TrainConfig], view: View | None) -> 
     """
     with connection(configs[0].address, configs[0].gpus) as cluster:
         cluster.connect()
-        found = hardware()
+        found = cluster_hardware()
         for config in configs:
             place(config, found)
         for config in configs:
@@ -183,7 +184,7 @@ def _train_locally(configs: Sequence[TrainConfig], view: View | None) -> None:
 
     Raises UsageError before any run starts if the machine has too little for one of them.
     """
-    found = machine.hardware(configs[0].gpus)
+    found = machine_hardware(configs[0].gpus)
     for config in configs:
         place(config, found)
     for config in configs:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from raytrain import recipes
 from raytrain.backends.placement import place
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.hardware import hardware
+from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.manifest import Manifest
@@ -65,7 +65,7 @@ class TrainedRun:
                 evaluation_format(self.config),
                 run_store=self.store,
                 load_predictor=partial(Predictor, run=self.name, top_k=top_k, trust=self.trust),
-                placement=place(options, hardware()),
+                placement=place(options, cluster_hardware()),
                 scope_keys=self.config.scope_keys,
             )
             return pa.concat_tables(tables)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.runs.documents import read_resolved_config
 from raytrain.runs.layout import CONFIG
 from raytrain.storage.base import Store
-from raytrain.training.user_function import names_own_function, stored_function_error
 
 
 def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:

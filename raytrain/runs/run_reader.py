@@ -86,7 +86,7 @@ class RunReader:
         return self._steps_per_epoch
 
 
-def follow(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
+def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
     """Show a run of another process to ``view`` until it is over; storage that is out of reach may be back later."""
     cursor = START
     while True:

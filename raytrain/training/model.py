@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.config.user_function import load_function
 from raytrain.errors import StorageError, UsageError
 from raytrain.training.model_names import unknown_classifier
-from raytrain.training.user_function import load_function
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}

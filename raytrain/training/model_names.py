@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from raytrain.config.user_function import check_module
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.training.user_function import check_module
 
 _REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 

@@ -12,9 +12,9 @@ from raytrain.runs.documents import run_store, write_config, write_json
 from raytrain.runs.json_lines import encode_lines
 from raytrain.runs.layout import EVENTS, METRICS, SUMMARY
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import TrainResult
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.base import Store
+from tests.helpers.snapshots import train_result
 
 
 def step_row(step: int, **metrics: float | None) -> MetricRow:
@@ -43,19 +43,7 @@ def add_events(store: Store, *texts: str) -> None:
 
 def end_run(store: Store, status: str, step: int, checkpoint: str) -> None:
     """The summary and the status of a run that is over."""
-    result = TrainResult(
-        name="run",
-        status=status,
-        steps=step,
-        epochs=1.0,
-        samples_seen=0,
-        test_accuracy=None,
-        test_loss=None,
-        checkpoint=checkpoint,
-        run_dir=store.url,
-        seconds=1.0,
-        num_workers=2,
-    )
+    result = train_result(name="run", status=status, steps=step, checkpoint=checkpoint, run_dir=store.url)
     write_json(store, SUMMARY, result.summary())
     write_status(store, RunStatus(status=status, step=step, num_steps=1000, epoch=1, num_epochs=4, num_workers=2))
 

@@ -15,10 +15,10 @@ from raytrain.config import ResolvedConfig
 from raytrain.recipes import digits
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
-from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.trackers.open_trackers import open_trackers
+from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.base import Store
-from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.tracking import Tracking
+from tests.helpers.snapshots import snapshot, train_result
 
 
 def options(**more: Any) -> ResolvedConfig:
@@ -38,43 +38,8 @@ def evaluation_row(step: int) -> MetricRow:
     return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"accuracy": 0.5, "loss": 2.0})
 
 
-def snapshot(rows: Sequence[MetricRow]) -> Snapshot:
-    return Snapshot(
-        name="first",
-        status="running",
-        step=rows[-1].step if rows else 0,
-        num_steps=100,
-        steps_per_epoch=10,
-        num_workers=2,
-        elapsed_s=1.0,
-        time_left_s=None,
-        attempt=1,
-        first_row=0,
-        rows=tuple(rows),
-        latest=None,
-        evaluation=None,
-        num_skipped=0,
-        num_retries=0,
-        stop_request=None,
-        events=(),
-        result=None,
-    )
-
-
-def result(store: Store, status: str = "finished", checkpoint: str | None = None) -> TrainResult:
-    return TrainResult(
-        name="first",
-        status=status,
-        steps=10,
-        epochs=1,
-        samples_seen=100,
-        test_accuracy=0.5,
-        test_loss=2.0,
-        checkpoint=checkpoint and f"{store.url}/{checkpoint}",
-        run_dir=store.url,
-        seconds=1.0,
-        num_workers=2,
-    )
+def result(store: Store, **more: Any) -> TrainResult:
+    return train_result(**{"checkpoint": None, "run_dir": store.url, **more})
 
 
 def tracked(
@@ -92,7 +57,7 @@ def tracked(
     tracking = Tracking(open_trackers(trackers), end_within_s)
     tracking.begin(options(**more), store, reports.append)
     tracking.update(snapshot(rows))
-    tracking.finish(result(store, status, checkpoint))
+    tracking.finish(result(store, status=status, checkpoint=checkpoint and f"{store.url}/{checkpoint}"))
     return reports
 
 

@@ -36,12 +36,12 @@ from raytrain.runs.layout import CLAIM, CONFIG, METRICS, STATUS
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress
 from raytrain.runs.recorder import RunRecorder
-from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import read_status
 from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints
 from tests.helpers.small_runs import config, loop_with
+from tests.helpers.snapshots import snapshot
 from tests.hostile.test_mistaken_resume import documents, without_ray
 
 LEASE_S = 1.0
@@ -252,12 +252,7 @@ def write_status(owner: RunClaim, step: int) -> None:
 
 
 def write_heartbeat(owner: RunClaim, step: int) -> None:
-    snapshot = Snapshot(
-        name="run", status="running", step=step, num_steps=100, steps_per_epoch=10, num_workers=1, elapsed_s=0.0,
-        time_left_s=None, attempt=1, first_row=0, rows=(), latest=None, evaluation=None, num_skipped=0, num_retries=0,
-        stop_request=None, events=(), result=None,
-    )  # fmt: skip
-    RunRecorder(owner.owned_store, num_steps=100).heartbeat(snapshot)
+    RunRecorder(owner.owned_store, num_steps=100).heartbeat(snapshot(step=step))
 
 
 def delete(owner: RunClaim, step: int) -> None:

@@ -35,7 +35,8 @@ from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.runs.documents import write_json
 from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
-from raytrain.runs.snapshot import Event, Snapshot
+from raytrain.runs.snapshot import Event
+from tests.helpers.snapshots import snapshot
 from tests.hostile.stored_runs import make_run, options
 
 HOSTILE = [
@@ -121,33 +122,14 @@ def test_a_command_that_says_a_text(
 
 @hostile
 def test_events_of_a_run(text: str) -> None:
-    snapshot = Snapshot(
-        name="first",
-        status="running",
-        step=1,
-        num_steps=2,
-        steps_per_epoch=2,
-        num_workers=1,
-        elapsed_s=1.0,
-        time_left_s=None,
-        attempt=1,
-        first_row=0,
-        rows=(),
-        latest=None,
-        evaluation=None,
-        num_skipped=1,
-        num_retries=0,
-        stop_request=None,
-        events=(Event(0, 0.0, f"skipped {text}: {text}"),),
-        result=None,
-    )
-    harmless(on_a_terminal(dashboard(snapshot, [])))
+    shown = snapshot(num_skipped=1, events=(Event(0, 0.0, f"skipped {text}: {text}"),))
+    harmless(on_a_terminal(dashboard(shown, [])))
     file = io.StringIO()
     with TerminalView(Console(file=file)) as view:
-        view.update(snapshot)
+        view.update(shown)
     harmless(file.getvalue())
     assert file.getvalue().count("\n") == 1
-    harmless(dashboard_html(snapshot, []))
+    harmless(dashboard_html(shown, []))
 
 
 def evaluation(names: tuple[str, ...]) -> EvaluationResult:

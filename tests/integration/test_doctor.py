@@ -64,7 +64,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def count(**has: Any) -> None:
         size = {"num_nodes": 1, "cpus": 8, "gpus": 0, "object_store_bytes": 1, **has}
-        monkeypatch.setattr(doctor, "hardware", lambda: Hardware(**size))
+        monkeypatch.setattr(doctor, "cluster_hardware", lambda: Hardware(**size))
 
     return count
 

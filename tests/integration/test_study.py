@@ -169,7 +169,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     monkeypatch.setattr(Connection, "connect", lambda _: None)
     monkeypatch.setattr(Connection, "close", lambda _: None)
     found = Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
-    monkeypatch.setattr(study_module, "hardware", lambda: found)
+    monkeypatch.setattr(study_module, "cluster_hardware", lambda: found)
     monkeypatch.setattr(study_module.train, "train", train)
     return trained
 

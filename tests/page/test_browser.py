@@ -17,8 +17,8 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from raytrain.demo.digits import render_digits
-from raytrain.page.server import PageServer
-from raytrain.page.watched_runs import StoredRuns
+from raytrain.display.page.server import PageServer
+from raytrain.display.page.watched_runs import StoredRuns
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import EVALUATION, STOP_REQUEST
 from tests.helpers.alone import ALONE

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.page.curves import MAX_BUCKETS, Curves
-from raytrain.page.feed import FeedCursor, RunFeed
-from raytrain.runs.snapshot import Snapshot
+from raytrain.display.page.curves import MAX_BUCKETS, Curves
+from raytrain.display.page.feed import FeedCursor, RunFeed
+from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import evaluation_row, step_row
 
 
@@ -67,30 +67,6 @@ def test_a_closer_look_is_finer() -> None:
     assert near["step"] == list(range(50_000, 50_100))
     assert near["metrics"]["loss"]["mean"][0] == 50_000.0
     assert curves.between(5, 4)["step"] == []
-
-
-def snapshot(rows: list[Any], first_row: int = 0, attempt: int = 1) -> Snapshot:
-    step = rows[-1].step if rows else 0
-    return Snapshot(
-        name="run",
-        status="running",
-        step=step,
-        num_steps=10**6,
-        steps_per_epoch=100,
-        num_workers=1,
-        elapsed_s=0.0,
-        time_left_s=None,
-        attempt=attempt,
-        first_row=first_row,
-        rows=tuple(rows),
-        latest=None,
-        evaluation=None,
-        num_skipped=0,
-        num_retries=0,
-        stop_request=None,
-        events=(),
-        result=None,
-    )
 
 
 def replayed(messages: list[dict[str, Any]], kind: str) -> dict[int, float | None]:

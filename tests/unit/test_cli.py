@@ -30,22 +30,10 @@ from raytrain.inference.evaluate import EvaluationResult
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.layout import SUMMARY
-from raytrain.runs.outcome import TrainResult
 from raytrain.runs.status import RunStatus, write_status
+from tests.helpers.snapshots import train_result
 
-RESULT = TrainResult(
-    name="first",
-    status="finished",
-    steps=12,
-    epochs=3,
-    samples_seen=96,
-    test_accuracy=0.97,
-    test_loss=float("nan"),
-    checkpoint="checkpoints/step-000000012.pt",
-    run_dir="runs/first",
-    seconds=5.0,
-    num_workers=2,
-)
+RESULT = train_result(test_loss=float("nan"))
 
 
 @pytest.fixture
@@ -204,7 +192,7 @@ def test_the_help_and_the_parsing_import_neither_torch_nor_ray() -> None:
 import sys
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
-from raytrain.cli.parser import parse
+from tests.helpers.snapshots import train_result
 try:
     main(["train", "cifar10", "--help"])
 except SystemExit:

@@ -20,7 +20,7 @@ from raytrain.runs.documents import open_run, read_config, run_store, write_conf
 from raytrain.runs.layout import EVENTS, METRICS
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import list_runs, read_run
-from raytrain.runs.run_reader import RunReader, follow
+from raytrain.runs.run_reader import RunReader, follow_run
 from raytrain.runs.select_runs import select_runs
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import RunStatus, write_status
@@ -131,7 +131,7 @@ def test_a_run_of_another_process_is_followed_until_it_is_over(tmp_path: Path) -
         put_rows(store, step_rows(1, 5))
         write_status(store, RunStatus(status="finished", step=5, num_steps=5))
 
-    follow(RunReader(open_run(str(tmp_path), "first"), "first"), seen.append, meanwhile)
+    follow_run(RunReader(open_run(str(tmp_path), "first"), "first"), seen.append, meanwhile)
     assert [(shown.status, [row.step for row in shown.rows]) for shown in seen] == [
         ("running", [1, 2, 3]),
         ("finished", [4, 5]),

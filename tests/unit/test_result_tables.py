@@ -17,10 +17,10 @@ from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import TrainResult
 from raytrain.runs.records import RunRecord
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.status import RunStatus
+from tests.helpers.snapshots import train_result
 
 
 def text(renderable: RenderableType, width: int = 110) -> str:
@@ -30,30 +30,14 @@ def text(renderable: RenderableType, width: int = 110) -> str:
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
-def result(status: str) -> TrainResult:
-    return TrainResult(
-        name="first",
-        status=status,
-        steps=12,
-        epochs=3.0,
-        samples_seen=96,
-        test_accuracy=0.97,
-        test_loss=None,
-        checkpoint="checkpoints/step-000000012.pt",
-        run_dir="runs/first",
-        seconds=61.5,
-        num_workers=2,
-    )
-
-
 def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
     config = cifar10(data="my images", workers=2, horizontal_flip=False, image_size=(8, 9))
-    seen = text(result_page(config, result("stopped"))).replace("\n", " ")
+    seen = text(result_page(config, train_result(status="stopped"))).replace("\n", " ")
     assert "status stopped" in seen and "test accuracy 0.9700" in seen and "workers 2" in seen
     options = "--data 'my images' --name first --image-size 8 9 --no-horizontal-flip --workers 2"
     assert set(options.split()) <= set(seen.split())
     assert "Resume with raytrain train cifar10" in seen and seen.endswith("--resume")
-    assert "Resume" not in text(result_page(config, result("finished")))
+    assert "Resume" not in text(result_page(config, train_result()))
 
 
 def record() -> RunRecord:

@@ -379,10 +379,10 @@ def test_packed_test_images_are_read(shards: Path, image_set: Callable[[Manifest
 def test_a_table_of_packed_images_is_an_arrow_table(
     shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]
 ) -> None:
-    from raytrain.backends.ray.predict_images import read_block
+    from raytrain.backends.ray.predict_images import read_numbered_block
 
     manifest = list_images(open_store(str(shards)))
-    table: pa.Table = read_block({"id": [0]}, image_set(manifest))
+    table: pa.Table = read_numbered_block({"id": [0]}, image_set(manifest))
     assert table["key"].to_pylist() == manifest.keys.to_pylist()
     assert table["error"].null_count == 150
 

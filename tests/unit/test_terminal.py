@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -14,9 +13,10 @@ from raytrain.display.curve_plots import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import StudyTerminalView, TerminalView
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.snapshot import Event, Snapshot
+from raytrain.runs.snapshot import Event
 from raytrain.runs.stop_request import StopRequest
 from tests.helpers.run_records import finished
+from tests.helpers.snapshots import snapshot
 
 
 class Clock:
@@ -41,30 +41,6 @@ def step_row(step: int, loss: float | None = 1.234) -> MetricRow:
 
 def evaluation_row(step: int, loss: float, accuracy: float) -> MetricRow:
     return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"loss": loss, "accuracy": accuracy})
-
-
-def snapshot(rows: list[MetricRow], first_row: int = 0, **more: Any) -> Snapshot:
-    values: dict[str, Any] = {
-        "name": "first",
-        "status": "running",
-        "step": rows[-1].step if rows else 0,
-        "num_steps": 1000,
-        "steps_per_epoch": 100,
-        "num_workers": 2,
-        "elapsed_s": 754.9,
-        "time_left_s": 80.0,
-        "attempt": 1,
-        "first_row": first_row,
-        "rows": tuple(rows),
-        "latest": rows[-1] if rows else None,
-        "evaluation": None,
-        "num_skipped": 0,
-        "num_retries": 0,
-        "stop_request": None,
-        "events": (),
-        "result": None,
-    }
-    return Snapshot(**{**values, **more})
 
 
 def text(renderable: RenderableType, width: int = 110) -> str:

@@ -16,10 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from raytrain.runs.documents import run_store, write_json
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.trackers.prometheus import PrometheusTracker
+from raytrain.runs.trackers.protocol import TrackedRun
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
-from raytrain.trackers.prometheus import PrometheusTracker
-from raytrain.trackers.protocol import TrackedRun
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
 
 HOSTILE = "<b>[red]\x1b[2J\x9b31m"

@@ -16,13 +16,13 @@ from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.layout import METRICS
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.status import RunStatus, write_status
+from raytrain.runs.trackers import open_trackers as rooms
+from raytrain.runs.trackers.measurements import hyperparams, metric_name, row_metrics
+from raytrain.runs.trackers.open_trackers import open_trackers
+from raytrain.runs.trackers.protocol import Tracker
+from raytrain.runs.trackers.tracker_thread import TrackerThread
+from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.base import Store
-from raytrain.trackers import open_trackers as rooms
-from raytrain.trackers.measurements import hyperparams, metric_name, row_metrics
-from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.protocol import Tracker
-from raytrain.trackers.tracker_thread import TrackerThread
-from raytrain.trackers.tracking import Tracking
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 
 

@@ -40,7 +40,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     made = Cluster([0, 0, 1, 1, 2])
-    monkeypatch.setattr(module, "hardware", made.hardware)
+    monkeypatch.setattr(module, "cluster_hardware", made.hardware)
     monkeypatch.setattr(module.ray.util, "placement_group", made.placement_group)
     monkeypatch.setattr(module.ray.util, "remove_placement_group", made.remove_placement_group)
     monkeypatch.setattr(module.time, "monotonic", map(float, itertools.count()).__next__)

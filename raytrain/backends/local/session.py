@@ -16,7 +16,7 @@ from raytrain.backends.image_cache import image_cache
 from raytrain.backends.local.agent_process import AgentProcess
 from raytrain.backends.local.calls import CallServer
 from raytrain.backends.local.job import Job
-from raytrain.backends.machine import hardware
+from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.run_watcher import LOOK_EVERY_S, watch_here
@@ -39,7 +39,7 @@ class LocalSession:
     """
 
     def __init__(self, prepared: PreparedRun, request: TrainRequest, agent: AgentProcess) -> None:
-        placement = place(prepared.config, hardware(prepared.config.gpus))
+        placement = place(prepared.config, machine_hardware(prepared.config.gpus))
         self._num_workers = placement.num_workers
         self._config = prepared.resolve(placement.num_workers, placement.device)
         self._prepared = prepared

@@ -7,7 +7,7 @@ from typing import Any
 from raytrain.backends.placement import Hardware
 
 
-def hardware() -> Hardware:
+def cluster_hardware() -> Hardware:
     """What the connected cluster has."""
     import ray
 

@@ -67,7 +67,7 @@ def predict_images(
                 lender.lend_if_due()
 
 
-def read_block(row: dict[str, Any], images: ImageSet) -> pa.Table:
+def read_numbered_block(row: dict[str, Any], images: ImageSet) -> pa.Table:
     """Read one block of images; ``row["id"][0]`` is its number.
 
     Returns:
@@ -91,7 +91,7 @@ class _PredictorActor:
         self._shape = shape
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Predict the images that :func:`read_block` read."""
+        """Predict the images that :func:`read_numbered_block` read."""
         block = to_block(table, self._shape)
         predictions = self._predict(block.images, block.labels)
         return predictions.append_column("key", table["key"]).append_column("error", table["error"])
@@ -103,7 +103,7 @@ def _pipeline(images: ImageSet, actor_arguments: tuple[Any, ...], placement: Pla
     return (
         ray.data.range(num_blocks, override_num_blocks=num_blocks)
         .map_batches(
-            partial(read_block, images=images),  # pyright: ignore[reportArgumentType]
+            partial(read_numbered_block, images=images),  # pyright: ignore[reportArgumentType]
             batch_size=1,
             num_cpus=placement.task_cpus,
             zero_copy_batch=True,

@@ -16,7 +16,7 @@ from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import CoordinatorHandle, RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
-from raytrain.backends.ray.hardware import hardware
+from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trainer import TrainerThread
@@ -28,8 +28,8 @@ from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, succes
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.tempdir import TemporaryFolder
-from raytrain.trackers.tracking import Tracking
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
 
@@ -66,7 +66,7 @@ class RunSession:
     """
 
     def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool) -> None:
-        found = hardware()
+        found = cluster_hardware()
         self._placement = place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         num_workers = self._placement.num_workers

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import ray
 
 from raytrain.backends.placement import available_workers, wanted
-from raytrain.backends.ray.hardware import hardware
+from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 
@@ -25,7 +25,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
     """
     if not config.wait_for_machines_s:
         return
-    found = hardware()
+    found = cluster_hardware()
     device, fewest, _ = wanted(config, found)
     if fewest <= available_workers(device, found):
         return
@@ -36,7 +36,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
         started = said = time.monotonic()
         seen = None
         while not group.wait(_LOOK_EVERY_S):
-            now, num_devices = time.monotonic(), available_workers(device, hardware())
+            now, num_devices = time.monotonic(), available_workers(device, cluster_hardware())
             if is_stopped():
                 raise KeyboardInterrupt
             if now - started > config.wait_for_machines_s:

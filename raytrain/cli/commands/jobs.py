@@ -32,12 +32,12 @@ def submit(
     Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
     """
     config = _options(command)
-    from raytrain.backends.submit import DETACHED, follow
+    from raytrain.backends.submit import DETACHED, follow_job
     from raytrain.backends.submit import submit as send
 
     sent = send(command, config, address)
     _note(f"Sent {_size(sent)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
-    status = follow(sent, _show, _note, _wants_to_detach)
+    status = follow_job(sent, _show, _note, _wants_to_detach)
     left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
     text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
     document = {"name": sent.name, "job": sent.job, "status": status.lower(), "storage": sent.storage}

@@ -15,7 +15,7 @@ from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
-    from raytrain.page.server import PageServer
+    from raytrain.display.page.server import PageServer
     from raytrain.runs.snapshot import View
 
 
@@ -31,9 +31,9 @@ def watch(
     """
     if terminal:
         return _watch_in_terminal(storage, runs)
-    from raytrain.page.run_names import names_of
-    from raytrain.page.server import PageServer
-    from raytrain.page.watched_runs import StoredRuns
+    from raytrain.display.page.run_names import names_of
+    from raytrain.display.page.server import PageServer
+    from raytrain.display.page.watched_runs import StoredRuns
 
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) as watched, PageServer(watched, port) as server:
@@ -46,13 +46,13 @@ def watch(
 def _watch_in_terminal(storage: str, runs: tuple[str, ...]) -> CommandResult:
     from raytrain.display.terminal import TerminalView
     from raytrain.runs.documents import open_run
-    from raytrain.runs.run_reader import RunReader, follow
+    from raytrain.runs.run_reader import RunReader, follow_run
 
     if len(runs) != 1:
         raise UsageError("--terminal shows one run; without it, the page shows several.")
     reader = RunReader(open_run(storage, runs[0]).fail_fast(), runs[0])
     with TerminalView(hint="Ctrl-C ends the view, not the run") as view, suppress(KeyboardInterrupt):
-        follow(reader, view.update)
+        follow_run(reader, view.update)
     return CommandResult("", {"storage": storage, "runs": runs})
 
 
@@ -62,8 +62,8 @@ def page_of(config: TrainConfig, *, wanted: bool) -> Generator[list[View]]:
     if not wanted:
         yield []
         return
-    from raytrain.page.server import PageServer
-    from raytrain.page.watched_runs import WatchedRuns
+    from raytrain.display.page.server import PageServer
+    from raytrain.display.page.watched_runs import WatchedRuns
 
     watched = WatchedRuns(config.storage, [config.name] if config.name else [])
     with PageServer(watched) as server:

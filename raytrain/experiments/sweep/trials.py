@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
+from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.search_space import Choices, Point, Space, are_points, parse, points
 from raytrain.runs.documents import check_name, open_run, read_json, run_store, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
 from raytrain.runs.stored_values import matches
 from raytrain.runs.trial_status import EARLY_STOPPING
-from raytrain.training.user_function import names_own_function, stored_function_error
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store

@@ -18,7 +18,7 @@ from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
-from raytrain.backends.ray.hardware import hardware
+from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trials.early_stopping import EarlyStopping
@@ -60,7 +60,7 @@ class SweepSession:
         early_stopping: bool,
         own_cluster: bool,
     ) -> None:
-        found = hardware()
+        found = cluster_hardware()
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         _check_kept(prepared.config, prepared.data, found)
         pickle_by_value(loop)

@@ -33,8 +33,8 @@ from raytrain.runs.outcome import Outcome
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.trackers.tracking import Tracking
 from raytrain.runs.trial_status import TrialStatus
-from raytrain.trackers.tracking import Tracking
 from raytrain.training.run_spec import RunSpec
 
 

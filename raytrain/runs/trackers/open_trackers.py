@@ -7,10 +7,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from raytrain.config.user_function import load_function
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.trackers.protocol import TrackedRun, Tracker
-from raytrain.trackers.tracker_thread import NamedTracker
-from raytrain.training.user_function import load_function
+from raytrain.runs.trackers.protocol import TrackedRun, Tracker
+from raytrain.runs.trackers.tracker_thread import NamedTracker
 
 
 class _BuiltIn(NamedTuple):
@@ -23,10 +23,10 @@ class _BuiltIn(NamedTuple):
 
 
 _BUILT_IN = {
-    "tensorboard": _BuiltIn("raytrain.trackers.tensorboard", "TensorBoardTracker", "tensorboardX", "tensorboard"),
-    "mlflow": _BuiltIn("raytrain.trackers.mlflow", "MLflowTracker", "mlflow", "mlflow"),
-    "wandb": _BuiltIn("raytrain.trackers.wandb", "WandbTracker", "wandb", "wandb"),
-    "prometheus": _BuiltIn("raytrain.trackers.prometheus", "PrometheusTracker", "prometheus_client", ""),
+    "tensorboard": _BuiltIn("raytrain.runs.trackers.tensorboard", "TensorBoardTracker", "tensorboardX", "tensorboard"),
+    "mlflow": _BuiltIn("raytrain.runs.trackers.mlflow", "MLflowTracker", "mlflow", "mlflow"),
+    "wandb": _BuiltIn("raytrain.runs.trackers.wandb", "WandbTracker", "wandb", "wandb"),
+    "prometheus": _BuiltIn("raytrain.runs.trackers.prometheus", "PrometheusTracker", "prometheus_client", ""),
 }
 
 
@@ -52,8 +52,12 @@ def _by_name(name: str) -> NamedTracker:
         hint = did_you_mean(name, _BUILT_IN)
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
-    make = load_function("--track", name)
-    return NamedTracker(name, lambda run: make())
+    own = load_function("--track", name)
+
+    def make(run: TrackedRun) -> Tracker:
+        return own()
+
+    return NamedTracker(name, make)
 
 
 def _built_in(name: str, tracker: _BuiltIn) -> Callable[[TrackedRun], Tracker]:
@@ -69,10 +73,14 @@ def _built_in(name: str, tracker: _BuiltIn) -> Callable[[TrackedRun], Tracker]:
     return make
 
 
-def _of_object(tracker: Tracker) -> NamedTracker:
+def _of_object(tracker: object) -> NamedTracker:
     if isinstance(tracker, type) or not isinstance(tracker, Tracker):
         raise UsageError(
             f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
             "finalize."
         )
-    return NamedTracker(type(tracker).__name__, lambda run: tracker)
+
+    def make(run: TrackedRun) -> Tracker:
+        return tracker
+
+    return NamedTracker(type(tracker).__name__, make)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from raytrain.config import TrainConfig
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import Snapshot
-from raytrain.trackers.measurements import hyperparams
-from raytrain.trackers.tracker_thread import End, NamedTracker, TrackerThread
+from raytrain.runs.trackers.measurements import hyperparams
+from raytrain.runs.trackers.tracker_thread import End, NamedTracker, TrackerThread
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store

@@ -1,5 +1,7 @@
 """A run in MLflow, on the server and in the experiment that ``MLFLOW_TRACKING_URI`` and the like name."""
 
+# mlflow is typed in parts only.
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -16,7 +18,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from raytrain.trackers.protocol import TrackedRun
+from raytrain.runs.trackers.protocol import TrackedRun
 
 _MAX_KEY, _MAX_VALUE = 250, 500  # characters; newer servers take longer values
 _MAX_METRICS, _MAX_PARAMS = 1000, 100  # of one request

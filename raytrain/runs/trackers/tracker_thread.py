@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raytrain.errors import RaytrainError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.redact import redact
+from raytrain.runs.trackers.measurements import row_metrics
+from raytrain.runs.trackers.position import Position, read_position, write_position
+from raytrain.runs.trackers.protocol import TrackedRun, Tracker, TrackerStatus
 from raytrain.storage.tempdir import TemporaryFolder
-from raytrain.trackers.measurements import row_metrics
-from raytrain.trackers.position import Position, read_position, write_position
-from raytrain.trackers.protocol import TrackedRun, Tracker, TrackerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from raytrain.storage.base import Store
 
@@ -183,7 +183,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_file(store: Store, path: str) -> Iterator[str]:
+def _as_file(store: Store, path: str) -> Generator[str]:
     """An object of ``store`` as a local file."""
     if "://" not in store.url:
         yield f"{store.url}/{path}"

@@ -7,7 +7,7 @@ import json
 import threading
 from typing import Any, NamedTuple
 
-from raytrain.page.curves import Curves
+from raytrain.display.page.curves import Curves
 from raytrain.runs.json_lines import plain
 from raytrain.runs.metric_row import Kind
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot

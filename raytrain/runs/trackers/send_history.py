@@ -12,10 +12,10 @@ from raytrain.runs.documents import open_run, read_config
 from raytrain.runs.history import read_metrics
 from raytrain.runs.layout import SWEEP
 from raytrain.runs.status import read_status
-from raytrain.trackers.measurements import hyperparams
-from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.protocol import Tracker
-from raytrain.trackers.tracker_thread import End, TrackerThread
+from raytrain.runs.trackers.measurements import hyperparams
+from raytrain.runs.trackers.open_trackers import open_trackers
+from raytrain.runs.trackers.protocol import Tracker
+from raytrain.runs.trackers.tracker_thread import End, TrackerThread
 
 
 @dataclass(frozen=True)

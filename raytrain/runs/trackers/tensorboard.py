@@ -1,5 +1,7 @@
 """A run as TensorBoard shows it: event files in the folder ``tensorboard`` of the run."""
 
+# tensorboardX is typed in parts only.
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -11,8 +13,8 @@ from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
 from raytrain.runs.throttle import Throttle
+from raytrain.runs.trackers.protocol import TrackedRun
 from raytrain.storage.tempdir import TemporaryFolder
-from raytrain.trackers.protocol import TrackedRun
 
 _FOLDER = "tensorboard"
 _UPLOAD_EVERY_S = 30.0

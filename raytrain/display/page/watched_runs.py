@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from raytrain.data.manifest import Manifest
+from raytrain.display.page.feed import RunFeed
 from raytrain.errors import RaytrainError, StorageError
-from raytrain.page.feed import RunFeed
 from raytrain.runs.documents import read_config, read_json, run_store
 from raytrain.runs.json_lines import plain
 from raytrain.runs.layout import EVALUATION, TEST_MANIFEST

@@ -1,5 +1,7 @@
 """A run in Weights & Biases, in the project that ``WANDB_PROJECT`` and the like name."""
 
+# wandb is typed in parts only.
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -8,7 +10,7 @@ from typing import Any
 
 import wandb
 
-from raytrain.trackers.protocol import TrackedRun
+from raytrain.runs.trackers.protocol import TrackedRun
 
 _EXIT_CODES = {"success": 0, "failed": 1}
 

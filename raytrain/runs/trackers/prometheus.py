@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from raytrain.trackers.protocol import TrackedRun
+from raytrain.runs.trackers.protocol import TrackedRun
 
 _HOST, _PORT = "127.0.0.1", 9464  # OpenTelemetry's
 _NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_]")

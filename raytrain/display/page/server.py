@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from raytrain.display.page.feed import FeedCursor, RunFeed
+from raytrain.display.page.watched_runs import WatchedRuns
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.page.feed import FeedCursor, RunFeed
-from raytrain.page.watched_runs import WatchedRuns
 
 DEFAULT_PORT = 8266
 """Next to that of Ray's dashboard."""
@@ -212,7 +212,7 @@ class PageServer:
 
 async def _file(request: web.Request) -> web.Response:
     name = request.path.rpartition("/")[2]
-    text = (files("raytrain.page") / "static" / (name or "index.html")).read_text("utf-8")
+    text = (files("raytrain.display.page") / "static" / (name or "index.html")).read_text("utf-8")
     return web.Response(text=text, content_type=_FILES[name])
 
 
