@@ -192,7 +192,7 @@ def test_the_help_and_the_parsing_import_neither_torch_nor_ray() -> None:
 import sys
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
-from tests.helpers.snapshots import train_result
+from raytrain.cli.parser import parse
 try:
     main(["train", "cifar10", "--help"])
 except SystemExit:
