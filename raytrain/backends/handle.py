@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.train import train
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class RunHandle:
-    """A run that trains in a thread of this process; :func:`raytrain.start` makes one."""
+    """A run that trains in a thread of this process; :func:`raytrain.start` makes one.
+
+    ``await handle`` is :meth:`result` for asynchronous code. In a notebook it leaves the kernel free for a Stop button.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,13 @@ class RunHandle:
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""
         return self._result.result(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, TrainResult]:
+        return asyncio.shield(asyncio.wrap_future(self._result)).__await__()
+
+    def on_end(self, call: Callable[[BaseException | None], None]) -> None:
+        """Call ``call`` when the run has ended, with what :meth:`result` raises; at once if it has ended already."""
+        self._result.add_done_callback(lambda result: call(result.exception()))
 
     def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
         try:

@@ -1,7 +1,8 @@
-"""A run in a notebook: the terminal's picture below the cell, redrawn while the run trains, and :func:`start`."""
+"""A run in a notebook: live curves or the terminal's picture below the cell while it trains, and :func:`start`."""
 
 from __future__ import annotations
 
+import html
 import io
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
+    from raytrain.display.page.widget import RunWidget
     from raytrain.training.run import Run
 
 _WIDTH = 110
-_STYLE = "font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.15; overflow-x: auto"
+_STYLE = "font: 12px/1.15 Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre; overflow-x: auto"
 
 
 def start(
@@ -34,39 +36,75 @@ def start(
     Args:
         config: the options.
         loop: a training loop of your own.
-        view: called about twice a second with the run's :class:`Snapshot`. By default, in a notebook, it draws the
-            run's picture below the cell.
+        view: called about twice a second with the run's :class:`Snapshot`. By default, in a notebook, it draws the run
+            below the cell: with the extra ``raytrain[notebook]`` as live curves with a Stop button.
         trackers: as for :func:`raytrain.train`.
     """
-    return RunHandle(config, loop, view or _default_view(), trackers)
+    if view is not None or not _is_notebook():
+        return RunHandle(config, loop, view, trackers)
+    shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
+    handle = RunHandle(config, loop, shown.update, trackers)
+    handle.on_end(shown.end)
+    return handle
 
 
 class NotebookView:
     """Shows one run in the output of the cell that made the view: ``view.update(snapshot)``, from any thread.
 
+    While the run trains, it is a widget, or the terminal's picture if anywidget is not installed or nobody can stop
+    the run. In the end it is the picture, which stays in the saved notebook.
+
     Args:
+        stop: what the widget's Stop button calls.
         interval_s: seconds between pictures; a notebook draws more slowly than a terminal.
         clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stop: Callable[[], None] | None = None,
+        interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         from IPython.display import HTML, display
 
+        self._widget = _widget(stop) if stop else None
         waiting = HTML("<pre>reading the data, starting the workers …</pre>")
-        self._display: Any = display(waiting, display_id=True)
+        self._display: Any = display(self._widget or waiting, display_id=True)
         self._interval_s = interval_s
         self._clock = clock
         self._rows: list[MetricRow] = []
         self._next_picture_s = clock()
+        self._over = False
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
+        self._rows[snapshot.first_row :] = snapshot.rows
+        self._over = snapshot.over
+        if self._widget is not None:
+            self._widget.update(snapshot)
+        if self._over or self._clock() >= self._next_picture_s:
+            self._next_picture_s = self._clock() + self._interval_s
+            self._draw(snapshot)
+
+    def end(self, error: BaseException | None) -> None:
+        """Show why the run has ended, unless its last picture does."""
+        if error is not None and not self._over:
+            self._keep(f"<pre>{html.escape(str(error))}</pre>")
+
+    def _draw(self, snapshot: Snapshot) -> None:
+        if self._widget is not None and not snapshot.over:
+            self._widget.draw()
+        else:
+            self._keep(dashboard_html(snapshot, self._rows))
+
+    def _keep(self, picture: str) -> None:
+        """Show ``picture``, which the saved notebook keeps, in place of the widget."""
         from IPython.display import HTML
 
-        self._rows[snapshot.first_row :] = snapshot.rows
-        if self._clock() >= self._next_picture_s or snapshot.over:
-            self._next_picture_s = self._clock() + self._interval_s
-            self._display.update(HTML(dashboard_html(snapshot, self._rows)))
+        self._display.update(HTML(picture))
+        if self._widget is not None:
+            self._widget.close()
 
 
 def dashboard_html(snapshot: Snapshot, rows: list[MetricRow]) -> str:
@@ -76,12 +114,19 @@ def dashboard_html(snapshot: Snapshot, rows: list[MetricRow]) -> str:
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 
-def _default_view() -> View | None:
-    """A view if this process is the kernel of a notebook."""
+def _widget(stop: Callable[[], None]) -> RunWidget | None:
+    """A widget if the extra ``notebook`` is installed."""
+    try:
+        from raytrain.display.page.widget import RunWidget
+    except ImportError:
+        return None
+    return RunWidget(stop)
+
+
+def _is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
     try:
         from IPython.core.getipython import get_ipython
     except ImportError:
-        return None
-    if getattr(get_ipython(), "kernel", None) is None:
-        return None
-    return NotebookView().update
+        return False
+    return getattr(get_ipython(), "kernel", None) is not None

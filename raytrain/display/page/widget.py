@@ -1,0 +1,56 @@
+"""The page of a run as a widget in a notebook: the same curves, the same Stop button. Needs anywidget."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.resources import files
+
+import anywidget
+import traitlets
+
+from raytrain.display.page.feed import FeedCursor, RunFeed
+from raytrain.runs.snapshot import Snapshot
+
+_STATIC = files("raytrain.display.page") / "static"
+_MODULES = ("format.js", "curves.js", "chart.js", "stop_panel.js", "evaluation_view.js", "run_view.js", "widget.js")
+"""Those of the page that a widget needs, each after those that it imports."""
+
+
+def _one_module() -> str:
+    """The page's modules as one: a front end loads a widget from one text, and there is no build step."""
+    texts = [re.sub(r"^import .*$|^export (?=\w)", "", _read(name), flags=re.MULTILINE) for name in _MODULES]
+    return "\n".join([_read("uPlot.iife.min.js"), *texts, "export default { render };"])
+
+
+def _read(name: str) -> str:
+    return (_STATIC / name).read_text("utf-8")
+
+
+class RunWidget(anywidget.AnyWidget):
+    """Shows one run: ``widget.update(snapshot)``, from any thread. Its Stop button calls ``stop``.
+
+    Its state is one whole message, as a page's server sends it to a new viewer: a front end that opens late, or again,
+    has all of it without asking the kernel, which may be busy.
+    """
+
+    _esm = _one_module()
+    _css = _read("uPlot.min.css") + _read("page.css")
+    message = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__()
+        self._feed = RunFeed("")
+        self.on_msg(lambda widget, content, buffers: stop())
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
+        self._feed.name = snapshot.name
+        self._feed.update(snapshot)
+
+    def draw(self) -> None:
+        """Send the run as it stands to the front ends."""
+        message, _ = self._feed.since(FeedCursor())
+        if message is not None:
+            self.message = json.loads(message)

@@ -1,0 +1,114 @@
+"""The widget of a run in a notebook: executed without a front end, and used in JupyterLab."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from playwright.sync_api import Page, expect
+
+from raytrain.demo.digits import render_digits
+from raytrain.display.page.widget import RunWidget
+from raytrain.runs.documents import read_json
+from raytrain.runs.layout import SUMMARY
+from raytrain.storage.open import open_store
+from tests.helpers.snapshots import snapshot
+from tests.helpers.stored_histories import evaluation_row, step_row
+from tests.page.test_browser import expect_later_step, ink
+
+START = """
+import raytrain
+config = raytrain.recipes.digits(
+    name="run", data="digits/train", test_data="digits/test", backend="local", workers=1, epochs={epochs}, log_every=1
+)
+handle = raytrain.start(config)
+"""
+WAIT = "(await handle).status"
+
+
+def test_a_front_end_that_opens_late_gets_the_whole_run() -> None:
+    widget = RunWidget(stop=lambda: None)
+    widget.update(snapshot([step_row(1, loss=3.0)]))
+    widget.draw()
+    widget.update(snapshot([step_row(2, loss=float("nan")), evaluation_row(2, loss=1.0)], first_row=1))
+    widget.draw()
+    curves = widget.message["curves"]
+    assert curves["step"]["step"] == [1, 2]
+    assert curves["step"]["metrics"]["loss"]["mean"] == [3.0, None]
+    assert curves["evaluation"]["metrics"]["loss"]["mean"] == [1.0]
+
+
+def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
+    notebook = NotebookClient(stored_notebook(tmp_path, epochs=2), resources={"metadata": {"path": tmp_path}}).execute()
+    shown, result = (cell.outputs for cell in notebook.cells)
+    assert [output.data.get("text/plain") for output in result] == ["'finished'"]
+    assert "widget" not in "".join(shown[0].data)
+    assert "finished" in shown[0].data["text/html"] and "evaluated after epoch 2" in shown[0].data["text/html"]
+
+
+def test_a_run_that_cannot_start_says_why_below_the_cell(tmp_path: Path) -> None:
+    notebook = stored_notebook(tmp_path, epochs=2)
+    (tmp_path / "digits").rename(tmp_path / "elsewhere")
+    client = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True)
+    shown = client.execute().cells[0].outputs
+    assert "digits/train" in shown[0].data["text/html"]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_is_watched_and_stopped_in_jupyterlab(visit: Callable[..., Page], tmp_path: Path) -> None:
+    stored_notebook(tmp_path, epochs=100_000)
+    with jupyterlab(tmp_path) as url:
+        page = visit(url.replace("/lab?", "/lab/tree/run.ipynb?"), viewport={"width": 1300, "height": 1000})
+        page.locator(".jp-CodeCell .cm-content").first.click()
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.press("Shift+Enter")
+        expect(page.locator(".raytrain .pill")).to_have_text("running")
+        expect_later_step(page, 5)
+        assert ink(page, "Loss") > 0
+        page.locator(".raytrain").get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_role("button", name="Stop the run").click()
+        expect(page.locator(".jp-OutputArea-executeResult pre")).to_have_text("'stopped'")
+        expect(page.locator(".jp-OutputArea-output").first).to_contain_text("stop requested: the Stop button")
+        page.keyboard.press("Control+s")
+        expect(page.locator(".jp-mod-dirty")).to_have_count(0)
+    saved = nbformat.read(tmp_path / "run.ipynb", as_version=4)
+    assert "stopped" in saved.cells[0].outputs[0].data["text/html"]
+    assert read_json(open_store(str(tmp_path / "runs" / "run")), SUMMARY)["checkpoint"]
+
+
+def stored_notebook(folder: Path, epochs: int) -> nbformat.NotebookNode:
+    """A notebook in ``folder`` that starts a run and waits for it, beside its images."""
+    render_digits(folder / "digits", num_images=300)
+    cells = [nbformat.v4.new_code_cell(source) for source in (START.format(epochs=epochs), WAIT)]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": ""}})
+    nbformat.write(notebook, folder / "run.ipynb")
+    return notebook
+
+
+@contextmanager
+def jupyterlab(folder: Path) -> Iterator[str]:
+    """JupyterLab over ``folder``, with settings of its own; its address."""
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--port=0",
+        "--allow-root",
+        f"--notebook-dir={folder}",
+    ]
+    names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+    environment = {**os.environ, **{name: str(folder / ".jupyter" / name) for name in names}}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            yield next(line.split()[-1] for line in process.stderr if "http://127.0.0.1" in line)
+        finally:
+            process.terminate()
