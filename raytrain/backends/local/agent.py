@@ -15,7 +15,7 @@ import threading
 import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step, which takes seconds: once is enough
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -58,7 +58,7 @@ class _Agent(LocalElasticAgent):
             max_restarts=job.task.config.max_failures,
             local_addr="localhost",
         )
-        logs = DefaultLogsSpecs(log_dir=job.folder)
+        logs = DefaultLogsSpecs(log_dir=job.folder, redirects=Std.ALL, tee=Std.ALL)
         super().__init__(spec=spec, logs_specs=logs, start_method="fork", shutdown_timeout=_SHUTDOWN_S)
         self._call = Caller(job.calls)
 

@@ -29,6 +29,7 @@ from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
+from raytrain.runs.process_log import ProcessLog
 from raytrain.training.run_spec import RunSpec
 
 _POLL_S = 20.0
@@ -59,7 +60,8 @@ def work(spec: WorkerSpec) -> None:
     reporter = RayReporter(spec.coordinator, watch=rank == 0)
     weights: Any = None if spec.weights is None else ray.get(spec.weights)
     try:
-        outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
+        with ProcessLog(spec.run.store, rank):
+            outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
     except RaytrainError as error:
         # The driver ends the run: trying again would end the same way.
         failed = Outcome(status="failed", progress=Progress(), error=root_cause(error))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import RunName, Storage
 from raytrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from raytrain.runs.snapshot import Snapshot
 
 Runs = Annotated[Positional[tuple[str, ...]], arg(help="Names of runs.")]
 
@@ -70,18 +74,36 @@ def export_history(
     return CommandResult(f"Wrote {num_rows:,} rows to {output}.", {"run": run, "output": output, "rows": num_rows})
 
 
-def logs(run: RunName, storage: Storage = "./runs") -> CommandResult:
-    """Show what happened to a run: its starts, checkpoints, evaluations, failures and everything else worth a line.
+def logs(
+    run: RunName,
+    storage: Storage = "./runs",
+    worker: Annotated[int | None, arg(help="Show what this worker printed, by its rank, counted from 0.")] = None,
+    follow: Annotated[FlagCreatePairsOff[bool], arg(help="Show what comes, too, until the run is over.")] = False,
+) -> CommandResult:
+    """Show what happened to a run: starts, checkpoints, evaluations, failures; or what one of its workers printed.
 
-    Example: raytrain logs first
+    Example: raytrain logs first --worker 1 --follow
     """
-    from raytrain.display.log_page import log_page
+    from raytrain.display.log_page import LogLines
     from raytrain.runs.documents import open_run
-    from raytrain.runs.run_reader import RunReader
+    from raytrain.runs.process_log import read_worker_logs
+    from raytrain.runs.run_reader import RunReader, follow_run
 
-    snapshot = RunReader(open_run(storage, run), run).snapshot()
-    document = {"run": run, "status": snapshot.status, "events": [event.to_json() for event in snapshot.events]}
-    return CommandResult(log_page(snapshot), document)
+    reader, texts = RunReader(open_run(storage, run), run), list[str]()
+    lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
+
+    def show(snapshot: Snapshot) -> None:
+        if worker is None:
+            lines.events(snapshot)
+        else:
+            lines.worker(worker, read_worker_logs(reader.store, worker))
+
+    if follow:
+        with suppress(KeyboardInterrupt):
+            follow_run(reader, show)
+    else:
+        show(reader.snapshot())
+    return CommandResult("\n".join(texts) or ("" if follow else "There is nothing yet."), {"run": run, "lines": texts})
 
 
 def _confirmed(question: str) -> bool:

@@ -1,0 +1,121 @@
+"""What the workers of a run print, kept in its storage: it is still there when their machines are gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from raytrain.errors import RaytrainError
+from raytrain.runs.layout import LOGS
+from raytrain.runs.redact import redact
+from raytrain.storage.base import Store
+
+COPY_EVERY_S = 10.0
+_MAX_BYTES = 8 << 20  # the newest ones are kept
+_STREAMS = {"out": 1, "err": 2}
+_NAME = re.compile(r"worker-(\d+)-(\w+)\.(out|err)")
+
+
+class LogCopies:
+    """Copies of growing files in the storage of a run, without the secrets of this process's environment."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sizes: dict[str, int] = {}
+
+    def copy(self, path: Path, name: str, start: int = 0) -> None:
+        """Copy what ``path`` holds after ``start`` bytes to the log ``name``, if there is more than the last time.
+
+        An object cannot grow, so that it is written again as a whole. Storage may be out of reach: the next copy has
+        everything.
+        """
+        with suppress(RaytrainError, OSError):
+            end = path.stat().st_size
+            if end == self._sizes.get(name, start):
+                return
+            with path.open("rb") as file:
+                file.seek(max(start, end - _MAX_BYTES))
+                text = file.read(end - file.tell()).decode(errors="replace")
+            self._store.fail_fast().put(LOGS + name, redact(text).encode())
+            self._sizes[name] = end
+
+
+class ProcessLog:
+    """Copies to storage what this process prints while it is open, by Python or by C, and why it failed.
+
+    Ray sends what a worker prints to files, which are read here. Without such files, as in a terminal, nothing is kept.
+    """
+
+    def __init__(self, store: Store, worker: int) -> None:
+        self._copies = LogCopies(store)
+        started = stamp()
+        self._files = [
+            (path, log_name(worker, started, stream), path.stat().st_size)
+            for stream, number in _STREAMS.items()
+            if (path := _file_of(number)) is not None
+        ]
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._copy_until_closed, daemon=True, name="process-log")
+
+    def __enter__(self) -> ProcessLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+        if error is not None:
+            traceback.print_exception(error)
+        self._closed.set()
+        self._thread.join()
+
+    def _copy_until_closed(self) -> None:
+        closed = False
+        while not closed:
+            closed = self._closed.wait(COPY_EVERY_S)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for path, name, start in self._files:
+                self._copies.copy(path, name, start)
+
+
+@dataclass(frozen=True, order=True)
+class WorkerLog:
+    """What one worker printed in one start, to standard output (``out``) or standard error (``err``)."""
+
+    started: str
+    stream: str
+    text: str
+
+
+def read_worker_logs(store: Store, worker: int) -> list[WorkerLog]:
+    """The logs of a worker, by its rank: the earliest start first. Raises StorageError."""
+    return sorted(
+        WorkerLog(match[2], match[3], store.get(LOGS + match[0]).decode(errors="replace"))
+        for found in store.list(LOGS)
+        if (match := _NAME.fullmatch(found.path.rpartition("/")[2])) and int(match[1]) == worker
+    )
+
+
+def stamp() -> str:
+    """The time in UTC, to the second, as part of a name."""
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+
+
+def log_name(worker: int, started: str, stream: str) -> str:
+    """The name of a log; ``started`` tells the starts of a worker apart, and sorts them."""
+    return f"worker-{worker}-{started}.{stream}"
+
+
+def _file_of(number: int) -> Path | None:
+    """The file that a descriptor of this process writes to; None if it is a terminal or a pipe."""
+    with suppress(OSError):
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return Path(os.readlink(f"/proc/self/fd/{number}"))
+    return None
