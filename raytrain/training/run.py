@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
@@ -41,6 +42,8 @@ from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.step_reduce import StepContribution, StepReduce, StepTotals
 from raytrain.training.transforms import Transforms, build_transforms
 
+WAIT_FOR_DATA = "wait for data"
+"""The name of this phase in a trace of torch.profiler."""
 T = TypeVar("T", bound=Stateful)
 
 
@@ -270,7 +273,8 @@ class Run:
 
     def _begin_step(self, step: int, local_batches: Iterator[LocalBatch]) -> Batch:
         started = time.perf_counter()
-        self._local = next(local_batches)
+        with record_function(WAIT_FOR_DATA):
+            self._local = next(local_batches)
         wait_s = time.perf_counter() - started
         stop = self.reporter.stop_requested() or (self.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._checkpoint_requested()

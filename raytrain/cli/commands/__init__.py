@@ -15,7 +15,7 @@ from raytrain.cli.commands.inference import evaluate, export, predict
 from raytrain.cli.commands.jobs import submit
 from raytrain.cli.commands.manage import export_history, logs, rm, tag
 from raytrain.cli.commands.runs import audit, compare, runs, show, track
-from raytrain.cli.commands.training import stop, study, sweep, train
+from raytrain.cli.commands.training import profile, stop, study, sweep, train
 from raytrain.cli.commands.watch import watch
 from raytrain.errors import option_name
 
@@ -26,7 +26,7 @@ COMMANDS: dict[str, Callable[..., CommandResult]] = {
         *(evaluate, predict, export),
         *(watch, runs, show, compare, track, audit),
         *(logs, tag, export_history, rm),
-        *(doctor, devices),
+        *(doctor, devices, profile),
         *(fetch_dataset, upload, pack),
         *(new, demo),
     )

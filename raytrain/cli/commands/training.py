@@ -47,6 +47,25 @@ def _show(snapshot: Snapshot, views: list[View]) -> None:
         view(snapshot)
 
 
+def profile(
+    options: RecipeOptions,
+    output: Annotated[str | None, arg(help="Folder for the traces; by default NAME-profile.")] = None,
+    trust: TrustResumed = False,
+) -> CommandResult:
+    """Train a few steps on this machine and say where their time goes. Writes a Chrome trace of each worker.
+
+    With --resume and the --name of a run, it takes that run's options.
+
+    Example: raytrain profile cifar10 --data s3://bucket/train
+    """
+    config = options.checked()
+    from raytrain.diagnostics.profile import profile
+    from raytrain.display.profile_table import profile_page
+
+    result = profile(config, output=output or f"{config.name or config.recipe}-profile")
+    return CommandResult(profile_page(result), result.summary())
+
+
 def study(
     options: StudyOptions,
     workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to compare, such as 1 2 4 8.")],

@@ -1,0 +1,54 @@
+"""Where a step's time goes: the arithmetic and the advice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from raytrain.diagnostics.profile import advice
+from raytrain.diagnostics.step_phases import PHASES, Ranges, phase_seconds
+from raytrain.recipes import digits
+
+
+def test_the_phases_of_a_step_add_up_and_only_all_reduce_that_nothing_hides_counts() -> None:
+    ranges = Ranges(
+        steps=[(0, 100), (100, 200)],
+        waits=[(0, 10), (100, 130)],
+        bodies=[(15, 95), (135, 195)],
+        backwards=[(40, 80), (160, 190)],
+        optimizers=[(80, 90), (190, 194)],
+        collectives=[(50, 75), (170, 185)],  # over the workers
+        computing=[(15, 60), (135, 180)],
+    )
+    seconds = phase_seconds(ranges)
+    assert {name: round(value * 2e6) for name, value in seconds.items()} == {
+        "waiting for data": 40,
+        "copy and augmentation": 10,
+        "forward": 50,
+        "backward": 50,
+        "all-reduce": 20,
+        "optimizer": 14,
+        "other": 16,
+    }
+
+
+def test_several_backwards_of_a_step_leave_the_time_between_them_to_the_forward() -> None:
+    ranges = Ranges([(0, 100)], [(0, 10)], [(10, 90)], [(30, 40), (60, 70)], [(70, 80)], [], [])
+    seconds = phase_seconds(ranges)
+    assert round(seconds["forward"] * 1e6) == 40 and round(seconds["backward"] * 1e6) == 20
+
+
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        ("waiting for data", "Waiting for data takes 70% of a step: pack"),
+        ("all-reduce", "gradients takes 70% of a step: a larger --batch-size"),
+        ("copy and augmentation", "augmenting takes 70% of a step"),
+        ("optimizer", "The optimizer takes 70% of a step"),
+        ("forward", "The network itself takes 75% of a step: try --precision bfloat16 and --channels-last"),
+    ],
+)
+def test_the_advice_rests_on_the_largest_share(slow: str, words: str) -> None:
+    config = dataclasses.replace(digits(), channels_last=False, compile=True)
+    assert words in advice({name: 0.70 if name == slow else 0.05 for name in PHASES}, config)
