@@ -48,6 +48,9 @@ class OwnedStore(Store):
     def get(self, path: str, etag: str = "") -> bytes:
         return self.store.get(path, etag)
 
+    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        return self.store.get_range(path, start, num_bytes)
+
     def put(self, path: str, data: bytes) -> None:
         self.owner.check(self.store)
         self.store.put(path, data)

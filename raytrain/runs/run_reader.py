@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args, get_type_hints
@@ -27,13 +28,16 @@ T = TypeVar("T")
 _READ_EVERY_S = 1.0
 _NUM_ROWS_TIMED = 50
 """Latest rows from whose pace the time left is extrapolated."""
+_PIECE_BYTES = 2**24
+"""Most that is read of a document at once: a history may have millions of rows."""
+_END_BYTES = 1000
 
 
 class RunReader:
     """Reads a run, wherever it trains, as :class:`Snapshot`: what a :class:`RunMonitor` gives in the run's own process.
 
-    Of the metrics only what is new is parsed, so that :meth:`snapshot` may be called every second. Its documents may be
-    damaged, or somebody else's: what cannot be used is left out.
+    Of the metrics only what is new is read and parsed, so that :meth:`snapshot` may be called every second, and none of
+    it is kept. Its documents may be damaged, or somebody else's: what cannot be used is left out.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -42,6 +46,8 @@ class RunReader:
         self._rows = _GrowingLines(store, METRICS, lambda number, document: MetricRow.from_json(document))
         self._events = _GrowingLines(store, EVENTS, Event.from_json)
         self._skipped = _GrowingLines(store, SKIPPED, lambda number, document: number)
+        self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
+        self._evaluation: MetricRow | None = None
         self._steps_per_epoch = 1
         self._exists = False
 
@@ -50,35 +56,57 @@ class RunReader:
         self._exists = self._exists or self.store.exists(CONFIG)
         return self._exists
 
+    @property
+    def behind(self) -> bool:
+        """Whether there are more rows already: the latest snapshot had only some of a long history."""
+        return self._rows.behind
+
     def snapshot(self, since: RowCursor = START) -> Snapshot:
-        """How the run stands, with the rows that a viewer at ``since`` lacks. Raises StorageError."""
+        """How the run stands, with the rows that a viewer at ``since`` lacks, or some of them. Raises StorageError."""
         status = read_status(self.store)  # before the rows: a run that is over has all of them
-        for lines in (self._rows, self._events, self._skipped):
-            lines.read()
-        rows, first_row = self._rows.parsed, since.row if since.attempt == self._rows.generation else 0
-        steps = [row for row in rows[-_NUM_ROWS_TIMED:] if row.kind == "step"]
-        step = max([status.step, *(row.step for row in rows[-1:])])
+        first_row, rows = self._read_rows(since)
+        self._events.read_all()
+        self._skipped.read_all()
+        latest = [row for row in (*list(self._steps)[-1:], self._evaluation) if row is not None]
+        step = max([status.step, *(row.step for row in latest)])
         result = None if status.active else _result(self.store)
         return Snapshot(
             name=self.name,
             status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),
             step=step,
             num_steps=max(1, status.num_steps, step),
-            steps_per_epoch=self._count_steps_per_epoch(status, rows[first_row:]),
+            steps_per_epoch=self._count_steps_per_epoch(status, rows),
             num_workers=status.num_workers,
-            elapsed_s=max([0.0, *(row.elapsed_s for row in rows[-1:]), *(event.at_s for event in self._events.parsed)]),
-            time_left_s=_time_left_s(steps, status.num_steps) if status.active else None,
+            elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(event.at_s for event in self._events.parsed)]),
+            time_left_s=_time_left_s(self._steps, status.num_steps) if status.active else None,
             attempt=self._rows.generation,
             first_row=first_row,
-            rows=tuple(rows[first_row:]),
-            latest=next(reversed(steps), None),
-            evaluation=next((row for row in reversed(rows) if row.kind == "evaluation"), None),
+            rows=tuple(rows),
+            latest=next(reversed(self._steps), None),
+            evaluation=self._evaluation,
             num_skipped=len(self._skipped.parsed),
             num_retries=result.num_retries if result else 0,
             stop_request=read_stop_request(self.store) if status.active else None,
             events=tuple(self._events.parsed),
             result=result,
         )
+
+    def _read_rows(self, since: RowCursor) -> tuple[int, list[MetricRow]]:
+        """The next rows for a viewer at ``since``, and the index of the first one."""
+        if since != (self._rows.generation, self._rows.num_parsed):
+            self._rows.restart()
+        self._rows.forget()
+        self._rows.read()
+        rows, first_row = self._rows.parsed, self._rows.num_parsed - len(self._rows.parsed)
+        if first_row == 0:
+            self._steps.clear()
+            self._evaluation = None
+        for row in rows:
+            if row.kind == "step":
+                self._steps.append(row)
+            else:
+                self._evaluation = row
+        return first_row, rows
 
     def _count_steps_per_epoch(self, status: RunStatus, new: Sequence[MetricRow]) -> int:
         by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
@@ -94,41 +122,69 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
             snapshot = reader.snapshot(cursor)
             cursor = snapshot.cursor
             view(snapshot)
+            if reader.behind:
+                continue
             if snapshot.over:
                 return
         pause(_READ_EVERY_S)
 
 
 class _GrowingLines(Generic[T]):
-    """A document of JSON lines that mostly grows: ``parsed`` is what ``parse`` makes of each line and its number.
+    """A document of JSON lines that mostly grows, read in pieces: ``parsed`` is what ``parse`` makes of each line and
+    its number, apart from those that were forgotten.
 
     ``generation`` counts how often the document was replaced by another one, as by a run that resumes.
     """
 
     def __init__(self, store: Store, path: str, parse: Callable[[int, dict[str, Any]], T]) -> None:
-        self.parsed: list[T] = []
         self.generation = 1
         self._store = store
         self._path = path
         self._parse = parse
+        self.restart()
+
+    def restart(self) -> None:
+        """Read the document from its beginning."""
+        self.parsed: list[T] = []
+        self.num_parsed = 0
+        self.behind = False  # the last piece did not reach the end
         self._num_bytes = 0
         self._end = b""  # of what was parsed
 
+    def forget(self) -> None:
+        """Drop what was parsed so far."""
+        self.parsed = []
+
     def read(self) -> None:
-        """Parse what is new."""
-        try:
-            data = self._store.get(self._path)
-        except FileNotFoundError:
-            data = b""
-        if not data.startswith(self._end, self._num_bytes - len(self._end)) or len(data) < self._num_bytes:
-            self.parsed, self._num_bytes = [], 0
+        """Parse what is new, or a piece of it."""
+        data = self._piece()
+        if not data.startswith(self._end):
+            self.restart()
             self.generation += 1
-        whole = data[self._num_bytes : data.rfind(b"\n") + 1]  # the last line may still be growing
+            data = self._piece()
+        new = data[len(self._end) :]
+        whole = new[: new.rfind(b"\n") + 1]  # the last line may still be growing
         for line in whole.splitlines():
             with suppress(KeyError, TypeError, ValueError):
-                self.parsed.append(self._parse(len(self.parsed), plain(parse_object(line))))
+                self.parsed.append(self._parse(self.num_parsed, plain(parse_object(line))))
+                self.num_parsed += 1
+        self.behind = len(new) == _PIECE_BYTES and bool(whole)
         self._num_bytes += len(whole)
-        self._end = data[max(0, self._num_bytes - 1000) : self._num_bytes]
+        self._end = (self._end + whole)[-_END_BYTES:]
+
+    def read_all(self) -> None:
+        """Parse all that is new."""
+        self.read()
+        while self.behind:
+            self.read()
+
+    def _piece(self) -> bytes:
+        """The end of what was parsed, and what follows."""
+        start = self._num_bytes - len(self._end)
+        try:
+            return self._store.get_range(self._path, start, len(self._end) + _PIECE_BYTES)
+        except FileNotFoundError:
+            return b""
 
 
 def _result(store: Store) -> TrainResult | None:

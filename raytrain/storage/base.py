@@ -59,6 +59,10 @@ class Store(ABC):
         """Return the content. Raises FileNotFoundError, or ObjectChanged if a listing's ``etag`` no longer matches."""
 
     @abstractmethod
+    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        """Return at most ``num_bytes`` of the content, from byte ``start`` on. Raises FileNotFoundError."""
+
+    @abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Write or replace an object atomically: a reader sees the old or the new content, never a part of it."""
 

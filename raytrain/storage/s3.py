@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, TypeVar
 
-from obstore.exceptions import AlreadyExistsError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
 from raytrain.storage.base import ObjectChanged, S3Settings, Store, StoredObject, threads
 from raytrain.storage.credentials import CredentialSource, required
@@ -55,6 +55,9 @@ class BucketStore(Store):
         if etag and found and _normalized(found) != _normalized(etag):
             raise ObjectChanged(f"{self.url}/{path}")
         return data
+
+    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        return self._call(path, lambda client: _part(client, path, start, num_bytes))
 
     def put(self, path: str, data: bytes) -> None:
         store = dataclasses.replace(self, multipart=True) if len(data) > _PART_BYTES else self
@@ -168,6 +171,16 @@ _client_lock = threading.Lock()  # the cache alone would let concurrent threads 
 
 def _content(result: GetResult) -> tuple[str | None, bytes]:
     return result.meta["e_tag"], bytes(result.bytes())
+
+
+def _part(client: S3Store, path: str, start: int, num_bytes: int) -> bytes:
+    size_bytes = client.head(path)["size"]  # S3 refuses a range behind the end
+    if start >= size_bytes:
+        return b""
+    try:
+        return bytes(client.get_range(path, start=start, end=min(start + num_bytes, size_bytes)))
+    except GenericError:  # rclone's server says that it sends the whole object, which obstore refuses
+        return bytes(client.get(path).bytes())[start : start + num_bytes]
 
 
 def _put_if(client: S3Store, path: str, data: bytes, expected: bytes | None) -> bool:

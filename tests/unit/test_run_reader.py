@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from raytrain.runs import run_reader
 from raytrain.runs.history import History
 from raytrain.runs.layout import METRICS
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.run_reader import RunReader
-from raytrain.runs.snapshot import START
+from raytrain.runs.run_reader import RunReader, follow_run
+from raytrain.runs.snapshot import START, Snapshot
 from raytrain.runs.stop_request import StopRequest, request_stop
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
@@ -24,6 +27,20 @@ def test_a_reader_sees_what_the_run_wrote_and_later_only_what_is_new(tmp_path: P
     second = reader.snapshot(first.cursor)
     assert (second.first_row, [row.step for row in second.rows]) == (2, [20, 30])
     assert second.evaluation is not None and second.evaluation.accuracy == 0.5
+
+
+def test_a_long_history_is_read_in_pieces_of_which_none_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_reader, "_PIECE_BYTES", 1000)
+    rows = [evaluation_row(1, accuracy=0.5), *(step_row(step, loss=1.0) for step in range(2, 100))]
+    store = store_run(tmp_path, "run", rows, status="finished")
+    seen: list[Snapshot] = []
+    follow_run(RunReader(store, "run"), seen.append, pause=lambda seconds: None)
+    assert [row.step for snapshot in seen for row in snapshot.rows] == list(range(1, 100))
+    assert [snapshot.first_row for snapshot in seen[:2]] == [0, len(seen[0].rows)]
+    assert max(len(snapshot.rows) for snapshot in seen) <= 10
+    assert (seen[-1].step, seen[-1].evaluation) == (99, rows[0])
 
 
 def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:

@@ -61,6 +61,16 @@ def sentence(raised: pytest.ExceptionInfo[StorageError]) -> str:
 # All kinds of store.
 
 
+def test_a_part_of_an_object_is_read_as_far_as_there_is_one(store: Store) -> None:
+    store.put("a", b"0123456789")
+    parts = [store.get_range("a", start, num_bytes) for start, num_bytes in ((0, 4), (8, 4), (10, 4), (99, 4))]
+    assert parts == [b"0123", b"89", b"", b""]
+    store.put("empty", b"")
+    assert store.get_range("empty", 0, 4) == b""
+    with pytest.raises(FileNotFoundError):
+        store.get_range("b", 0, 4)
+
+
 def test_an_object_can_be_written_read_listed_and_deleted(store: Store) -> None:
     store.put("a/b.bin", b"one")
     store.put("a/b.bin", b"three")

@@ -115,4 +115,5 @@ class StoredRuns(WatchedRuns):
                     self.update(reader.snapshot(feed.rows))
             except StorageError as error:
                 self.report(feed, str(error))
-            self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
+            if not reader.behind:
+                self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
