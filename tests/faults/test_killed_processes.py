@@ -93,7 +93,7 @@ def test_a_killed_worker_or_an_exception_does_not_change_the_weights(
     assert steps == list(range(1, 21))
 
 
-def summary_of(scenario: str, images: Path, storage: Path) -> dict[str, Any]:
+def summary_of(scenario: str, images: Path, storage: Path | str) -> dict[str, Any]:
     """Run a test helper module in its own process and cluster, and return the summary that it prints."""
     command = [sys.executable, "-m", scenario, str(images), str(storage)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
