@@ -20,7 +20,7 @@ from raytrain.runs.trackers import open_trackers as rooms
 from raytrain.runs.trackers.measurements import hyperparams, metric_name, row_metrics
 from raytrain.runs.trackers.open_trackers import open_trackers
 from raytrain.runs.trackers.protocol import Tracker
-from raytrain.runs.trackers.tracker_thread import TrackerThread
+from raytrain.runs.trackers.tracker_thread import TrackerThread, gather_s
 from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.base import Store
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
@@ -243,3 +243,7 @@ def test_only_a_run_that_is_over_is_sent_later(tmp_path: Path) -> None:
     stored_run(tmp_path, step_rows(1, 5))
     with pytest.raises(RaytrainError, match="tracker Failing failed"):
         raytrain.track("first", [Failing()], storage=str(tmp_path))
+
+
+def test_a_tracker_that_needs_much_cpu_gets_its_rows_in_larger_groups() -> None:
+    assert [gather_s(cpu_s) for cpu_s in (0.0, 0.01, 0.1, 5.0)] == [2.0, 2.0, 10.0, 30.0]

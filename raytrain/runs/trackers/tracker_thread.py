@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 GATHER_S = 2.0
 """Seconds between two groups of rows: a tracker may need a request for each group."""
+_MAX_GATHER_S = 30.0
+_CPU_FRACTION = 0.01
+"""Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""
 _HANGS_AFTER_S = 60.0
 _MAX_REASON = 300  # characters of an error message
 
@@ -105,11 +108,13 @@ class TrackerThread:
     def _feed(self) -> None:
         try:
             tracker = self._open()
+            pause_s = GATHER_S
             while self._end is None:
                 self._busy_since = None
-                self._ended.wait(GATHER_S)
-                self._busy_since = self._clock()
+                self._ended.wait(pause_s)
+                self._busy_since, worked_s = self._clock(), time.thread_time()
                 self._send(tracker)
+                pause_s = gather_s(time.thread_time() - worked_s)
             self._send(tracker)  # what came between the last look and the end
             if self._end.network is not None and hasattr(tracker, "log_network"):
                 self._send_network(tracker, self._end.network)
@@ -175,6 +180,11 @@ class TrackerThread:
             self.failed = True
             rest = f"`raytrain track {self._run} --track {self.name}` sends what is missing once the run is over"
             self._report(redact(f"tracker {self.name} {what}; the run goes on without it, and {rest}"))
+
+
+def gather_s(cpu_s: float) -> float:
+    """How long to gather rows after a group that took ``cpu_s`` seconds of a core."""
+    return min(max(GATHER_S, cpu_s / _CPU_FRACTION), _MAX_GATHER_S)
 
 
 def _reason(error: BaseException) -> str:
