@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,8 @@ from raytrain.data.framing import STRETCHED, Frame, Framing
 from raytrain.data.manifest import Manifest
 from raytrain.data.shards import DamagedShard, read_packed
 from raytrain.storage.base import ObjectChanged, Store
+
+_DecodeOne = Callable[[bytes, Frame], Pixels]
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,28 @@ class ImageReader:
         ``frames`` say what is seen of each image, in place of the reader's framing. The pixels of an unreadable image
         are 0. Raises StorageError if the store refuses or cannot be reached.
         """
-        framed = list(zip(self._contents(manifest), frames or [self.framing.frame] * len(manifest), strict=True))
+        with self._decoder() as decode_one:
+            return self._read(manifest, frames, decode_one)
+
+    def read_each(self, manifests: Iterable[Manifest]) -> Iterator[tuple[Pixels, dict[int, str]]]:
+        """What :meth:`read` returns for each of ``manifests``, all decoded in one process if they are ``isolated``."""
+        with self._decoder() as decode_one:
+            for manifest in manifests:
+                yield self._read(manifest, None, decode_one)
+
+    @contextmanager
+    def _decoder(self) -> Iterator[_DecodeOne]:
         if not self.isolated:
-            return self._decode_all(framed, lambda data, frame: decode(data, self.shape, frame))
+            yield lambda data, frame: decode(data, self.shape, frame)
+            return
         with DecodeProcess(self.shape) as process:
-            return self._decode_all(framed, process.decode)
+            yield process.decode
+
+    def _read(
+        self, manifest: Manifest, frames: Sequence[Frame] | None, decode_one: _DecodeOne
+    ) -> tuple[Pixels, dict[int, str]]:
+        framed = list(zip(self._contents(manifest), frames or [self.framing.frame] * len(manifest), strict=True))
+        return self._decode_all(framed, decode_one)
 
     def _contents(self, manifest: Manifest) -> list[bytes | Exception]:
         if manifest.packing is not None:
@@ -46,7 +66,7 @@ class ImageReader:
         return self.store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
     def _decode_all(
-        self, framed: Sequence[tuple[bytes | Exception, Frame]], decode_one: Callable[[bytes, Frame], Pixels]
+        self, framed: Sequence[tuple[bytes | Exception, Frame]], decode_one: _DecodeOne
     ) -> tuple[Pixels, dict[int, str]]:
         shape = self.shape
         images = np.zeros((len(framed), shape.height, shape.width, shape.channels), np.uint8)

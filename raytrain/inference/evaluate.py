@@ -1,4 +1,4 @@
-"""Evaluate a trained run on labelled images, on all workers of a Ray cluster."""
+"""Evaluate a trained run on labelled images."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def evaluate(
         labels: a label file for the images, with the same columns as the run's; by default their folders are the
             labels. If it has a column ``split``, its test images are used.
         storage: where the run is stored.
-        workers: processes that share the work; by default as many as fit.
-        address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
+        workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
+        address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
+            does the work without Ray. ``local`` starts a cluster for it.
         trust: whether a network that is a function of the run's author may run.
 
     Raises:

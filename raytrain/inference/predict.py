@@ -1,4 +1,4 @@
-"""Predict the classes of images with a trained run and write them to a file, on all workers of a Ray cluster."""
+"""Predict the classes of images with a trained run and write them to a file."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def predict(
         output: a file (or ``s3://`` object) whose name ends in .parquet or .csv.
         top_k: number of classes for each image.
         storage: where the run is stored.
-        workers: processes that share the work; by default as many as fit.
-        address: the Ray cluster; by default RAY_ADDRESS, else one on this machine.
+        workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
+        address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
+            does the work without Ray. ``local`` starts a cluster for it.
         trust: whether a network that is a function of the run's author may run.
 
     Raises:

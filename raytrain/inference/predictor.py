@@ -1,4 +1,4 @@
-"""The network of a run as it predicts images in a process of its own, on a GPU if there is one."""
+"""The network of a run as it predicts blocks of images, on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _MIN_PROBABILITY = 1e-30
 
 
 class Predictor:
-    """Predicts the ``top_k`` likeliest classes of images."""
+    """Predicts the ``top_k`` likeliest classes of images: on the GPU of number ``gpu``, if there are any."""
 
-    def __init__(self, store: Store, num_threads: int, *, run: str, top_k: int, trust: bool = False) -> None:
+    def __init__(
+        self, store: Store, num_threads: int, gpu: int = 0, *, run: str, top_k: int, trust: bool = False
+    ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load."""
         import torch
 
         from raytrain.inference.classifier import load_classifier
 
         torch.set_num_threads(num_threads)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
         self._top_k = top_k
 

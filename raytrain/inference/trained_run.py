@@ -1,4 +1,4 @@
-"""A run that has a checkpoint, and its predictions for the images of a manifest, computed on a Ray cluster."""
+"""A run that has a checkpoint, and its predictions for the images of a manifest, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import cast
 import pyarrow as pa
 
 from raytrain import recipes
-from raytrain.backends.placement import place
-from raytrain.backends.ray.connection import connection
+from raytrain.backends.machine import machine_hardware
+from raytrain.backends.placement import Hardware, Placement, place
+from raytrain.backends.predict_request import PredictRequest
+from raytrain.backends.ray.connection import connection, uses_cluster
 from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import evaluation_format
@@ -45,6 +47,8 @@ class TrainedRun:
     ) -> pa.Table:
         """Predict the classes of the manifest's images, which are in the store ``images``.
 
+        The cluster at ``address`` does it, or one that a command here would join; without any, this process does.
+
         Returns:
             A row for each image, in the manifest's order, with the columns key, error (why the image could not be read,
             else null) and those of :class:`raytrain.inference.predictor.Predictor`, which mean nothing if there is an
@@ -53,22 +57,25 @@ class TrainedRun:
         Raises:
             UsageError: there is no cluster at ``address``, or it is too small for ``workers``.
         """
+        load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust)
+        request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
+        if uses_cluster(address):
+            return self._predict_on_cluster(request, workers, address)
+        from raytrain.backends.local.predict_images import predict_images
+
+        found = machine_hardware()
+        return pa.concat_tables(predict_images(request, self._place(workers or max(1, int(found.gpus)), found)))
+
+    def _predict_on_cluster(self, request: PredictRequest, workers: int | None, address: str | None) -> pa.Table:
         with connection(address) as cluster:
             cluster.connect()
             from raytrain.backends.ray.predict_images import predict_images  # imports Ray
 
-            threads = self.config.threads_per_worker
-            options = recipes.custom(workers=workers or "auto", threads_per_worker=threads)
-            tables = predict_images(
-                images,
-                manifest,
-                evaluation_format(self.config),
-                run_store=self.store,
-                load_predictor=partial(Predictor, run=self.name, top_k=top_k, trust=self.trust),
-                placement=place(options, cluster_hardware()),
-                scope_keys=self.config.scope_keys,
-            )
-            return pa.concat_tables(tables)
+            placement = self._place(workers or "auto", cluster_hardware())
+            return pa.concat_tables(predict_images(request, placement, scope_keys=self.config.scope_keys))
+
+    def _place(self, workers: int | str, found: Hardware) -> Placement:
+        return place(recipes.custom(workers=workers, threads_per_worker=self.config.threads_per_worker), found)
 
 
 def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:

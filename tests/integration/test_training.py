@@ -155,7 +155,7 @@ def test_an_error_in_the_loop_is_reported_in_one_sentence_and_the_run_can_be_res
 
 
 def test_images_that_cannot_be_read_are_skipped_and_listed(
-    s3: S3Server, s3_url: str, images: Path, tmp_path: Path
+    s3: S3Server, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(s3_url)
     for path in images.rglob("*.png"):
@@ -177,6 +177,10 @@ def test_images_that_cannot_be_read_are_skipped_and_listed(
     ]
     measured = raytrain.evaluate("run", s3_url, storage=str(tmp_path), trust=True)
     assert (measured.images, measured.skipped) == (90, 2)
+    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
+    here = raytrain.evaluate("run", s3_url, storage=str(tmp_path), trust=True)
+    assert {**here.summary(), "loss": 0} == {**measured.summary(), "loss": 0}
+    assert here.loss == pytest.approx(measured.loss, abs=1e-9)
     classifier = raytrain.load("run", storage=str(tmp_path), trust=True)
     files = sorted(images.rglob("*.png"))
     right = sum(label == file.parent.name for file, (label, _) in zip(files, classifier.classify(files), strict=True))

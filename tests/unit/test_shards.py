@@ -22,6 +22,7 @@ from raytrain.config import TrainConfig
 from raytrain.data import shards as shard_files
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder
+from raytrain.data.blocks import to_block
 from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
@@ -291,7 +292,7 @@ def read_local_batches(
         partition = Partition(plan, rank, [1.0] * num_workers)
         order = WorkerOrder(partition, first_step, rows_per_block)
         tables = (ingest.read_block(images, order, number) for number in range(len(order)))
-        return list(batches_from_stream(partition, (ingest.to_block(table, SHAPE) for table in tables), first_step))
+        return list(batches_from_stream(partition, (to_block(table, SHAPE) for table in tables), first_step))
 
     return [read(rank) for rank in range(num_workers)]
 

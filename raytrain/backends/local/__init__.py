@@ -1,1 +1,1 @@
-"""Training on this machine without Ray: torch's elastic agent starts the workers."""
+"""Training and predicting on this machine without Ray. For training, torch's elastic agent starts the workers."""

@@ -9,9 +9,9 @@ import ray
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_block, to_block
+from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_block
 from raytrain.data.block_order import CacheOrder
-from raytrain.data.blocks import Block
+from raytrain.data.blocks import Block, to_block
 from raytrain.data.decode import ImageShape
 
 _POLL_S = 10.0

@@ -38,7 +38,7 @@ class Connection:
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
         if self._address == "auto" or not (self._address or is_connected()):
-            self._address = _local_cluster_address() or self._address
+            self._address = self._running_here() or self._address
         starts_here = self._address == "local" or not (self._address or is_connected())
         if gpus and not starts_here:
             raise UsageError(
@@ -79,6 +79,17 @@ class Connection:
             raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
         self._opened.callback(_leave)
 
+    @staticmethod
+    def _running_here() -> str | None:
+        """The address of the cluster that runs on this machine, which the user hears of."""
+        address = _local_cluster_address()
+        if address is not None:
+            _LOG.warning(
+                "Joining the Ray cluster at %s, which was started on this machine; --address local starts a new one.",
+                address,
+            )
+        return address
+
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here."""
         self._opened.close()
@@ -96,6 +107,11 @@ def connection(
         yield opened
     finally:
         opened.close()
+
+
+def uses_cluster(address: str | None) -> bool:
+    """Whether there is a cluster to use, or the user asks for one; otherwise, a :class:`Connection` starts one."""
+    return bool(address or is_connected() or os.environ.get("RAY_ADDRESS") or _local_cluster_address())
 
 
 def is_connected() -> bool:
@@ -176,9 +192,5 @@ def _local_cluster_address() -> str | None:
         address = file.read().strip()
         host, port = address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=1.0):
-            _LOG.warning(
-                "Joining the Ray cluster at %s, which was started on this machine; --address local starts a new one.",
-                address,
-            )
             return address
     return None

@@ -24,7 +24,7 @@ from ray.data import DataContext, ExecutionResources
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.private_api import EXECUTION_CALLBACK, is_repeated_task
 from raytrain.data.block_order import BlockOrder, BlockRef, interleave, rows_per_block
-from raytrain.data.blocks import Block
+from raytrain.data.blocks import to_table
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import Manifest
@@ -133,16 +133,6 @@ def _by_pipelines(
             yield which, ref
 
 
-def to_block(table: pa.Table, shape: ImageShape) -> Block:
-    """A block out of a table from the object store, without a copy."""
-    column = table.column("image").combine_chunks()
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    pixels = np.frombuffer(column.buffers()[1], np.uint8)
-    start, stop = column.offset * shape.num_bytes, (column.offset + len(column)) * shape.num_bytes
-    images = pixels[start:stop].reshape(-1, shape.height, shape.width, shape.channels)
-    return Block(images, table.column("label").to_numpy(), table.column("sample").to_numpy())
-
-
 def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool) -> pa.Table:
     """Fetch ``samples`` and decode them for ``epoch``.
 
@@ -166,13 +156,6 @@ def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool)
 def chosen(images: ImageSet, samples: Int64s) -> Manifest:
     """What the manifest says of ``samples`` (see :meth:`BatchPlan.samples`)."""
     return _manifest(images.manifest).select(samples % images.num_images)
-
-
-def to_table(pixels: np.ndarray[Any, np.dtype[np.uint8]], labels: Int64s, samples: Int64s) -> pa.Table:
-    """The inverse of :func:`to_block`."""
-    kind = pa.binary(pixels[0].size)
-    column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
-    return pa.table({"image": column, "label": labels, "sample": samples})
 
 
 def _pipeline(

@@ -17,11 +17,11 @@ from ray.exceptions import RayError
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, to_block
+from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder
-from raytrain.data.blocks import Block
+from raytrain.data.blocks import Block, to_block
 from raytrain.data.decode import ImageShape
 from raytrain.data.partition import Partition
 from raytrain.data.prefetch import Prefetch
