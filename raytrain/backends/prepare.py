@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.options import Precision
 from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.claim import RunClaim, claim_run
@@ -17,6 +19,7 @@ from raytrain.runs.documents import check_name, new_name, read_config, run_store
 from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CONFIG
 from raytrain.runs.skipped_images import SkipLimit
+from raytrain.runs.startup_log import STARTUP
 from raytrain.storage.scoped_credentials import Scope
 
 if TYPE_CHECKING:
@@ -59,10 +62,18 @@ class PreparedRun:
         if self.claim is not None:
             self.claim.close()
 
-    def resolve(self, num_workers: int, device: str) -> ResolvedConfig:
-        """The options with everything decided."""
-        data = self.data
-        return self.config.resolve(name=self.name, num_workers=num_workers, device=device, mean=data.mean, std=data.std)
+    def resolve(
+        self, num_workers: int, device: str, fastest_precision: Callable[[str], Precision] = fastest_precision
+    ) -> ResolvedConfig:
+        """The options with everything decided. ``fastest_precision`` is only called if it is up to us."""
+        return self.config.resolve(
+            name=self.name,
+            num_workers=num_workers,
+            device=device,
+            mean=self.data.mean,
+            std=self.data.std,
+            fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
+        )
 
     def scope(self, *writes: str) -> Scope | None:
         """What credentials that the cluster is lent are good for: reading the images, and URLs that start with one of
@@ -95,6 +106,7 @@ def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = T
         before = read_config(store)
         config = _resumed(config, before)
         check_options(config, before, f"Run {name!r}")
+    STARTUP.info("listing the images …")
     data = open_dataset(config, store)
     _check_images(config, data, f"Run {name!r}")
     prepared = PreparedRun(config, name, store, data, newest_step(store), restarting)
@@ -249,6 +261,7 @@ def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
         config,
         batch_size=config.batch_size or before.batch_size,
         learning_rate=before.learning_rate if config.learning_rate is None else config.learning_rate,
+        precision=before.precision if config.precision == "auto" else config.precision,
         mean=config.mean or before.mean,
         std=config.std or before.std,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raytrain.backends.fastest_precision import common_precision, fastest_precision
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.image_cache import ImageCache, image_cache
 from raytrain.backends.local_reporter import LocalReporter
@@ -22,6 +23,7 @@ from raytrain.backends.train_request import TrainRequest
 from raytrain.backends.worker_process import collective_backend, train_worker, worker_device
 from raytrain.backends.worker_task import WorkerTask
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.options import Precision
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
@@ -43,7 +45,7 @@ def train(request: TrainRequest) -> TrainResult:
     with prepare(config, owns_run=rank == 0) as prepared, request.signals, ExitStack() as opened:
         if world_size > 1:
             dist.init_process_group(collective_backend(device))
-        resolved = prepared.resolve(world_size, device.type)
+        resolved = prepared.resolve(world_size, device.type, lambda kind: _agreed_precision(kind, world_size))
         cache = _shared_cache(prepared, resolved, opened, world_size)
         task = WorkerTask(resolved, prepared.data, prepared.store, prepared.first_step, cache)
         first = FirstProcess(prepared, resolved, request) if rank == 0 else None
@@ -144,6 +146,14 @@ def _shared_cache(prepared: PreparedRun, config: ResolvedConfig, opened: ExitSta
     if world_size > 1:
         dist.all_gather_object(caches, (machine, mine))
     return next(cache for where, cache in caches if where == machine and cache is not None)
+
+
+def _agreed_precision(device: str, world_size: int) -> Precision:
+    """The fastest precision that trains well on the machines of all processes."""
+    found: list[Any] = [fastest_precision(device)] * world_size
+    if world_size > 1:
+        dist.all_gather_object(found, found[0])
+    return common_precision(found)
 
 
 def _gathered(skipped: list[SkippedImage], world_size: int) -> list[SkippedImage]:

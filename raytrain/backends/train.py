@@ -27,6 +27,7 @@ from raytrain.runs.documents import run_store
 from raytrain.runs.layout import SWEEP
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import View
+from raytrain.runs.startup_log import STARTUP
 from raytrain.runs.status import mark_failed
 from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.runs.trackers.open_trackers import open_trackers
@@ -148,6 +149,7 @@ def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
     with connection(config.address, config.gpus, lambda: check_room(config, machine_hardware(config.gpus))) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
         with prepare(config, restarting=restarting) as prepared:
+            STARTUP.info("importing Ray and torch …")
             importing.join()
             request = dataclasses.replace(request, loop=load_loop(config, request.loop))
             cluster.connect()
@@ -155,6 +157,7 @@ def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
             from raytrain.backends.ray.wait_for_machines import wait_for_machines
 
             with signals:
+                STARTUP.info("starting the workers …")
                 wait_for_machines(config, lambda: signals.stop_request is not None)
                 with RunSession(prepared, request, own_cluster=cluster.started_here) as session:
                     return session.watch()

@@ -18,6 +18,7 @@ N = TypeVar("N", int, float)
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
 NonNegativeFloat = Annotated[float, Interval(ge=0)]
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -126,8 +127,8 @@ class TrainConfig:
     """Probability that is spread evenly over all classes."""
     batch_norm: Literal["sync", "aggregate"] = "sync"
     """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics."""
-    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """bfloat16 and float16 are mixed precision: the weights stay float32. float16 is slow on CPUs."""
+    precision: Literal["auto", Precision] = "auto"
+    """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32."""
     channels_last: bool = False
     """Store images and weights in channels-last memory format, which is faster on most hardware."""
     compile: bool = False
@@ -245,7 +246,14 @@ class TrainConfig:
         )
 
     def resolve(
-        self, *, name: str, num_workers: int, device: str, mean: tuple[float, ...], std: tuple[float, ...]
+        self,
+        *,
+        name: str,
+        num_workers: int,
+        device: str,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        fastest_precision: Precision = "float32",
     ) -> ResolvedConfig:
         """The options of a run that starts, with everything decided. Raises UsageError if loads and workers differ."""
         if self.worker_load is not None and len(self.worker_load) != num_workers:
@@ -256,6 +264,8 @@ class TrainConfig:
         options |= {"name": name, "device": device, "mean": self.mean or mean, "std": self.std or std}
         if options["learning_rate"] is None:
             options["learning_rate"] = 0.0
+        if options["precision"] == "auto":
+            options["precision"] = fastest_precision
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
 
@@ -279,6 +289,7 @@ class ResolvedConfig(TrainConfig):
     batch_size: int = field()
     learning_rate: float = field()
     device: Literal["cpu", "cuda"] = field()
+    precision: Precision = field()
     mean: tuple[float, ...] = field()
     std: tuple[float, ...] = field()
 

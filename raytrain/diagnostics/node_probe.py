@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import TypeVar
 
+from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.gpus import Gpu, gpus
 from raytrain.data.manifest import SUFFIXES, open_packed
 from raytrain.data.packing import Packing
@@ -69,6 +70,8 @@ class NodeReport:
     read_speed: ReadSpeed | None
     writable: bool
     problems: tuple[str, ...]
+    precision: str
+    """The fastest precision that trains well on the node's GPUs, or else on its CPU."""
 
 
 def probe_node(request: ProbeRequest, num_gpus: float) -> NodeReport:
@@ -86,6 +89,7 @@ def probe_node(request: ProbeRequest, num_gpus: float) -> NodeReport:
         read_speed=_attempt(lambda: _measure_read_speed(data), data.url, problems) if data else None,
         writable=bool(storage and _attempt(lambda: _check_writable(storage), storage.url, problems)),
         problems=tuple(problems),
+        precision=fastest_precision("cuda" if found else "cpu"),
     )
 
 

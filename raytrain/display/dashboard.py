@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +30,6 @@ def dashboard(
     """The picture, with the curves of all ``rows`` so far. Its height stays the same while the run trains."""
     style = status_style(snapshot.status)
     status = "stopping" if snapshot.stop_request and not snapshot.over else snapshot.status
-    figures = [format_count(snapshot.num_workers, "worker"), *measurements(snapshot)]
     return Panel(
         Group(
             Text(curve_heading(snapshot.epoch, snapshot.elapsed_s, snapshot.startup_s), style="bold"),
@@ -37,7 +37,7 @@ def dashboard(
             Text(),
             curve_plots(rows, plot_height),
             Text(),
-            Text("   ".join(figures), no_wrap=True, overflow="ellipsis"),
+            _figures(snapshot),
             *_last_events(snapshot),
         ),
         title=Text.assemble((snapshot.name, "bold"), "  ", (status, style)),
@@ -52,6 +52,16 @@ def dashboard(
 def plot_height(console: Console) -> int:
     """The number of lines that the rest of the picture leaves for the plots."""
     return max(3, min(10, console.height - _LINES_BESIDE_PLOTS))
+
+
+def _figures(snapshot: Snapshot) -> RenderableType:
+    """Workers and measurements; before there are any, a line that moves."""
+    if snapshot.status == "starting":
+        waiting = Spinner("dots", "waiting for the workers …")
+        waiting.start_time = 0.0  # so that the next picture's goes on where this one's is
+        return waiting
+    figures = [format_count(snapshot.num_workers, "worker"), *measurements(snapshot)]
+    return Text("   ".join(figures), no_wrap=True, overflow="ellipsis")
 
 
 def _progress(snapshot: Snapshot) -> RenderableType:

@@ -37,13 +37,15 @@ def doctor_page(report: DoctorReport) -> RenderableType:
 def _node_table(report: DoctorReport) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("node", no_wrap=True)
-    for heading in ("CPUs, memory,\nobject store", "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
+    hardware = "CPUs, memory,\nobject store,\n--precision auto"
+    for heading in (hardware, "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
         table.add_column(heading)
     for node in report.nodes:
         memory, object_store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
+        precision = node.report.precision if node.report else "unknown"
         table.add_row(
             f"{node.address}\n{node.id}",
-            f"{format_count(node.cpus, 'CPU')}\n{memory}\n{object_store}",
+            f"{format_count(node.cpus, 'CPU')}\n{memory}\n{object_store}\n{precision}",
             _gpu_text(node),
             *_access(node.report, checks_data=report.data is not None),
         )

@@ -34,6 +34,7 @@ from raytrain.training.loss import Loss
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.mixing import mix_batch
 from raytrain.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from raytrain.training.precision import emulation_warning
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import BatchSource, Reporter
 from raytrain.training.sample_trace import SampleTrace
@@ -338,5 +339,7 @@ class Run:
 
     def _report_start(self) -> None:
         if self.rank == 0 and not self._start_reported:
+            if warning := emulation_warning(self.config.precision, self.device):
+                self.reporter.event(warning)
             self.reporter.started(self.world_size, self.progress.step)
         self._start_reported = True

@@ -33,7 +33,9 @@ from tests.helpers import fake_nvml
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-HEALTHY = NodeReport(node_probe.versions(), (), None, None, read_speed=None, writable=True, problems=())
+HEALTHY = NodeReport(
+    node_probe.versions(), (), None, None, read_speed=None, writable=True, problems=(), precision="bfloat16"
+)
 H200 = Gpu("NVIDIA H200", 150 * 10**9, "570.86.15", "9.0")
 
 

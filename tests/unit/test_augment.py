@@ -17,7 +17,7 @@ MEAN, STD = (0.2, 0.5, 0.7), (0.1, 0.2, 0.3)
 
 
 def augment(**options: Any) -> Augment:
-    base = {"name": "run", "device": "cpu", "batch_size": 8, "learning_rate": 0.1}
+    base = {"name": "run", "device": "cpu", "batch_size": 8, "learning_rate": 0.1, "precision": "float32"}
     return Augment(ResolvedConfig(**{**base, "image_size": (12, 16), "mean": MEAN, "std": STD, **options}))
 
 

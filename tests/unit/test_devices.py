@@ -38,7 +38,7 @@ def test_a_node_reports_its_devices_without_opening_stores() -> None:
 @pytest.fixture
 def two_nodes() -> Devices:
     """The devices of a node with GPUs and of one that did not answer."""
-    report = NodeReport({}, GPUS, None, None, None, False, ("torch cannot compute on the GPUs.",))
+    report = NodeReport({}, GPUS, None, None, None, False, ("torch cannot compute on the GPUs.",), "bfloat16")
     first = Node("10.0.0.1", "a1b2c3d4", 16, 2, 64 * 10**9, 10**9, report)
     second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, error="The node sleeps.")
     return Devices((node_devices(first), node_devices(second)))

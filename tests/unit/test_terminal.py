@@ -14,6 +14,7 @@ from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import StudyTerminalView, TerminalView
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Event
+from raytrain.runs.startup_log import STARTUP
 from raytrain.runs.stop_request import StopRequest
 from tests.helpers.run_records import finished
 from tests.helpers.snapshots import snapshot
@@ -109,7 +110,9 @@ def test_a_loop_may_log_any_metrics() -> None:
 
 
 def test_a_run_without_metrics_has_a_dashboard() -> None:
-    assert "starting" in text(dashboard(snapshot([], status="starting", time_left_s=None), []))
+    seen = text(dashboard(snapshot([], status="starting", time_left_s=None), []))
+    assert "starting" in seen and "waiting for the workers …" in seen
+    assert "waiting for the workers" not in text(dashboard(snapshot([]), []))
 
 
 def plotted(ys: list[float | None], height: int = 4) -> list[str]:
@@ -193,6 +196,26 @@ def test_the_last_step_is_printed_when_the_run_ends() -> None:
 def screen(out: io.StringIO) -> str:
     """Return the final text on the screen: the output after the last erased line, without control sequences."""
     return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue().rpartition("\x1b[2K")[2])
+
+
+def wait_for_two_things(console: Console) -> None:
+    with TerminalView(console):
+        STARTUP.info("listing [the] images …")
+        STARTUP.info("a name\x1b[2J")
+    STARTUP.info("nobody looks any more")
+
+
+def test_in_a_terminal_a_line_says_what_the_start_waits_for() -> None:
+    out = io.StringIO()
+    wait_for_two_things(Console(file=out, force_terminal=True, width=100, height=40))
+    assert "a name␛[2J" in out.getvalue() and "nobody" not in out.getvalue()
+    assert screen(out).strip() == ""
+
+
+def test_without_a_terminal_the_start_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    wait_for_two_things(Console(file=out))
+    assert (out.getvalue(), *capfd.readouterr()) == ("", "", "")
 
 
 def test_in_a_terminal_the_dashboard_is_redrawn_in_place_and_stays() -> None:

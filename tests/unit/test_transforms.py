@@ -28,7 +28,7 @@ SAMPLES = np.arange(40) * 1_000_003
 
 def config(channels: int = 3, **options: Any) -> ResolvedConfig:
     base = {"name": "run", "device": "cpu", "batch_size": 8, "learning_rate": 0.1, "image_size": (20, 16)}
-    colour = {"mean": (0.5,) * channels, "std": (0.2,) * channels, "channels": channels}
+    colour = {"mean": (0.5,) * channels, "std": (0.2,) * channels, "channels": channels, "precision": "float32"}
     return ResolvedConfig(**{**base, **colour, **options})
 
 

@@ -13,6 +13,7 @@ from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback
 from raytrain.errors import UsageError
+from raytrain.runs.startup_log import STARTUP
 
 _LOG = logging.getLogger("raytrain")
 
@@ -64,6 +65,7 @@ class Connection:
                 "--address is local, and this process is in a Ray cluster already; leave --address out, or call "
                 "ray.shutdown() first."
             )
+        STARTUP.info("joining the Ray cluster …" if self._own is None else "waiting for Ray on this machine …")
         if self._address:
             _check_answers(self._address)
         import ray

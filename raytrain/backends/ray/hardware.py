@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from raytrain.backends.fastest_precision import common_precision, fastest_precision
 from raytrain.backends.placement import Hardware
+from raytrain.backends.ray.on_each_node import run_on_each_node
+from raytrain.config.options import Precision
+
+_TIMEOUT_S = 60.0
 
 
 def cluster_hardware() -> Hardware:
@@ -19,3 +24,9 @@ def cluster_hardware() -> Hardware:
         gpus=sum(each.get("GPU", 0.0) for each in resources),
         object_store_bytes=int(min(each.get("object_store_memory", 0.0) for each in resources)),
     )
+
+
+def fastest_on_nodes(device: str) -> Precision:
+    """The fastest precision that trains well on all nodes of the connected cluster that have such a device."""
+    nodes = run_on_each_node(lambda node: fastest_precision(device), _TIMEOUT_S)
+    return common_precision(each.result for each in nodes if device == "cpu" or each.node.gpus >= 1)

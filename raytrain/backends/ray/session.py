@@ -10,13 +10,14 @@ from contextlib import ExitStack
 import ray
 from ray.exceptions import RayActorError
 
+from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import CoordinatorHandle, RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
-from raytrain.backends.ray.hardware import cluster_hardware
+from raytrain.backends.ray.hardware import cluster_hardware, fastest_on_nodes
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trainer import TrainerThread
@@ -70,7 +71,8 @@ class RunSession:
         self._placement = place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         num_workers = self._placement.num_workers
-        config = prepared.resolve(num_workers, self._placement.device)
+        fastest = fastest_precision if own_cluster else fastest_on_nodes
+        config = prepared.resolve(num_workers, self._placement.device, fastest)
         self._prepared = prepared
         self._store = prepared.store
         self._request = request

@@ -6,19 +6,20 @@ import concurrent.futures
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError
 
+from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.placement import Hardware, Placement, place
 from raytrain.backends.prepare import Loop, PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
 from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
-from raytrain.backends.ray.hardware import cluster_hardware
+from raytrain.backends.ray.hardware import cluster_hardware, fastest_on_nodes
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trials.early_stopping import EarlyStopping
@@ -71,7 +72,10 @@ class SweepSession:
         self._own_cluster = own_cluster
         self._placement = _place(prepared.config, found, len(trials))
         device = self._placement.device
-        self._specs = [run_spec(trial.resolve(1, device), trial.data, trial.store, loop, 1) for trial in trials]
+        fastest = cache(fastest_precision if own_cluster else fastest_on_nodes)
+        self._specs = [
+            run_spec(trial.resolve(1, device, fastest), trial.data, trial.store, loop, 1) for trial in trials
+        ]
         pickle_by_value(self._specs[0].transforms)
         self._weights = self._put_initial_weights()
         shared = self._specs[0]  # its order is the one in which the images are kept in memory

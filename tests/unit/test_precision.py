@@ -1,0 +1,113 @@
+"""What --precision auto stands for, and the warning of a precision that the CPU emulates."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytrain.backends import fastest_precision as fastest
+from raytrain.backends.gpus import Gpu
+from raytrain.backends.prepare import prepare
+from raytrain.recipes import custom
+from raytrain.runs.documents import run_store, write_config
+from raytrain.training import precision
+from tests.helpers import fake_nvml
+from tests.helpers.small_runs import make_images
+
+FLAGS = {
+    "AMX": {"avx512f", "amx_bf16"},
+    "AVX512-BF16": {"avx512f", "avx512_bf16"},
+    "AVX-512 without bfloat16": {"avx2", "avx512f"},
+    "no x86": set[str](),
+}
+EXPECTED = {"AMX": "bfloat16", "AVX512-BF16": "bfloat16", "AVX-512 without bfloat16": "float32", "no x86": "float32"}
+
+
+def have(monkeypatch: pytest.MonkeyPatch, flags: set[str]) -> None:
+    """Fake the CPU of this machine."""
+    for module in (precision, fastest):
+        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset(flags))
+
+
+@pytest.mark.parametrize("cpu", FLAGS)
+def test_a_cpu_trains_with_bfloat16_only_if_it_has_it(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, FLAGS[cpu])
+    assert fastest.fastest_precision("cpu") == EXPECTED[cpu]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"), [(["9.0", "8.0"], "bfloat16"), (["12.1"], "bfloat16"), (["9.0", "7.5"], "float32")]
+)
+def test_gpus_train_with_bfloat16_only_if_all_of_them_have_it(
+    capabilities: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvml.install(monkeypatch, [Gpu("GPU", 1, "1", capability) for capability in capabilities])
+    assert fastest.fastest_precision("cuda") == expected
+
+
+def test_the_flags_of_a_cpu_are_those_that_linux_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert precision.cpu_flags() == frozenset()
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16\nbugs\t\t: x\n\nprocessor\t: 1\n")
+    assert precision.cpu_flags() == {"fpu", "avx512_bf16"}
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    assert precision.cpu_flags() == frozenset()
+
+
+def test_all_workers_train_with_what_all_of_their_machines_have() -> None:
+    assert fastest.common_precision(["bfloat16", "bfloat16"]) == "bfloat16"
+    assert fastest.common_precision(["bfloat16", "float32"]) == "float32"
+    assert fastest.common_precision(["bfloat16", None]) == "float32"
+    assert fastest.common_precision([]) == "float32"
+
+
+def test_a_run_holds_the_precision_that_was_decided_and_a_resume_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "images").mkdir()
+    options = {"data": str(make_images(tmp_path / "images")), "storage": str(tmp_path), "name": "run"}
+    wanted = custom(**options, batch_size=8, learning_rate=0.1)
+    have(monkeypatch, FLAGS["AMX"])
+    with prepare(wanted) as prepared:
+        started = prepared.resolve(1, "cpu")
+        assert prepared.resolve(1, "cpu", lambda device: "float32").precision == "float32"
+        chosen = dataclasses.replace(prepared, config=dataclasses.replace(wanted, precision="float64"))
+        assert chosen.resolve(1, "cpu").precision == "float64"
+    assert started.precision == "bfloat16"
+    write_config(run_store(str(tmp_path), "run"), started)
+    have(monkeypatch, FLAGS["AVX-512 without bfloat16"])
+    with prepare(dataclasses.replace(wanted, resume=True)) as prepared:
+        assert prepared.resolve(1, "cpu").precision == "bfloat16"
+    with prepare(dataclasses.replace(wanted, resume=True, precision="float32")) as prepared:
+        assert prepared.resolve(1, "cpu").precision == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "cpu", "slowdown", "warns"),
+    [
+        ("bfloat16", "cpu", "AVX-512 without bfloat16", 14.2, True),
+        ("float16", "cpu", "AMX", 14.2, True),
+        ("bfloat16", "cpu", "AMX", 14.2, False),
+        ("bfloat16", "cpu", "no x86", 0.8, False),  # whatever this is, it is fast
+        ("bfloat16", "cuda", "AVX-512 without bfloat16", 14.2, False),
+        ("float32", "cpu", "AVX-512 without bfloat16", 14.2, False),
+    ],
+)
+def test_an_emulated_precision_is_told_with_what_it_costs(
+    name: str, device: str, cpu: str, slowdown: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, FLAGS[cpu])
+    monkeypatch.setattr(precision, "_slowdown", lambda precision: slowdown)
+    warning = precision.emulation_warning(name, torch.device(device))
+    assert (warning is not None) == warns
+    if warning:
+        assert warning.startswith(f"this CPU emulates {name}: a convolution takes 14.2 times as long as in float32")
+
+
+def test_the_cost_is_measured_and_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    assert precision._slowdown("bfloat16") > 0
+    assert torch.equal(before, torch.get_rng_state())
