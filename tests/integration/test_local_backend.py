@@ -127,3 +127,15 @@ def test_a_network_that_does_not_exist_is_refused_and_leaves_no_run(data: Path, 
     with pytest.raises(UsageError, match="resnet81"):
         raytrain.train(options(data, tmp_path, model="resnet81"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_moves_between_the_backends_and_keeps_its_weights(data: Path, tmp_path: Path) -> None:
+    whole = raytrain.train(options(data, tmp_path / "whole"))
+    begun = raytrain.train(options(data, tmp_path / "parts", max_steps=2))  # each part ends in the middle of an epoch
+    moved = raytrain.train(options(data, tmp_path / "parts", max_steps=5, resume=True, backend="ray"))
+    back = raytrain.train(options(data, tmp_path / "parts", resume=True))
+    assert [begun.steps, moved.steps, back.steps] == [2, 5, whole.steps]
+    assert (back.status, back.samples_seen) == ("finished", 3 * 180)
+    torch.testing.assert_close(weights(back), weights(whole), rtol=0, atol=1e-10)
