@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from raytrain.data.arrow_arrays import string_array
 from raytrain.data.block_order import rows_per_block
 from raytrain.data.blocks import to_block, to_table
 from raytrain.data.decode import ImageFormat, ImageShape, Pixels
@@ -62,7 +63,7 @@ def image_table(wanted: Manifest, pixels: Pixels, bad: dict[int, str]) -> pa.Tab
     Returns:
         The columns of :func:`raytrain.data.blocks.to_table`, key, and error (null if the image could be read).
     """
-    errors = pa.array([bad.get(position) for position in range(len(wanted))], pa.string())
+    errors = string_array([bad.get(position) for position in range(len(wanted))])
     table = to_table(pixels, wanted.labels.astype(np.int64), np.arange(len(wanted), dtype=np.int64))
     return table.append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raytrain.data.arrow_arrays import number_array, numbers
 from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.decode import ImageShape, Pixels
 from raytrain.data.permutation import Int64s
@@ -40,14 +41,14 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
     pixels = np.frombuffer(column.buffers()[1], np.uint8)
     start, stop = column.offset * shape.num_bytes, (column.offset + len(column)) * shape.num_bytes
     images = pixels[start:stop].reshape(-1, shape.height, shape.width, shape.channels)
-    return Block(images, table.column("label").to_numpy(), table.column("sample").to_numpy())
+    return Block(images, numbers(table.column("label")), numbers(table.column("sample")))
 
 
 def to_table(pixels: Pixels, labels: Int64s, samples: Int64s) -> pa.Table:
     """Decoded images as a table, without a copy: the columns are image (H*W*C bytes), label and sample."""
     kind = pa.binary(pixels[0].size)
     column = pa.FixedSizeBinaryArray.from_buffers(kind, len(pixels), [None, pa.py_buffer(pixels)])
-    return pa.table({"image": column, "label": labels, "sample": samples})
+    return pa.table({"image": column, "label": number_array(labels), "sample": number_array(samples)})
 
 
 class CachedBlocks:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain.data.arrow_arrays import number_array, string_array
 from raytrain.data.class_folders import check_classes, parent_name, refuse_splits
 from raytrain.data.packing import Packing, check_range, read_packing
 from raytrain.data.shard_shuffle import ShardShuffle
@@ -78,9 +79,7 @@ class Manifest:
 
     def select(self, indices: npt.NDArray[np.integer]) -> Manifest:
         """The images at ``indices``, in that order, with all of the classes."""
-        # pa.array would import pandas, which takes longer than reading a thousand images.
-        numbers = np.ascontiguousarray(indices, np.int64)
-        arrow_indices = pa.Int64Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)])
+        arrow_indices = number_array(indices.astype(np.int64))
         return replace(
             self,
             keys=self.keys.take(arrow_indices),
@@ -251,6 +250,6 @@ def _column_of_strings(column: pa.ChunkedArray) -> pa.LargeStringArray:
 
 def _strings(values: Sequence[str]) -> pa.LargeStringArray:
     try:
-        return pa.array(values, pa.large_string())
+        return string_array(values)
     except UnicodeEncodeError as error:
         raise UsageError(f"The file name {error.object!r} is not valid UTF-8; rename the file.") from None

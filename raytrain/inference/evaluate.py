@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain.data.arrow_arrays import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.label_file import read_label_file
 from raytrain.data.labelled_images import evaluated_images
@@ -62,7 +63,7 @@ def evaluate(
     manifest = _labelled(trained, images, labels)
     table = trained.predict(images, manifest, workers=workers, address=address)
     readable = table.filter(table["error"].is_null())
-    truth, answers, losses = (readable[name].to_numpy() for name in ("truth", "answer", "loss"))
+    truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
     return EvaluationResult(
         run=run,
         data=images.url,

@@ -82,7 +82,7 @@ def _output_columns(table: pa.Table) -> pa.Table:
     readable = table["error"].is_null()
     predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
     columns = {
-        name: pc.if_else(readable, predictions[name], pa.scalar(None, predictions[name].type))
+        name: pc.if_else(readable, predictions[name], pa.nulls(len(table), predictions[name].type))
         for name in predictions.column_names
     }
     return pa.table({"key": table["key"], **columns, "error": table["error"]})

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raytrain.data.arrow_arrays import number_array, string_array
 from raytrain.data.decode import Pixels
 from raytrain.storage.base import Store
 
@@ -43,15 +44,16 @@ class Predictor:
         probabilities = np.concatenate([self._probabilities(batch) for batch in batches])  # (n, num_classes)
         likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
         rows = np.arange(len(images))
-        names = np.array(self._classifier.classes, dtype=object)
+        names = string_array(self._classifier.classes)
         columns: dict[str, Any] = {}
         for rank in range(self._top_k):
             suffix = f"_{rank + 1}" if rank else ""
             chosen = likeliest[:, rank]
-            columns[f"label{suffix}"] = pa.array(names[chosen], pa.string())
-            columns[f"score{suffix}"] = pa.array(probabilities[rows, chosen], pa.float32())
+            columns[f"label{suffix}"] = names.take(number_array(chosen))
+            columns[f"score{suffix}"] = number_array(probabilities[rows, chosen].astype(np.float32))
         loss = -np.log(np.maximum(probabilities[rows, labels.clip(min=0)], _MIN_PROBABILITY))
-        return pa.table({**columns, "truth": labels, "answer": likeliest[:, 0], "loss": loss})
+        about = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
+        return pa.table({**columns, **{name: number_array(values) for name, values in about.items()}})
 
     def _probabilities(self, images: Pixels) -> npt.NDArray[np.float64]:
         """Probabilities (n, num_classes)."""
