@@ -4,7 +4,7 @@ import logging
 import os
 import tarfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -28,6 +28,15 @@ def _no_aws_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     _forget_aws(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Undo what ``--debug`` does: other tests look at the log."""
+    logger = logging.getLogger("raytrain")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 def _forget_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -46,11 +55,24 @@ def ray_cluster() -> Iterator[None]:
     """Start a local Ray cluster with 2 CPUs and no AWS configuration, and connect this process to it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         _forget_aws(monkeypatch)
-        import ray
-
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        stop_ray = _start_ray()
     yield
-    ray.shutdown()
+    stop_ray()
+
+
+def _start_ray() -> Callable[[], None]:
+    """Connect to a new cluster; returns what ends it. Ray gives it 30 s to start, which is little on a busy machine, so it gets two more."""
+    import ray
+
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            break
+        except Exception as error:
+            if "timed out during startup" not in str(error) or not tries_left:
+                raise
+            ray.shutdown()
+    return ray.shutdown
 
 
 @pytest.fixture(scope="session")

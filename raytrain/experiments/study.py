@@ -31,7 +31,7 @@ Trainer = Callable[[Sequence[TrainConfig]], None]
 """Trains runs one after the other."""
 
 _NOT_STARTED = RunStatus(status="not started")
-_DECIDED_BY_RUN = {"device", "mean", "std"}  # unless the options decide them
+_DECIDED_BY_RUN = {"device", "mean", "std", "precision"}  # unless the options decide them
 
 
 @dataclass(frozen=True, kw_only=True)
