@@ -61,10 +61,10 @@ def ray_cluster() -> Iterator[None]:
 
 
 def _start_ray() -> Callable[[], None]:
-    """Connect to a new cluster; returns what ends it. Ray gives it 30 s to start, which is little on a busy machine, so it gets two more."""
+    """Connect to a new cluster; returns what ends it."""
     import ray
 
-    for tries_left in (2, 1, 0):
+    for tries_left in (2, 1, 0):  # Ray gives it 30 s to start, which is little on a busy machine
         try:
             ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             break
