@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +54,17 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def wait_for_port(port: int) -> None:
+def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
+    def answers() -> bool:
+        with suppress(OSError), socket.create_connection((host, port), timeout=1):
+            return True
+        return False
+
+    wait_for(answers, f"nothing listens on port {port}")
+
+
+def wait_for(happened: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < deadline, f"nothing listens on port {port}"
-            time.sleep(0.2)
+    while not happened():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.2)

@@ -16,6 +16,8 @@ import yaml
 from moto import mock_aws
 from packaging.requirements import Requirement
 
+from raytrain.backends.ray.connection import HEAD_AWAY_S
+
 CLUSTER = Path(__file__).parents[2] / "cluster"
 REGION = "us-west-2"
 
@@ -317,6 +319,11 @@ STOP_WAIT = re.compile(r"RAY_JOB_STOP_WAIT_TIME_S\W*=?\s*\"?(\d+)")
 @pytest.mark.parametrize("name", [*LAUNCHER_FILES, "anyscale.yaml", "Dockerfile"])
 def test_a_stopped_job_has_time_for_a_checkpoint(name: str) -> None:
     assert STOP_WAIT.findall((CLUSTER / name).read_text())[-1] == "300"
+
+
+@pytest.mark.parametrize("name", [*LAUNCHER_FILES, "skypilot.yaml", "slurm.sbatch", "Dockerfile"])
+def test_all_machines_do_without_the_head_as_long_as_the_command_does(name: str) -> None:
+    assert f"RAY_gcs_rpc_server_reconnect_timeout_s={HEAD_AWAY_S}" in (CLUSTER / name).read_text()
 
 
 def pinned() -> dict[str, str]:

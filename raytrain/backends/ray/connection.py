@@ -15,6 +15,8 @@ from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN
 from raytrain.errors import UsageError
 from raytrain.runs.startup_log import STARTUP
 
+HEAD_AWAY_S = "900"
+"""How long this process does without the head of a cluster that it joins; see ``cluster/`` for the other machines."""
 _LOG = logging.getLogger("raytrain")
 
 
@@ -41,6 +43,9 @@ class Connection:
         if self._address == "auto" or not (self._address or is_connected()):
             self._address = self._running_here() or self._address
         starts_here = self._address == "local" or not (self._address or is_connected())
+        if not starts_here:
+            # A run trains on without the cluster's head, but Ray ends its processes after a minute. Read as Ray loads.
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", HEAD_AWAY_S)
         if gpus and not starts_here:
             raise UsageError(
                 f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it "

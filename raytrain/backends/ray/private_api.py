@@ -76,7 +76,11 @@ TUNE_ENVIRONMENT = PrivateApi(
     "ENV_VARS_TO_PROPAGATE",
     "keep AWS keys out of the description of each trial's process, which the cluster shows to everybody",
 )
-WORKER = PrivateApi("ray._private.worker", "global_worker", "see that a task is repeated, because its process died")
+WORKER = PrivateApi(
+    "ray._private.worker",
+    "global_worker",
+    "see that a task is repeated, because its process died, and that the head of the cluster does not answer",
+)
 TRIAL_ERROR = PrivateApi(
     "ray.tune.experiment", "Trial.get_pickled_error", "say why the process of a trial died for good"
 )

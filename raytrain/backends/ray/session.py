@@ -18,6 +18,7 @@ from raytrain.backends.ray.coordinator import CoordinatorHandle, RunInStorage, s
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.hardware import cluster_hardware, fastest_on_nodes
+from raytrain.backends.ray.head_watch import HeadWatch
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.shared_folder import check_shared
 from raytrain.backends.ray.trainer import TrainerThread
@@ -120,6 +121,8 @@ class RunSession:
             tracking = Tracking(self._request.trackers)
             opened.callback(tracking.abort)
             monitor = RemoteMonitor(self._coordinator)
+            self._head = HeadWatch(monitor.event)
+            opened.callback(self._head.close)
             self._watcher = RunWatcher(monitor, recorder, tracking, self._request.view)
             self._watcher.begin(self._spec.config, self._store, restarting=self._prepared.restarting)
             self._opened = opened.pop_all()
@@ -153,6 +156,7 @@ class RunSession:
                 self._capacity.check()
             if self._lender is not None:
                 self._lender.lend_if_due()
+            self._head.look()
             self._trainer.remember_controller()
             outcome = ray.get(self._coordinator.outcome.remote())
         outcome = self._final_outcome(ray.get(self._coordinator.snapshot.remote(START)))

@@ -1,0 +1,31 @@
+"""A line says that the head of the cluster does not answer, and one that it is back."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain, repeat
+
+import pytest
+
+from raytrain.backends.ray import head_watch
+from raytrain.backends.ray.head_watch import HeadWatch
+
+WAIT_S = 60.0
+
+
+def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = chain([True, False, False, False], repeat(True))
+    monkeypatch.setattr(head_watch, "_ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(head_watch, "head_answers", lambda timeout_s: next(answers))
+    told: list[str] = []
+    watch = HeadWatch(told.append)
+    deadline = time.monotonic() + WAIT_S
+    while len(told) < 2 and time.monotonic() < deadline:
+        watch.look()
+    watch.close()
+    assert [text.partition(":")[0] for text in told] == [
+        "the head of the cluster does not answer",
+        "the head of the cluster answers again",
+    ]
