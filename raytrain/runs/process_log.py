@@ -94,13 +94,24 @@ class WorkerLog:
     text: str
 
 
-def read_worker_logs(store: Store, worker: int) -> list[WorkerLog]:
-    """The logs of a worker, by its rank: the earliest start first. Raises StorageError."""
-    return sorted(
-        WorkerLog(match[2], match[3], store.get(LOGS + match[0]).decode(errors="replace"))
-        for found in store.list(LOGS)
-        if (match := _NAME.fullmatch(found.path.rpartition("/")[2])) and int(match[1]) == worker
-    )
+class WorkerLogReader:
+    """Reads the logs of a worker, by its rank, again and again: only those that have changed."""
+
+    def __init__(self, store: Store, worker: int) -> None:
+        self.worker = worker
+        self._store = store
+        self._read: dict[str, tuple[str, WorkerLog]] = {}
+
+    def read(self) -> list[WorkerLog]:
+        """The logs, the earliest start first. Raises StorageError."""
+        for found in self._store.list(LOGS):
+            match = _NAME.fullmatch(found.path.rpartition("/")[2])
+            if match is None or int(match[1]) != self.worker:
+                continue
+            if self._read.get(found.path, ("",))[0] != found.etag:
+                text = self._store.get(LOGS + match[0]).decode(errors="replace")
+                self._read[found.path] = found.etag, WorkerLog(match[2], match[3], text)
+        return sorted(log for _, log in self._read.values())
 
 
 def stamp() -> str:

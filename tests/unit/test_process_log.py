@@ -13,7 +13,7 @@ from raytrain.cli.main import main
 from raytrain.display.log_page import LogLines
 from raytrain.runs.documents import run_store
 from raytrain.runs.layout import CONFIG
-from raytrain.runs.process_log import LogCopies, WorkerLog, log_name, read_worker_logs
+from raytrain.runs.process_log import LogCopies, WorkerLog, WorkerLogReader, log_name
 
 PRINTS = """
 import os, sys
@@ -35,10 +35,10 @@ def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its
             {**os.environ, "MY_TOKEN": "secret-1"},
         )
         subprocess.run(script, env=environment, stdout=out, stderr=errors, check=False)
-    by_stream = {log.stream: log.text for log in read_worker_logs(run_store(str(tmp_path), "first"), 1)}
+    by_stream = {log.stream: log.text for log in WorkerLogReader(run_store(str(tmp_path), "first"), 1).read()}
     assert by_stream["out"] == "hello …\nfrom C\n"
     assert by_stream["err"].endswith("ValueError: no such class\n")
-    assert not read_worker_logs(run_store(str(tmp_path), "first"), 0)
+    assert not WorkerLogReader(run_store(str(tmp_path), "first"), 0).read()
 
 
 def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monke
     for text in ("one\n", "one\ntwo\n", "one\ntwo\nthree\n"):
         file.write_text(text)
         copies.copy(file, name)
-        assert read_worker_logs(store, 0) == [WorkerLog("1", "out", text[-8:])]
+        assert WorkerLogReader(store, 0).read() == [WorkerLog("1", "out", text[-8:])]
 
 
 def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:

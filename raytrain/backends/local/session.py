@@ -10,13 +10,13 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from raytrain.backends.image_cache import image_cache
 from raytrain.backends.local.agent_process import AgentProcess
 from raytrain.backends.local.calls import CallServer
 from raytrain.backends.local.job import Job
+from raytrain.backends.local.worker_logs import WorkerLogs
 from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import PreparedRun
@@ -24,12 +24,9 @@ from raytrain.backends.run_watcher import LOOK_EVERY_S, watch_here
 from raytrain.backends.train_request import TrainRequest
 from raytrain.backends.worker_task import WorkerTask
 from raytrain.errors import RaytrainError
-from raytrain.runs.background import Background
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
-from raytrain.runs.process_log import COPY_EVERY_S, LogCopies, log_name, stamp
 from raytrain.runs.recorder import failed
 from raytrain.runs.snapshot import Snapshot
-from raytrain.runs.throttle import Throttle
 from raytrain.storage.tempdir import TemporaryFolder
 
 _SILENT = "the workers ended without a word"
@@ -55,9 +52,6 @@ class LocalSession:
         self._error: RaytrainError | None = None
         self._told: str | None = None  # by the first worker that failed, since the workers were started last
         self._failure: str | None = None
-        self._log_copies, self._started = LogCopies(prepared.store), stamp()
-        self._copy_logs = Background(self._copy_logs_in)  # storage may hang, and a stop must not wait for it
-        self._throttle = Throttle()
 
     def __enter__(self) -> LocalSession:
         """Start the workers."""
@@ -67,7 +61,7 @@ class LocalSession:
             opened.callback(calls.close)
             prepared = self._prepared
             cache = image_cache(self._config, prepared.data, prepared.first_step, opened)
-            self._folder = folder
+            self._logs = WorkerLogs(prepared.store, folder)
             task = WorkerTask(self._config, prepared.data, prepared.store, prepared.first_step, cache)
             opened.callback(self._agent.close)
             self._agent.start_workers(Job(task, self._request.loop, self._num_workers, calls.address, str(folder)))
@@ -76,8 +70,6 @@ class LocalSession:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._agent.close()
-        self._copy_logs.close()
-        self._copy_logs_in(self._folder)
         self._watcher.abandon("interrupted" if kind is KeyboardInterrupt else "failed")
         self._opened.close()
 
@@ -90,19 +82,13 @@ class LocalSession:
             stored = self._watcher.keep(self._watcher.look())
             if (request := self._request.signals.stop_request or stored) is not None:
                 self._monitor.request_stop(request)
-            if self._throttle.due("logs", COPY_EVERY_S):
-                self._copy_logs(self._folder)
+            if self._watcher.begun:
+                self._logs.copy_if_due()
         self._agent.close()
         if self._error is not None and not self._watcher.begun:
             raise self._error
+        self._logs.close()
         return successful(self._watcher.conclude(self._final_outcome(self._monitor.snapshot()), self._num_workers))
-
-    def _copy_logs_in(self, folder: Path) -> None:
-        """Copy what the workers print, which torch's elastic agent writes to a folder for each start and worker."""
-        for path in folder.glob("*/attempt_*/*/std*.log"):
-            attempt, rank = path.parts[-3].removeprefix("attempt_"), int(path.parts[-2])
-            name = log_name(rank, f"{self._started}a{attempt}", path.stem.removeprefix("std"))
-            self._log_copies.copy(path, name)
 
     def _final_outcome(self, snapshot: Snapshot) -> Outcome:
         """What the workers said, or why they could not say anything."""

@@ -36,6 +36,9 @@ _OF_THE_CLUSTER = {
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
 }
 
+_TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
+_NUM_TRIES = 3
+
 
 class LocalCluster:
     """A local cluster that is starting. Its processes see ``environment`` besides this process's variables.
@@ -45,29 +48,23 @@ class LocalCluster:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         driver = {**_WITHOUT_EXTRAS, **_token_settings()}
+        self._environment = {**os.environ, **driver, **_OF_THE_CLUSTER, **environment}
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
-        # A session of its own: a Ctrl-C in the terminal is for the driver alone.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain.backends.ray.local_cluster"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **driver, **_OF_THE_CLUSTER, **environment},
-        )
+        self._process = self._start()
         self._before = {name: os.environ.get(name) for name in driver}
         os.environ.update(driver)
 
     def address(self) -> str:
         """The cluster's address, once it is up; raises UsageError with the reason if it could not start."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        if not line:
-            raise UsageError(
-                f"Ray could not start a cluster on this machine ({self._reason()}); `ray start --head` says more."
-            )
-        return line
+        for tries_left in reversed(range(_NUM_TRIES)):
+            assert self._process.stdout is not None
+            if line := self._process.stdout.readline().strip():
+                return line
+            reason = self._reason()
+            if _TOO_SLOW not in reason or not tries_left:
+                break
+            self._process = self._start()
+        raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
 
     def close(self) -> None:
         """End the cluster, wait until its processes are gone, and put this process's variables back."""
@@ -82,6 +79,18 @@ class LocalCluster:
             else:
                 os.environ[name] = value
         self._before = {}
+
+    def _start(self) -> subprocess.Popen[str]:
+        # A session of its own: a Ctrl-C in the terminal is for the driver alone.
+        return subprocess.Popen(
+            [sys.executable, "-m", "raytrain.backends.ray.local_cluster"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,
+            env=self._environment,
+        )
 
     def _reason(self) -> str:
         """The last line that the process wrote before it ended."""

@@ -86,17 +86,18 @@ def logs(
     """
     from raytrain.display.log_page import LogLines
     from raytrain.runs.documents import open_run
-    from raytrain.runs.process_log import read_worker_logs
+    from raytrain.runs.process_log import WorkerLogReader
     from raytrain.runs.run_reader import RunReader, follow_run
 
     reader, texts = RunReader(open_run(storage, run), run), list[str]()
     lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
+    worker_logs = None if worker is None else WorkerLogReader(reader.store, worker)
 
     def show(snapshot: Snapshot) -> None:
-        if worker is None:
+        if worker_logs is None:
             lines.events(snapshot)
         else:
-            lines.worker(worker, read_worker_logs(reader.store, worker))
+            lines.worker(worker_logs.worker, worker_logs.read())
 
     if follow:
         with suppress(KeyboardInterrupt):

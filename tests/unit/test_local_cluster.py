@@ -1,0 +1,49 @@
+"""The cluster that raytrain starts on this machine, with a stand-in for Ray."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raytrain.backends.ray.local_cluster import LocalCluster
+from raytrain.errors import UsageError
+
+RAY = """
+import pathlib, types
+tries = pathlib.Path(__file__).with_name("tries")
+errors = {errors!r}
+
+def init(*args, **options):
+    n = int(tries.read_text()) if tries.exists() else 0
+    tries.write_text(str(n + 1))
+    if n < len(errors):
+        raise Exception(errors[n])
+    return types.SimpleNamespace(address_info=dict(gcs_address=f"127.0.0.1:{{n}}"))
+
+def shutdown():
+    pass
+"""
+TOO_SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
+
+
+def start(folder: Path, *errors: str) -> str:
+    """The address of a cluster whose Ray raises ``errors`` at its first tries."""
+    (folder / "ray.py").write_text(RAY.format(errors=list(errors)))
+    before = dict(os.environ)
+    cluster = LocalCluster({"PYTHONPATH": str(folder)})
+    try:
+        return cluster.address()
+    finally:
+        cluster.close()
+        assert dict(os.environ) == before, "a cluster that is closed leaves no variable behind"
+
+
+def test_a_cluster_that_was_too_slow_is_started_again(tmp_path: Path) -> None:
+    assert start(tmp_path, TOO_SLOW, TOO_SLOW) == "127.0.0.1:2"
+
+
+@pytest.mark.parametrize(("errors", "tries"), [([TOO_SLOW] * 3, 3), (["no space left on device"], 1)])
+def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, errors: list[str], tries: int) -> None:
+    with pytest.raises(UsageError, match=r"could not start a cluster on this machine \(.*(timed out|no space left)"):
+        start(tmp_path, *errors)
+    assert int((tmp_path / "tries").read_text()) == tries
