@@ -16,6 +16,7 @@ from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.claim import RunClaim, claim_run
 from raytrain.runs.documents import check_name, new_name, read_config, run_store
+from raytrain.runs.driver_log import DriverLog
 from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CONFIG
 from raytrain.runs.skipped_images import SkipLimit
@@ -24,6 +25,7 @@ from raytrain.storage.scoped_credentials import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import TracebackType
 
     from torch import Tensor
 
@@ -44,7 +46,8 @@ class PreparedRun:
     """A run that may start: its place in storage is its own, and its data can be read.
 
     ``restarting`` says that this process started it before, and lost it: requests to stop it are still valid. ``claim``
-    makes this process the run's owner until the context manager is left; None for the other processes of the run.
+    makes this process the run's owner until the context manager is left, and ``log`` keeps what the owner prints; None
+    for the other processes of the run.
     """
 
     config: TrainConfig
@@ -54,13 +57,25 @@ class PreparedRun:
     first_step: int
     restarting: bool = False
     claim: RunClaim | None = None
+    log: DriverLog | None = None
 
     def __enter__(self) -> PreparedRun:
+        if self.log is not None:
+            self.log.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.log is not None:
+            self.log.__exit__(kind, error, trace)
         if self.claim is not None:
             self.claim.close()
+
+    def copy_log(self) -> None:
+        """Copy what the run's owner has printed: the run is about to end, and those who follow it with it."""
+        if self.log is not None:
+            self.log.copy()
 
     def resolve(
         self, num_workers: int, device: str, fastest_precision: Callable[[str], Precision] = fastest_precision
@@ -130,7 +145,8 @@ def _own(prepared: PreparedRun) -> PreparedRun:
     except BaseException:
         claim.close()
         raise
-    return dataclasses.replace(prepared, store=claim.owned_store, first_step=first_step, claim=claim)
+    store = claim.owned_store
+    return dataclasses.replace(prepared, store=store, first_step=first_step, claim=claim, log=DriverLog(store))
 
 
 def check(config: TrainConfig, loop: Loop | None = None) -> None:

@@ -98,6 +98,7 @@ class FirstProcess(LocalReporter):
             outcome = failed(error, self.monitor.snapshot())
         if self._signals.stop_request is not None:
             self.monitor.request_stop(self._signals.stop_request)
+        self._prepared.copy_log()
         return self.watcher.conclude(outcome, num_workers)
 
 

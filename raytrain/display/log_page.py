@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from raytrain.display.formatting import format_duration, one_line
-from raytrain.runs.process_log import WorkerLog
+from raytrain.runs.process_log import StoredLog
 from raytrain.runs.snapshot import Snapshot
 
-_STREAMS = {"out": "standard output", "err": "standard error"}
+_STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 
 
 def event_lines(snapshot: Snapshot) -> list[str]:
@@ -30,12 +30,12 @@ class LogLines:
         """Print what happened since the last call."""
         self._print("", event_lines(snapshot))
 
-    def worker(self, worker: int, logs: Sequence[WorkerLog]) -> None:
-        """Print what a worker has printed since the last call, apart from a line that is still growing."""
+    def printed(self, whose: str, logs: Sequence[StoredLog]) -> None:
+        """Print what a process has printed since the last call, apart from a line that is still growing."""
         for log in logs:
             whole = log.text[: log.text.rfind("\n") + 1].replace("\r\n", "\n").split("\n")[:-1]
             shown = [one_line(line.rpartition("\r")[2]) for line in whole]  # a progress bar shows its last state
-            self._print(f"== worker {worker}, started {log.started}, {_STREAMS[log.stream]}", shown)
+            self._print(f"== {whose}, started {log.started}, {_STREAMS[log.stream]}", shown)
 
     def _print(self, heading: str, lines: list[str]) -> None:
         new = lines[_num_seen(self._seen.get(heading, []), lines) :]

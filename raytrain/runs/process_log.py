@@ -1,4 +1,4 @@
-"""What the workers of a run print, kept in its storage: it is still there when their machines are gone."""
+"""What the processes of a run print, kept in its storage: it is still there when their machines are gone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,9 +20,10 @@ from raytrain.runs.redact import redact
 from raytrain.storage.base import Store
 
 COPY_EVERY_S = 10.0
-_MAX_BYTES = 8 << 20  # the newest ones are kept
+MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
+DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
-_NAME = re.compile(r"worker-(\d+)-(\w+)\.(out|err)")
+_NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
 
 
 class LogCopies:
@@ -42,10 +44,38 @@ class LogCopies:
             if end == self._sizes.get(name, start):
                 return
             with path.open("rb") as file:
-                file.seek(max(start, end - _MAX_BYTES))
+                file.seek(max(start, end - MAX_LOG_BYTES))
                 text = file.read(end - file.tell()).decode(errors="replace")
-            self._store.fail_fast().put(LOGS + name, redact(text).encode())
+            self.put(name, text)
             self._sizes[name] = end
+
+    def put(self, name: str, text: str) -> None:
+        """Write the whole log ``name``. Raises StorageError."""
+        self._store.fail_fast().put(LOGS + name, redact(text).encode())
+
+
+class CopyThread:
+    """Calls ``copy`` every few seconds from :meth:`start` on, and once more when it is closed."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._copy_until_closed, daemon=True, name="log-copies")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copy the rest, and end the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _copy_until_closed(self) -> None:
+        closed = False
+        while not closed:
+            closed = self._closed.wait(COPY_EVERY_S)
+            self._copy()
 
 
 class ProcessLog:
@@ -58,12 +88,11 @@ class ProcessLog:
         self._copies = LogCopies(store)
         started = stamp()
         self._files = [
-            (path, log_name(worker, started, stream), path.stat().st_size)
+            (path, log_name(worker_log(worker), started, stream), path.stat().st_size)
             for stream, number in _STREAMS.items()
             if (path := _file_of(number)) is not None
         ]
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._copy_until_closed, daemon=True, name="process-log")
+        self._thread = CopyThread(self._copy)
 
     def __enter__(self) -> ProcessLog:
         self._thread.start()
@@ -72,45 +101,44 @@ class ProcessLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         if error is not None:
             traceback.print_exception(error)
-        self._closed.set()
-        self._thread.join()
+        self._thread.close()
 
-    def _copy_until_closed(self) -> None:
-        closed = False
-        while not closed:
-            closed = self._closed.wait(COPY_EVERY_S)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for path, name, start in self._files:
-                self._copies.copy(path, name, start)
+    def _copy(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for path, name, start in self._files:
+            self._copies.copy(path, name, start)
 
 
 @dataclass(frozen=True, order=True)
-class WorkerLog:
-    """What one worker printed in one start, to standard output (``out``) or standard error (``err``)."""
+class StoredLog:
+    """What one process printed in one start, to standard output (``out``) or standard error (``err``).
+
+    What the driver printed and logged is in one (``log``).
+    """
 
     started: str
     stream: str
     text: str
 
 
-class WorkerLogReader:
-    """Reads the logs of a worker, by its rank, again and again: only those that have changed."""
+class LogReader:
+    """Reads the logs of ``DRIVER`` or of a :func:`worker_log` again and again: only those that have changed."""
 
-    def __init__(self, store: Store, worker: int) -> None:
-        self.worker = worker
+    def __init__(self, store: Store, whose: str) -> None:
+        self.whose = whose
         self._store = store
-        self._read: dict[str, tuple[str, WorkerLog]] = {}
+        self._read: dict[str, tuple[str, StoredLog]] = {}
 
-    def read(self) -> list[WorkerLog]:
+    def read(self) -> list[StoredLog]:
         """The logs, the earliest start first. Raises StorageError."""
         for found in self._store.list(LOGS):
             match = _NAME.fullmatch(found.path.rpartition("/")[2])
-            if match is None or int(match[1]) != self.worker:
+            if match is None or match[1] != self.whose:
                 continue
             if self._read.get(found.path, ("",))[0] != found.etag:
                 text = self._store.get(LOGS + match[0]).decode(errors="replace")
-                self._read[found.path] = found.etag, WorkerLog(match[2], match[3], text)
+                self._read[found.path] = found.etag, StoredLog(match[2], match[3], text)
         return sorted(log for _, log in self._read.values())
 
 
@@ -119,9 +147,14 @@ def stamp() -> str:
     return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
 
 
-def log_name(worker: int, started: str, stream: str) -> str:
-    """The name of a log; ``started`` tells the starts of a worker apart, and sorts them."""
-    return f"worker-{worker}-{started}.{stream}"
+def worker_log(rank: int) -> str:
+    """Whose log it is, in the names of a worker's logs."""
+    return f"worker-{rank}"
+
+
+def log_name(whose: str, started: str, stream: str) -> str:
+    """The name of a log; ``started`` tells the starts of a process apart, and sorts them."""
+    return f"{whose}-{started}.{stream}"
 
 
 def _file_of(number: int) -> Path | None:

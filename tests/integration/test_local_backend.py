@@ -16,7 +16,7 @@ import raytrain
 from raytrain.demo.digits import render_digits
 from raytrain.errors import UsageError
 from raytrain.recipes import digits
-from raytrain.runs.process_log import WorkerLogReader
+from raytrain.runs.process_log import DRIVER, LogReader, worker_log
 from raytrain.runs.records import read_run
 from raytrain.runs.snapshot import Snapshot
 from raytrain.storage.open import open_store
@@ -111,8 +111,11 @@ def test_a_loop_that_fails_again_and_again_ends_the_run_with_its_own_words(data:
     with pytest.raises(raytrain.TrainingFailed, match=r"worker \d failed: RuntimeError: this loop never works"):
         raytrain.train(options(data, tmp_path, max_failures=1), loop=failing)
     assert read_run(str(tmp_path), "run").status.status == "failed"
-    logs = [log for log in WorkerLogReader(open_store(f"{tmp_path}/run"), 1).read() if log.stream == "out"]
+    logs = [log for log in LogReader(open_store(f"{tmp_path}/run"), worker_log(1)).read() if log.stream == "out"]
     assert [log.text for log in logs] == ["worker 1 of 2\n"] * 2, "one for each start"
+    [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
+    assert "failed: RuntimeError: this loop never works" in driver.text
+    assert "TrainingFailed: Run 'run' failed: worker" in driver.text
 
 
 def test_sigterm_stops_with_a_checkpoint(data: Path, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import raytrain
 from raytrain.demo.digits import render_digits
+from raytrain.runs.documents import run_store
+from raytrain.runs.process_log import DRIVER, LogReader
 from raytrain.runs.records import list_runs, read_run
 
 
@@ -73,6 +75,8 @@ def test_a_run_under_torchrun_can_be_stopped_and_resumed(tmp_path: Path) -> None
     finished = torchrun(data, tmp_path, "--resume", "--epochs", str(summary["steps"] + 1))
     assert finished.returncode == 0, finished.stderr
     assert read_run(str(tmp_path), "run").status.status == "finished"
+    driver = [log.text for log in LogReader(run_store(str(tmp_path), "run"), DRIVER).read()]
+    assert ["stop requested: raytrain stop" in text for text in driver] == [True, False], "one for each start"
     reader = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, summary["steps"] + 2))
 

@@ -20,7 +20,7 @@ from raytrain import UsageError
 from raytrain.cli.new_project import write_project
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.documents import run_store
-from raytrain.runs.process_log import WorkerLogReader
+from raytrain.runs.process_log import DRIVER, LogReader, worker_log
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.storage.open import open_store
@@ -149,8 +149,10 @@ def test_an_error_in_the_loop_is_reported_in_one_sentence_and_the_run_can_be_res
         raytrain.train(options, loop=broken)
     assert raised.value.summary["status"] == "failed"
     assert read_run(str(tmp_path), "run").status.status == "failed"
-    logs = {log.stream: log.text for log in WorkerLogReader(run_store(str(tmp_path), "run"), 0).read()}
+    logs = {log.stream: log.text for log in LogReader(run_store(str(tmp_path), "run"), worker_log(0)).read()}
     assert "what the loop prints" in logs["out"] and "RuntimeError: the loop is broken" in logs["err"]
+    [driver] = LogReader(run_store(str(tmp_path), "run"), DRIVER).read()
+    assert "TrainingFailed: Run 'run' failed" in driver.text
     assert raytrain.train(dataclasses.replace(options, resume=True, epochs=1)).status == "finished"
 
 

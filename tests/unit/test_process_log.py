@@ -13,7 +13,7 @@ from raytrain.cli.main import main
 from raytrain.display.log_page import LogLines
 from raytrain.runs.documents import run_store
 from raytrain.runs.layout import CONFIG
-from raytrain.runs.process_log import LogCopies, WorkerLog, WorkerLogReader, log_name
+from raytrain.runs.process_log import LogCopies, LogReader, StoredLog, log_name, worker_log
 
 PRINTS = """
 import os, sys
@@ -35,27 +35,27 @@ def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its
             {**os.environ, "MY_TOKEN": "secret-1"},
         )
         subprocess.run(script, env=environment, stdout=out, stderr=errors, check=False)
-    by_stream = {log.stream: log.text for log in WorkerLogReader(run_store(str(tmp_path), "first"), 1).read()}
+    by_stream = {log.stream: log.text for log in LogReader(run_store(str(tmp_path), "first"), worker_log(1)).read()}
     assert by_stream["out"] == "hello …\nfrom C\n"
     assert by_stream["err"].endswith("ValueError: no such class\n")
-    assert not WorkerLogReader(run_store(str(tmp_path), "first"), 0).read()
+    assert not LogReader(run_store(str(tmp_path), "first"), worker_log(0)).read()
 
 
 def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.process_log._MAX_BYTES", 8)
+    monkeypatch.setattr("raytrain.runs.process_log.MAX_LOG_BYTES", 8)
     store, file = run_store(str(tmp_path), "first"), tmp_path / "printed"
-    copies, name = LogCopies(store), log_name(0, "1", "out")
+    copies, name = LogCopies(store), log_name(worker_log(0), "1", "out")
     for text in ("one\n", "one\ntwo\n", "one\ntwo\nthree\n"):
         file.write_text(text)
         copies.copy(file, name)
-        assert WorkerLogReader(store, 0).read() == [WorkerLog("1", "out", text[-8:])]
+        assert LogReader(store, worker_log(0)).read() == [StoredLog("1", "out", text[-8:])]
 
 
 def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = LogLines(print)
-    lines.worker(0, [WorkerLog("1", "out", "a\n 5%\r10%\nhalf")])
-    lines.worker(0, [WorkerLog("1", "out", "a\n 5%\r10%\nhalf a line\n"), WorkerLog("1", "err", "\x1b[2J\n")])
-    lines.worker(0, [WorkerLog("1", "out", "10%\nhalf a line\nlast\n"), WorkerLog("1", "err", "\x1b[2J\n")])
+    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf")])
+    lines.printed("worker 0", [StoredLog("1", "out", "a\n 5%\r10%\nhalf a line\n"), StoredLog("1", "err", "\x1b[2J\n")])
+    lines.printed("worker 0", [StoredLog("1", "out", "10%\nhalf a line\nlast\n"), StoredLog("1", "err", "\x1b[2J\n")])
     assert capsys.readouterr().out.splitlines() == [
         "== worker 0, started 1, standard output",
         "a",
@@ -71,7 +71,7 @@ def test_each_line_is_printed_once_below_whose_it_is(capsys: pytest.CaptureFixtu
 def test_the_command_shows_the_log_of_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = run_store(str(tmp_path), "first")
     store.put(CONFIG, b"{}")
-    store.put("logs/" + log_name(1, "20261122T120000", "out"), b"step 1\n")
+    store.put("logs/" + log_name(worker_log(1), "20261122T120000", "out"), b"step 1\n")
     assert main(["logs", "first", "--worker", "1", "--storage", str(tmp_path)]) == 0
     assert "step 1" in capsys.readouterr().out
     assert main(["logs", "first", "--worker", "2", "--storage", str(tmp_path)]) == 0

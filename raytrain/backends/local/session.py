@@ -88,6 +88,7 @@ class LocalSession:
         if self._error is not None and not self._watcher.begun:
             raise self._error
         self._logs.close()
+        self._prepared.copy_log()
         return successful(self._watcher.conclude(self._final_outcome(self._monitor.snapshot()), self._num_workers))
 
     def _final_outcome(self, snapshot: Snapshot) -> Outcome:

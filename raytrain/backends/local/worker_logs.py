@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain.runs.background import Background
-from raytrain.runs.process_log import COPY_EVERY_S, LogCopies, log_name, stamp
+from raytrain.runs.process_log import COPY_EVERY_S, LogCopies, log_name, stamp, worker_log
 from raytrain.runs.throttle import Throttle
 from raytrain.storage.base import Store
 
@@ -33,4 +33,5 @@ class WorkerLogs:
     def _copy(self, _: None) -> None:
         for path in self._folder.glob("*/attempt_*/*/std*.log"):
             attempt, rank = path.parts[-3].removeprefix("attempt_"), int(path.parts[-2])
-            self._copies.copy(path, log_name(rank, f"{self._session}a{attempt}", path.stem.removeprefix("std")))
+            started, stream = f"{self._session}a{attempt}", path.stem.removeprefix("std")
+            self._copies.copy(path, log_name(worker_log(rank), started, stream))

@@ -160,6 +160,7 @@ class RunSession:
             self._trainer.remember_controller()
             outcome = ray.get(self._coordinator.outcome.remote())
         outcome = self._final_outcome(ray.get(self._coordinator.snapshot.remote(START)))
+        self._prepared.copy_log()
         return successful(self._watcher.conclude(outcome, self._placement.num_workers))
 
     def _pass_on_stop_request(self, stored: StopRequest | None, snapshot: Snapshot) -> None:

@@ -78,26 +78,30 @@ def logs(
     run: RunName,
     storage: Storage = "./runs",
     worker: Annotated[int | None, arg(help="Show what this worker printed, by its rank, counted from 0.")] = None,
+    driver: Annotated[
+        FlagCreatePairsOff[bool], arg(help="Show what the process that started the run printed and logged.")
+    ] = False,
     follow: Annotated[FlagCreatePairsOff[bool], arg(help="Show what comes, too, until the run is over.")] = False,
 ) -> CommandResult:
-    """Show what happened to a run: starts, checkpoints, evaluations, failures; or what one of its workers printed.
+    """Show what happened to a run: starts, checkpoints, evaluations, failures; or what its processes printed.
 
     Example: raytrain logs first --worker 1 --follow
     """
     from raytrain.display.log_page import LogLines
     from raytrain.runs.documents import open_run
-    from raytrain.runs.process_log import WorkerLogReader
+    from raytrain.runs.process_log import DRIVER, LogReader, worker_log
     from raytrain.runs.run_reader import RunReader, follow_run
 
     reader, texts = RunReader(open_run(storage, run), run), list[str]()
     lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
-    worker_logs = None if worker is None else WorkerLogReader(reader.store, worker)
+    asked = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
+    logs = [LogReader(reader.store, whose) for whose in asked]
 
     def show(snapshot: Snapshot) -> None:
-        if worker_logs is None:
+        if not logs:
             lines.events(snapshot)
-        else:
-            lines.worker(worker_logs.worker, worker_logs.read())
+        for log in logs:
+            lines.printed(log.whose.replace("-", " "), log.read())
 
     if follow:
         with suppress(KeyboardInterrupt):

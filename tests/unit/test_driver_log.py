@@ -1,0 +1,103 @@
+"""What the driver of a run prints and logs is kept in the run's storage, without secrets, while it runs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from rich.live import Live
+
+from raytrain.cli.main import main
+from raytrain.display.console import PlainConsole
+from raytrain.runs.documents import run_store
+from raytrain.runs.driver_log import DriverLog
+from raytrain.runs.layout import CONFIG, LOGS
+from raytrain.runs.process_log import DRIVER, LogReader
+from raytrain.storage.base import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = run_store(str(tmp_path), "first")
+    store.put(CONFIG, b"{}")
+    return store
+
+
+def kept(store: Store) -> str:
+    return "".join(log.text for log in LogReader(store, DRIVER).read())
+
+
+def test_what_it_prints_and_logs_and_why_it_failed_is_kept_without_secrets(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret-1")
+    before, events = (sys.stdout, sys.stderr), logging.getLogger("raytrain.runs.recorder")
+
+    def drive() -> None:
+        with DriverLog(store):
+            print("printed secret-1")
+            print("a warning", file=sys.stderr)
+            events.info("first: an event")
+            raise ValueError("no such class")
+
+    with pytest.raises(ValueError, match="no such class"):
+        drive()
+    events.info("over")
+    assert (sys.stdout, sys.stderr) == before
+    printed, text = capsys.readouterr(), kept(store)
+    assert printed.out == "printed secret-1\n" and "Traceback" not in printed.err
+    assert text.startswith("printed …\n") and text.endswith("ValueError: no such class\n")
+    assert "a warning" in text and " first: an event\n" in text and "over" not in text
+
+
+def test_what_handlers_of_loggers_print_is_kept_once(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    handler, logger = logging.StreamHandler(), logging.getLogger("raytrain")
+    logger.addHandler(handler)
+    try:
+        with DriverLog(store):
+            logger.warning("there is no GPU")
+        logger.warning("over")
+    finally:
+        logger.removeHandler(handler)
+    assert kept(store) == "there is no GPU\n"
+    assert capsys.readouterr().err == "there is no GPU\nover\n"
+
+
+def test_it_is_there_while_the_driver_runs_and_only_its_end_is_kept(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.runs.driver_log.MAX_LOG_BYTES", 8)
+    with DriverLog(store) as log:
+        for number in range(100):
+            print(number)
+        log.copy()
+        assert kept(store) == "\n98\n99\n"[-8:].rjust(8, "7")
+
+
+def test_a_picture_that_is_redrawn_is_not_kept_but_what_is_printed_above_it_is(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Live("a picture", console=PlainConsole(force_terminal=True)) as live, DriverLog(store):
+        live.update("another picture", refresh=True)
+        print("printed")
+        live.refresh()
+    assert kept(store) == "printed\n"
+    assert "another picture" in capsys.readouterr().out
+
+
+def test_a_run_that_never_began_has_no_log(tmp_path: Path) -> None:
+    store = run_store(str(tmp_path), "first")
+    with DriverLog(store):
+        print("refused")
+    assert list(store.list(LOGS)) == []
+
+
+def test_the_command_shows_it(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with DriverLog(store):
+        print("\x1b[2Jhello")
+    capsys.readouterr()
+    assert main(["logs", "first", "--driver", "--storage", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "== driver, started " in shown and "␛[2Jhello" in shown
