@@ -7,6 +7,7 @@ from .backends.train import train as train
 from .config import TrainConfig as TrainConfig
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
+from .display.look import look as look
 from .display.notebook import start as start
 from .errors import RaytrainError as RaytrainError
 from .errors import StorageError as StorageError

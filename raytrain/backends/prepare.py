@@ -195,7 +195,7 @@ def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:
     return load_function("--loop", config.loop)
 
 
-def _load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
+def load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
     """The function that ``--transforms`` names."""
     if config.transforms is None:
         return None
@@ -212,7 +212,7 @@ def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | N
     return RunSpec(
         config=config,
         loop=loop,
-        transforms=_load_transforms(config),
+        transforms=load_transforms(config),
         classes=data.train.classes,
         manifest_digest=data.train.digest,
         plan=data.plan(config),

@@ -16,6 +16,7 @@ from raytrain.data.image_reader import ImageReader
 from raytrain.data.label_file import LabelColumns, LabelTable, read_label_file
 from raytrain.data.labelled_images import training_and_test_images
 from raytrain.data.manifest import Manifest, build_manifest
+from raytrain.data.permutation import Int64s
 from raytrain.data.split import check_can_split, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
@@ -136,10 +137,7 @@ def measure_mean_std(
 
     Raises UsageError if none of these can be read.
     """
-    order = np.arange(len(manifest))  # packed images were shuffled when they were packed
-    if manifest.packing is None:
-        order = np.random.default_rng(seed).permutation(order)
-    chosen = manifest.select(np.sort(order[:_NUM_MEASURED_IMAGES]))
+    chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
     images, bad = ImageReader(store, *format, isolated=True).read(chosen)
     pixels = np.delete(images, list(bad), axis=0).reshape(-1, format.shape.channels) / 255
     if not len(pixels):
@@ -148,6 +146,12 @@ def measure_mean_std(
     mean = [round(value, 6) for value in pixels.mean(axis=0).tolist()]
     std = [max(round(value, 6), 1e-3) for value in pixels.std(axis=0).tolist()]
     return tuple(mean), tuple(std)
+
+
+def random_order(manifest: Manifest, seed: int) -> Int64s:
+    """All images in a random order, (N,); packed images in their own, for they were shuffled when they were packed."""
+    order = np.arange(len(manifest))
+    return order if manifest.packing is not None else np.random.default_rng(seed).permutation(order)
 
 
 def _stored_manifests(run_store: Store) -> tuple[Manifest, Manifest] | None:

@@ -17,7 +17,7 @@ Pixels = npt.NDArray[np.uint8]
 
 _JPEG = b"\xff\xd8\xff"
 _HEADER_BYTES = 4096
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
 _MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded: there are as many readers as CPUs
 _MAX_JPEG_PIXELS = 1 << 28  # phones have 200 million; a large JPEG is decoded at a fraction of its size
 _MAX_SCANNED_PIXELS = 1 << 30  # over all scans of a JPEG, which may be many in few bytes; about two seconds
@@ -140,7 +140,7 @@ def _decode_any(data: bytes, shape: ImageShape, frame: Frame) -> Pixels:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image, data, shape, frame)
             image.load()
             _rotate_upright(image)

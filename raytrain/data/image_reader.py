@@ -57,13 +57,10 @@ class ImageReader:
     def _read(
         self, manifest: Manifest, frames: Sequence[Frame] | None, decode_one: _DecodeOne
     ) -> tuple[Pixels, dict[int, str]]:
-        framed = list(zip(self._contents(manifest), frames or [self.framing.frame] * len(manifest), strict=True))
+        framed = list(
+            zip(read_contents(self.store, manifest), frames or [self.framing.frame] * len(manifest), strict=True)
+        )
         return self._decode_all(framed, decode_one)
-
-    def _contents(self, manifest: Manifest) -> list[bytes | Exception]:
-        if manifest.packing is not None:
-            return read_packed(self.store, manifest.packing)
-        return self.store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
     def _decode_all(
         self, framed: Sequence[tuple[bytes | Exception, Frame]], decode_one: _DecodeOne
@@ -73,13 +70,20 @@ class ImageReader:
         bad: dict[int, str] = {}
         for index, (data, frame) in enumerate(framed):
             try:
-                images[index] = decode_one(_require_bytes(data), frame)
+                images[index] = decode_one(require_bytes(data), frame)
             except BadImage as error:
                 bad[index] = str(error)
         return images, bad
 
 
-def _require_bytes(data: bytes | Exception) -> bytes:
+def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
+    """The files of the images of ``manifest``, in its order, or why one cannot be read."""
+    if manifest.packing is not None:
+        return read_packed(store, manifest.packing)
+    return store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
+
+
+def require_bytes(data: bytes | Exception) -> bytes:
     """The content of a file; raises BadImage if the file itself is at fault, and any other exception as it is."""
     if isinstance(data, FileNotFoundError):
         raise BadImage("the object is gone")

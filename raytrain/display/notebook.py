@@ -16,6 +16,8 @@ from raytrain.runs.snapshot import Snapshot, View
 from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from raytrain.config import TrainConfig
     from raytrain.display.page.widget import RunWidget
     from raytrain.training.run import Run
@@ -40,7 +42,7 @@ def start(
             below the cell: with the extra ``raytrain[notebook]`` as live curves with a Stop button.
         trackers: as for :func:`raytrain.train`.
     """
-    if view is not None or not _is_notebook():
+    if view is not None or not is_notebook():
         return RunHandle(config, loop, view, trackers)
     shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
     handle = RunHandle(config, loop, shown.update, trackers)
@@ -109,8 +111,13 @@ class NotebookView:
 
 def dashboard_html(snapshot: Snapshot, rows: list[MetricRow]) -> str:
     """The picture of a run as HTML, with its colours."""
+    return as_html(dashboard(snapshot, rows))
+
+
+def as_html(page: RenderableType) -> str:
+    """What the terminal shows, as HTML, with its colours."""
     console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
-    console.print(dashboard(snapshot, rows))
+    console.print(page)
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 
@@ -123,7 +130,7 @@ def _widget(stop: Callable[[], None]) -> RunWidget | None:
     return RunWidget(stop)
 
 
-def _is_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     try:
         from IPython.core.getipython import get_ipython

@@ -19,9 +19,14 @@ _DPI = 120
 def save_png(figure: Figure, output: str) -> None:
     """Write ``figure`` to a file or an ``s3://`` object. Raises UsageError if its name does not end in ``.png``."""
     check_output(output, (".png",), "--png")
+    write_output(output, png_bytes(figure))
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """``figure`` as the content of a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=_DPI)
-    write_output(output, content.getvalue())
+    return content.getvalue()
 
 
 def plain_axes(axes: Axes) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
+from raytrain.data.decode import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.runs.documents import write_json
 from raytrain.runs.json_lines import plain
@@ -127,7 +128,7 @@ class Gallery:
         """The examples on the host: pixels as uint8 (H, W, C), and plain numbers."""
         probabilities, predictions = examples.logits.softmax(dim=1).max(dim=1)
         columns = {
-            "image": list(self._pixels(examples.images).numpy()),
+            "image": list(screen_pixels(examples.images, self._config, _MAX_SIDE)),
             "label": examples.labels.tolist(),
             "prediction": predictions.tolist(),
             "probability": probabilities.tolist(),
@@ -136,15 +137,6 @@ class Gallery:
         }
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def _pixels(self, images: Tensor) -> Tensor:
-        """Normalised images, (k, C, H, W), as pixels for a screen: uint8 (k, H, W, C) on the host."""
-        smaller = _MAX_SIDE / max(images.shape[2:])
-        images = images.detach().float()
-        if smaller < 1:
-            images = F.interpolate(images, scale_factor=smaller, mode="area")
-        mean, std = (images.new_tensor(values)[:, None, None] for values in (self._config.mean, self._config.std))
-        return ((images * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu()
-
     def _confusion_cells(self) -> list[list[int]]:
         """Label, prediction and count of each cell that is not empty."""
         if self._confusions is None:
@@ -152,6 +144,16 @@ class Gallery:
         places = self._confusions.nonzero()[:, 0]
         num_classes = len(self._classes)
         return torch.stack([places // num_classes, places % num_classes, self._confusions[places]], dim=1).tolist()
+
+
+def screen_pixels(images: Tensor, config: ResolvedConfig, max_side: int) -> Pixels:
+    """Normalised images, (k, C, H, W), as pixels for a screen: uint8 (k, H, W, C), with sides up to ``max_side``."""
+    smaller = max_side / max(images.shape[2:])
+    images = images.detach().float()
+    if smaller < 1:
+        images = F.interpolate(images, scale_factor=smaller, mode="area")
+    mean, std = (images.new_tensor(values)[:, None, None] for values in (config.mean, config.std))
+    return ((images * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
 def _added_up(lists: Any) -> list[list[int]]:

@@ -21,12 +21,19 @@ from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.data.table_file import encode_table
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
+from raytrain.diagnostics.duplicates import Duplicate, Duplicates
+from raytrain.diagnostics.first_images import FirstImages
+from raytrain.diagnostics.image_sample import ImageSample
+from raytrain.diagnostics.look import ClassCount, LookResult
 from raytrain.display.audit_table import audit_page
 from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.display.evaluation_tables import evaluation_page
 from raytrain.display.formatting import format_option, format_value, one_line
+from raytrain.display.look import look_html
+from raytrain.display.look_figure import look_figure
+from raytrain.display.look_tables import look_page
 from raytrain.display.notebook import dashboard_html
 from raytrain.display.png import save_png
 from raytrain.display.terminal import TerminalView
@@ -144,6 +151,28 @@ def test_class_names_are_shown_and_drawn(text: str, tmp_path: Path) -> None:
     harmless(on_a_terminal(evaluation_page(result)))
     save_png(confusion_figure(result), str(tmp_path / "confusion.png"))
     assert (tmp_path / "confusion.png").stat().st_size > 0
+
+
+@hostile
+def test_names_in_a_data_set_are_shown_and_drawn(text: str, tmp_path: Path) -> None:
+    counts = (ClassCount(text, 2, 1), ClassCount("dog", 1, 1))
+    same = (Duplicate(text, text, text, text),)
+    result = LookResult(
+        title="first",
+        data="d",
+        test_data="d",
+        training_images=3,
+        test_images=2,
+        ignored_files=0,
+        classes=counts,
+        size_bytes=None,
+        sample=ImageSample(5, {"PNG": 4}, None, None, ((text, text),)),
+        duplicates=Duplicates(5, 5, same, same),
+        first_images=FirstImages(np.zeros((2, 4, 4, 3), np.uint8), (text, f"60% {text} 40% dog")),
+    )
+    harmless(on_a_terminal(look_page(result)))
+    harmless(look_html(result))
+    save_png(look_figure(result), str(tmp_path / "look.png"))
 
 
 @hostile

@@ -15,14 +15,14 @@ from raytrain.cli.commands.inference import evaluate, export, predict
 from raytrain.cli.commands.jobs import submit
 from raytrain.cli.commands.manage import export_history, logs, rm, tag
 from raytrain.cli.commands.runs import audit, compare, runs, show, track
-from raytrain.cli.commands.training import profile, stop, study, sweep, train
+from raytrain.cli.commands.training import look, profile, stop, study, sweep, train
 from raytrain.cli.commands.watch import watch
 from raytrain.errors import option_name
 
 COMMANDS: dict[str, Callable[..., CommandResult]] = {
     option_name(command.__name__): command
     for command in (
-        *(train, study, sweep, submit, stop),
+        *(look, train, study, sweep, submit, stop),
         *(evaluate, predict, export),
         *(watch, runs, show, compare, track, audit),
         *(logs, tag, export_history, rm),

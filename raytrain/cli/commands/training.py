@@ -66,6 +66,29 @@ def profile(
     return CommandResult(profile_page(result), result.summary())
 
 
+def look(
+    options: RecipeOptions,
+    limit_s: Annotated[float, arg(help="Seconds after which no more files are read; it says how many were.")] = 30.0,
+    output: Annotated[str | None, arg(help="PNG file for the images; by default NAME-look.png.")] = None,
+    trust: TrustResumed = False,
+) -> CommandResult:
+    """Show the images as the network would see them, count the classes, find bad images and duplicates. Trains nothing.
+
+    Example: raytrain look cifar10 --data s3://bucket/train
+    """
+    config = options.checked()
+    from raytrain.display.look_figure import look_figure
+    from raytrain.display.look_tables import look_page
+    from raytrain.display.png import save_png
+    from raytrain.storage.output_file import check_output
+
+    picture = output or f"{config.name or config.recipe}-look.png"
+    check_output(picture, (".png",))
+    result = raytrain.look(config, limit_s=limit_s)
+    save_png(look_figure(result), picture)
+    return CommandResult(look_page(result, picture), {**result.summary(), "picture": picture})
+
+
 def study(
     options: StudyOptions,
     workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to compare, such as 1 2 4 8.")],

@@ -1,0 +1,167 @@
+"""A look at a data set: what is counted and found, and that the images are those that a network gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import raytrain
+from raytrain.data.arrow_arrays import string_array
+from raytrain.data.dataset import Dataset, open_dataset
+from raytrain.data.manifest import Manifest
+from raytrain.diagnostics.duplicates import find_duplicates
+from raytrain.diagnostics.look import look_at
+from raytrain.display.look import look_html
+from raytrain.runs.documents import run_store
+from raytrain.storage.local import FolderStore
+from raytrain.training.gallery import screen_pixels
+from tests.helpers.folder_runs import folder_run, train_here
+from tests.helpers.small_runs import CLASSES, config, make_images
+
+COMMAND = """
+import sys
+from raytrain.cli.main import main
+code = main(["look", "custom", *sys.argv[1:], "--json"])
+assert not {"ray", "pandas"} & sys.modules.keys()
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """30 training images, of which a copy is in another class and one is broken; 9 test images, two of them copies."""
+    train, test = tmp_path / "train", tmp_path / "test"
+    for folder in (train, test):
+        folder.mkdir()
+    make_images(train, 30)
+    (train / "red" / "copy.png").write_bytes((train / "blue" / "003.png").read_bytes())
+    (train / "red" / "000.png").write_bytes(b"\x89PNG\r\n\x1a\n no image")
+    Image.new("L", (40, 20)).save(train / "red" / "large.jpg")
+    make_images(test, 9)
+    for file in test.rglob("*.png"):
+        Image.effect_noise((12, 12), 50).convert("RGB").save(file)
+    for name in ("blue", "green"):
+        (test / name / "002.png").write_bytes((train / name / "002.png").read_bytes())
+    return tmp_path
+
+
+def options(images: Path, **more: Any) -> raytrain.TrainConfig:
+    return config(images / "train", images / "runs", test_data=str(images / "test"), **more)
+
+
+def test_classes_files_and_problems_are_told(images: Path) -> None:
+    result = look_at(options(images))
+    assert [(each.name, each.training, each.test) for each in result.classes] == [
+        ("blue", 10, 3),
+        ("green", 10, 3),
+        ("red", 12, 3),
+    ]
+    assert result.sample.images == 41 and result.sample.formats == {"PNG": 39, "JPEG": 1}
+    assert result.sample.width == (12, 12, 40) and result.sample.height == (12, 12, 20)
+    assert [key for key, _ in result.sample.unreadable] == ["red/000.png"]
+    assert result.duplicates.compared == result.duplicates.images == 41
+    assert [(each.key, each.training_key) for each in result.duplicates.test] == [
+        ("blue/002.png", "blue/002.png"),
+        ("green/002.png", "green/002.png"),
+    ]
+    assert [dataclasses.astuple(each) for each in result.duplicates.contradicting] == [
+        ("red/copy.png", "red", "blue/003.png", "blue")
+    ]
+    assert json.dumps(result.summary())
+
+
+def test_without_time_a_part_is_looked_at_and_that_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    make_images(folder, 300)
+    result = look_at(config(folder, tmp_path), limit_s=0)
+    assert result.sample.images == 64 + 30  # of 270 training images and of 30 test images
+    assert 64 <= result.duplicates.compared < result.duplicates.images == 300
+
+
+class Counted(FolderStore):
+    """Counts what is read."""
+
+    num_read = 0
+
+    def get(self, path: str, etag: str = "") -> bytes:
+        Counted.num_read += 1
+        return super().get(path)
+
+
+def hashed(data: Dataset, manifest: Manifest, wrong: str = "") -> Manifest:
+    """The manifest with the MD5 of each file as its entity tag, as in S3; with ``wrong``, that many others instead."""
+    contents = [data.train_store.get(key) for key in manifest.keys.to_pylist()]
+    etags = [f'"{wrong or hashlib.md5(content).hexdigest()}"' for content in contents]
+    return dataclasses.replace(manifest, etags=string_array(etags))
+
+
+@pytest.mark.parametrize("wrong", ["", "0" * 32])
+def test_entity_tags_are_believed_if_they_are_the_hashes_of_a_few_files(tmp_path: Path, wrong: str) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    make_images(folder, 90)
+    (folder / "red" / "copy.png").write_bytes((folder / "blue" / "003.png").read_bytes())
+    data = open_dataset(config(folder, tmp_path), run_store(str(tmp_path), "none"))
+    train, test = (hashed(data, manifest, wrong) for manifest in (data.train, data.test))
+    store = Counted(str(folder))
+    data = dataclasses.replace(data, train=train, test=test, train_store=store, test_store=store)
+    Counted.num_read = 0
+    found = find_duplicates(data, time.monotonic() + 60)
+    assert found.compared == found.images == 91
+    assert len(found.test) + len(found.contradicting) == 1
+    assert (Counted.num_read == 16) is (not wrong)  # eight training images, and eight test images
+
+
+@pytest.mark.parametrize("mixing", [{}, {"cutmix": 1.0}])
+def test_the_images_are_those_of_the_first_batch(tmp_path: Path, mixing: dict[str, float]) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    make_images(folder)
+    seen: list[raytrain.Batch] = []
+
+    def loop(run: raytrain.Run) -> None:
+        model = run.prepare(run.build_model())
+        run.prepare(run.build_optimizer(model))
+        for batch in run.batches():
+            seen.append(batch)
+            return
+
+    options: dict[str, Any] = {"batch_size": 60, "color_jitter": 0.3, **mixing}
+    run = folder_run(folder, tmp_path, "run", loop=loop, **options)
+    train_here(run)
+    result = look_at(run.config)
+    assert len(result.first_images.labels) == 40
+    resolved = run.config.resolve(name="run", num_workers=1, device="cpu", mean=(0.4,) * 3, std=(0.2,) * 3)
+    assert (result.first_images.pixels == screen_pixels(seen[0].images[:40], resolved, 256)).all()
+    likeliest = [label.split(" ")[1] if "%" in label else label for label in result.first_images.labels]
+    assert likeliest == [CLASSES[label] for label in seen[0].labels[:40].tolist()]
+    assert any("%" in label for label in result.first_images.labels) is bool(mixing)
+
+
+def test_the_command_writes_the_picture_without_ray(images: Path) -> None:
+    picture = images / "look.png"
+    words = ["--data", f"{images}/train", "--image-size", "12", "12", "--output", str(picture)]
+    words += ["--learning-rate", "1", "--batch-size", "8", "--storage", f"{images}/runs"]
+    ended = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert document["picture"] == str(picture) and document["training_images"] == 29
+    with Image.open(picture) as opened:
+        assert np.asarray(opened.convert("RGB")).std() > 10
+    assert not (images / "runs").exists()
+
+
+def test_a_notebook_gets_the_picture_and_the_tables(images: Path) -> None:
+    html = look_html(look_at(options(images)))
+    assert html.startswith('<img src="data:image/png;base64,iVBOR') and "red/copy.png" in html
