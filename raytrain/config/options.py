@@ -59,11 +59,11 @@ class TrainConfig:
     recipe: str = "custom"
     """Name of the recipe that these options started from."""
     model: str = "resnet18"
-    """Name of a torchvision model, or package.module:function, which is called with num_classes and channels."""
+    """Name of a torchvision model, timm:NAME, or package.module:function, called with num_classes and channels."""
     loop: str | None = None
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
     weights: str | None = None
-    """Initial weights: DEFAULT (torchvision's), or a file or s3:// object with weights or a checkpoint of a run."""
+    """Initial weights: DEFAULT (the library's), or a file or s3:// object with weights or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
     """Layers to freeze, batch norm statistics included, by name: features.0, or layer1 and everything in it."""
     image_size: tuple[PositiveInt, PositiveInt] = (224, 224)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from raytrain.config.timm_name import timm_name
 from raytrain.errors import UsageError, did_you_mean, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
@@ -45,8 +46,10 @@ def check_module(option: str, name: str) -> None:
 
 
 def names_own_function(name: str | None) -> bool:
-    """Whether an option such as ``--model`` names a function that is neither torchvision's nor raytrain's."""
-    return name is not None and ":" in name and name.rpartition(":")[0] != _RAYTRAINS_NETWORKS
+    """Whether an option such as ``--model`` names a function that is neither raytrain's nor that of a library."""
+    if name is None or ":" not in name or timm_name(name) is not None:
+        return False
+    return name.rpartition(":")[0] != _RAYTRAINS_NETWORKS
 
 
 def stored_function_error(option: str, name: str, document: str, *, may_be_named: bool) -> UsageError:

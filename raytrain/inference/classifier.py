@@ -36,7 +36,7 @@ class Classifier(nn.Module):
         self.classes = classes
         self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
-        self.network = build_model(config.model, len(classes), config.channels, config.seed)
+        self.network = build_model(config.model, len(classes), config.channels, config.seed, config.image_size)
         self._augment = Augment(config)
         if config.precision == "float64":
             self.network.double()

@@ -8,6 +8,7 @@
   them.
 
 ``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
+timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activation.
 
 Local batches may differ in size, and a rank without images in a step (``set_num_used(model, 0)``) counts as nothing.
 Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``. Only the class of a layer changes, in place (as
@@ -30,10 +31,10 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
     """Change the batch norm layers of ``model`` in place. Wrap it in DDP after this, with ``broadcast_buffers=False``.
 
-    Subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, stay as they are. Returns ``model``.
+    Other subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, stay as they are. Returns ``model``.
     """
     for layer in list(model.modules()):
-        if type(layer) in _PLAIN:
+        if _can_convert(layer):
             _become(cast(_BatchNorm, layer), SynchronisedBatchNorm if mode == "sync" else AggregatedBatchNorm)
     return model
 
@@ -44,7 +45,7 @@ def freeze(model: nn.Module) -> nn.Module:
     Layers without running statistics are left to ``convert``. Changes the layers in place, and returns ``model``.
     """
     for layer in list(model.modules()):
-        if type(layer) in _PLAIN and cast(_BatchNorm, layer).running_mean is not None:
+        if _can_convert(layer) and cast(_BatchNorm, layer).running_mean is not None:
             _become(cast(_BatchNorm, layer), FrozenBatchNorm)
     return model
 
@@ -232,12 +233,28 @@ class _NormaliseTogether(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None, None
 
 
+def _can_convert(layer: nn.Module) -> bool:
+    return type(layer) in _PLAIN or _is_timms(layer)
+
+
+def _is_timms(layer: nn.Module) -> bool:
+    """Whether it is timm's BatchNormAct2d, told by its name, so that timm is not imported."""
+    return f"{type(layer).__module__}.{type(layer).__qualname__}" == "timm.layers.norm_act.BatchNormAct2d"
+
+
 def _become(layer: _BatchNorm, kind: type[_ConvertedBatchNorm]) -> None:
     plain_class = type(layer)
+    if _is_timms(layer):
+        layer.register_forward_hook(_activate)
     layer.__class__ = kind
     converted = cast(_ConvertedBatchNorm, layer)
     converted.plain_class = plain_class
     converted.prepare()
+
+
+def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """What timm's layer does after it has normalised."""
+    return layer.act(layer.drop(output))
 
 
 def _global_statistics(x: Tensor, count: int, layer: _ConvertedBatchNorm) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,30 +1,42 @@
-"""Build the network that ``--model`` names, with weights that depend on the seed or are torchvision's."""
+"""Build the network that ``--model`` names, with weights that depend on the seed or are those of its library."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from raytrain.config.timm_name import timm_name
 from raytrain.config.user_function import load_function
 from raytrain.errors import StorageError, UsageError
 from raytrain.training.model_names import unknown_classifier
+from raytrain.training.timm_models import build_pretrained_timm_model, build_timm_model
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
 
 
-def build_model(name: str, num_classes: int, channels: int, seed: int) -> nn.Module:
+def build_model(
+    name: str, num_classes: int, channels: int, seed: int, image_size: tuple[int, int] | None = None
+) -> nn.Module:
     """A newly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
 
-    ``name`` is a classifier of torchvision, or ``package.module:function``, a function that is called with the keywords
-    num_classes and channels and returns an nn.Module. The same seed gives the same weights, whatever random numbers
-    were drawn before; torch's global generator does not change. Raises UsageError if there is no such network.
+    ``name`` is a classifier of torchvision, ``timm:`` and the name of one of timm's networks, of which some are made
+    for one ``image_size``, or ``package.module:function``, a function that is called with the keywords num_classes and
+    channels and returns an nn.Module. The same seed gives the same weights, whatever random numbers were drawn before;
+    torch's global generator does not change. Raises UsageError if there is no such network.
     """
-    build = _own_builder(name, num_classes, channels) if ":" in name else _builder(name, num_classes, channels)
+    in_timm = timm_name(name)
+    if in_timm is not None:
+        build = partial(build_timm_model, in_timm, num_classes, channels, image_size)
+    elif ":" in name:
+        build = _own_builder(name, num_classes, channels)
+    else:
+        build = _builder(name, num_classes, channels)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = build()
@@ -33,20 +45,28 @@ def build_model(name: str, num_classes: int, channels: int, seed: int) -> nn.Mod
     return model
 
 
-def build_pretrained(name: str) -> nn.Module:
-    """torchvision's classifier ``name`` with the weights that it calls DEFAULT, and with the classes of those weights.
+def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:
+    """The network ``name`` with the weights that its library calls the default, and with the classes of those weights.
 
-    torchvision keeps its downloads below TORCH_HOME. Raises UsageError if the network is not torchvision's,
-    StorageError if the weights cannot be downloaded.
+    torchvision keeps its downloads below TORCH_HOME, timm below HF_HOME. Raises UsageError if the network is of neither
+    library, StorageError if the weights cannot be downloaded.
     """
-    if ":" in name:
+    in_timm = timm_name(name)
+    if in_timm is None and ":" in name:
         raise UsageError(
-            f"--weights DEFAULT are torchvision's, and --model {name} is your own; give a file of its weights."
+            f"--weights DEFAULT are torchvision's or timm's, and --model {name} is your own; give a file of its "
+            "weights."
         )
+    with torch.random.fork_rng(devices=[]):
+        if in_timm is not None:
+            return build_pretrained_timm_model(in_timm, channels, image_size)
+        return _build_pretrained_classifier(name)
+
+
+def _build_pretrained_classifier(name: str) -> nn.Module:
     make = _torchvision_classifier(name)
     try:
-        with torch.random.fork_rng(devices=[]):
-            return make(weights="DEFAULT", progress=False)
+        return make(weights="DEFAULT", progress=False)
     except (OSError, RuntimeError) as error:
         raise StorageError(
             f"torchvision's weights for {name} cannot be downloaded ({error}); save them on a machine with a network "

@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
+from raytrain.config.timm_name import timm_name
 from raytrain.config.user_function import check_module
 from raytrain.errors import UsageError, did_you_mean
 
-_REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
+_REGISTERED = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 
 def check_model_name(name: str) -> None:
     """Raise UsageError if there is no network called ``name``; what only torch can tell is found out later."""
-    if ":" in name:
+    in_timm = timm_name(name)
+    if in_timm is not None:
+        _check_timm_name(in_timm)
+    elif ":" in name:
         check_module("--model", name)
-    elif (known := _torchvision_classifiers()) and name not in known:
+    elif (known := _classifiers_of("torchvision")) and name not in known:
         raise unknown_classifier(name, known)
 
 
@@ -25,13 +30,35 @@ def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
     """The error for a ``name`` that is none of torchvision's."""
     return UsageError(
         f"--model {name} is no classifier of torchvision{did_you_mean(name, known)}; give your own as "
-        "package.module:function."
+        "package.module:function, or one of timm's as timm:NAME."
     )
 
 
-def _torchvision_classifiers() -> list[str]:
-    """The names of the functions that torchvision's files register; empty if they are written in another way."""
-    package = importlib.util.find_spec("torchvision")
+def unknown_timm_model(name: str, known: Iterable[str] | None) -> UsageError:
+    """The error for a ``name`` that is none of those ``known`` to timm; None if timm is not installed."""
+    if known is None:
+        return UsageError(
+            f"--model timm:{name} needs timm, which is not installed; install raytrain[timm] (`uv sync --extra timm`)."
+        )
+    architecture = name.partition(".")[0]
+    return UsageError(
+        f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
+        "lists them."
+    )
+
+
+def _check_timm_name(name: str) -> None:
+    if importlib.util.find_spec("timm") is None:
+        raise unknown_timm_model(name, None)
+    known = _classifiers_of("timm")
+    if known and name.partition(".")[0] not in known:
+        raise unknown_timm_model(name, known)
+
+
+@cache
+def _classifiers_of(library: str) -> list[str]:
+    """The names of the functions that a library's files register; empty if they are written in another way."""
+    package = importlib.util.find_spec(library)
     folders = (package and package.submodule_search_locations) or []
     return [name for folder in folders for file in Path(folder, "models").glob("*.py") for name in _registered(file)]
 

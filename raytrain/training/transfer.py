@@ -23,22 +23,22 @@ DEFAULT = "DEFAULT"
 def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
     """The weights that ``--weights`` names, on the CPU, by the names of the parameters and buffers of ``config.model``.
 
-    ``DEFAULT`` means torchvision's own weights. A file or s3:// object holds a state_dict, or is a checkpoint of a run;
-    code in it is never run. If the classes of a checkpoint are not ``classes``, its head is left out. None if the seed
-    decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps needs no initial weights.
-    Raises UsageError if there are no such weights, StorageError if they are out of reach.
+    ``DEFAULT`` means the weights that torchvision or timm has for it. A file or s3:// object holds a state_dict, or is
+    a checkpoint of a run; code in it is never run. If the classes of a checkpoint are not ``classes``, its head is left
+    out. None if the seed decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps needs
+    no initial weights. Raises UsageError if there are no such weights, StorageError if they are out of reach.
     """
     if config.weights is None or first_step:
         return None
     if config.weights == DEFAULT:
-        weights = build_pretrained(config.model).state_dict()
+        weights = build_pretrained(config.model, config.channels, config.image_size).state_dict()
         # Networks here have no auxiliary classifier, which comes with the weights of inception_v3.
         return {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
     weights, old_classes = _read(config.weights)
     if old_classes is None or old_classes == tuple(classes):
         return weights
     num_old = len(old_classes)
-    head = _head_parameters(build_model(config.model, num_old, config.channels, config.seed), num_old)
+    head = _head_weights(_build(config, num_old), num_old)
     return {name: value for name, value in weights.items() if name not in head}
 
 
@@ -48,11 +48,11 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     If the head in ``weights`` has another shape or is missing, the seed decides the head. Raises UsageError with the
     first difference if anything else does not match, and what :func:`build_model` raises.
     """
-    model = build_model(config.model, num_classes, config.channels, config.seed)
+    model = _build(config, num_classes)
     if weights is None:
         return model
     own = model.state_dict()
-    head = _head_parameters(model, num_classes)
+    head = _head_weights(model, num_classes)
     if any(name not in weights or weights[name].shape != own[name].shape for name in head):
         weights = {**weights, **{name: own[name] for name in head}}
     if difference := _difference(weights, own):
@@ -64,14 +64,18 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     return model
 
 
-def find_head(model: nn.Module, num_classes: int) -> str | None:
-    """Name of the layer that gives the logits, whatever the network calls it; None if there is no such layer.
+def find_heads(model: nn.Module, num_classes: int) -> list[str]:
+    """Names of the layers that give the logits, whatever the network calls them; empty if there are none.
 
-    It is the last fully connected layer or convolution with ``num_classes`` outputs, in the order in which layers were
-    made.
+    Networks of timm know: mostly one layer, two if they were distilled. Of others it is the last fully connected layer
+    or convolution with ``num_classes`` outputs, in the order in which layers were made.
     """
-    sizes = {name: _num_outputs(layer) for name, layer in model.named_modules()}
-    return next((name for name in reversed(sizes) if sizes[name] == num_classes), None)
+    if callable(get_classifier := getattr(model, "get_classifier", None)):
+        found: Any = get_classifier()
+        layers = found if isinstance(found, tuple) else (found,)
+        return [name for name, layer in model.named_modules() if any(layer is each for each in layers)]
+    names = [name for name, layer in model.named_modules() if _num_outputs(layer) == num_classes]
+    return names[-1:]
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
@@ -103,13 +107,13 @@ def parameter_groups(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if head_factor == 1:
         return [{"params": trainable}]
-    head = find_head(model, num_classes)
-    if head is None:
+    heads = find_heads(model, num_classes)
+    if not heads:
         raise UsageError(
             f"--head-learning-rate-factor is {head_factor:g}, and the network has no fully connected layer or "
             f"convolution with {num_classes} outputs, one per class; leave the factor at 1."
         )
-    in_head = {id(parameter) for parameter in model.get_submodule(head).parameters()}
+    in_head = {id(parameter) for head in heads for parameter in model.get_submodule(head).parameters()}
     body_group = {"params": [parameter for parameter in trainable if id(parameter) not in in_head]}
     head_group = {"params": [parameter for parameter in trainable if id(parameter) in in_head]}
     groups = [body_group, {**head_group, "lr": learning_rate * head_factor}]
@@ -165,10 +169,14 @@ def _shape(value: Tensor) -> str:
     return "×".join(map(str, value.shape)) or "a number"
 
 
-def _head_parameters(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the head's parameters; none if there is no head."""
-    head = find_head(model, num_classes)
-    return [] if head is None else [f"{head}.{name}" for name, _ in model.get_submodule(head).named_parameters()]
+def _build(config: TrainConfig, num_classes: int) -> nn.Module:
+    return build_model(config.model, num_classes, config.channels, config.seed, config.image_size)
+
+
+def _head_weights(model: nn.Module, num_classes: int) -> list[str]:
+    """Names of the head's parameters and buffers; none if there is no head."""
+    heads = find_heads(model, num_classes)
+    return [f"{head}.{name}" for head in heads for name in model.get_submodule(head).state_dict()]
 
 
 def _num_outputs(layer: nn.Module) -> int | None:

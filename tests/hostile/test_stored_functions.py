@@ -75,7 +75,9 @@ def test_a_strangers_network_does_not_run(use: str, model: str, trap: Path, tmp_
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("model", ["stranger:raytrain.models:digits", "raytrain.modelsx:net", "raytrain.cli:run"])
+@pytest.mark.parametrize(
+    "model", ["stranger:raytrain.models:digits", "raytrain.modelsx:net", "raytrain.cli:run", "timm.models:resnet18"]
+)
 def test_a_name_that_looks_like_raytrains_own_is_refused(model: str, trap: Path, tmp_path: Path) -> None:
     strangers_run(tmp_path, model)
     with pytest.raises(UsageError, match="trust"):
@@ -102,6 +104,17 @@ def test_raytrains_own_networks_need_no_trust(tmp_path: Path) -> None:
     config = options()
     add_checkpoint(make_run(tmp_path, config), build_model(config.model, 3, 1, 0), config)
     assert raytrain.load("first", storage=str(tmp_path)).classes == ("cat", "dog", "fox")
+
+
+def test_timms_networks_need_no_trust_but_only_those_in_its_list(tmp_path: Path) -> None:
+    config = options(model="timm:test_resnet")
+    store = make_run(tmp_path, config)
+    add_checkpoint(store, build_model(config.model, 3, config.channels, 0), config)
+    assert raytrain.load("first", storage=str(tmp_path)).classes == ("cat", "dog", "fox")
+    make_run(tmp_path / "other", options(model="timm:local-dir:/tmp"))
+    add_checkpoint(raytrain_store(tmp_path / "other"), nn.Flatten(), options(model="timm:local-dir:/tmp"))
+    with pytest.raises(UsageError, match="is no network of timm"):
+        raytrain.load("first", storage=str(tmp_path / "other"))
 
 
 def resumed(storage: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> Any:

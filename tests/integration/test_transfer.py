@@ -26,7 +26,7 @@ from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
-from raytrain.training.transfer import find_head, freeze, initial_model, initial_weights, parameter_groups
+from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, parameter_groups
 from tests.helpers.alone import ALONE
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
@@ -57,11 +57,11 @@ def test_the_head_of_every_family_is_found(name: str) -> None:
     # The meta device needs no memory for weights; regnet cannot use it because it computes its widths with tensors.
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         model = build_model(name, 7, 3, seed=0)
-    assert find_head(model, 7) == HEADS[name]
+    assert find_heads(model, 7) == [HEADS[name]]
 
 
 def test_no_head_is_found_in_a_network_without_one() -> None:
-    assert find_head(nn.Sequential(nn.Linear(3, 7), nn.ReLU()), 5) is None
+    assert find_heads(nn.Sequential(nn.Linear(3, 7), nn.ReLU()), 5) == []
 
 
 # Loading weights.
@@ -196,7 +196,7 @@ def test_weights_of_another_network_are_refused(
 def test_missing_weights_are_reported() -> None:
     with pytest.raises(UsageError, match=r"--weights nowhere\.pt: there is no such file"):
         initial_weights(options(weights="nowhere.pt"), (), first_step=0)
-    with pytest.raises(UsageError, match="--weights DEFAULT are torchvision's"):
+    with pytest.raises(UsageError, match="--weights DEFAULT are torchvision's or timm's"):
         initial_weights(options(weights="DEFAULT", model="raytrain.models:digits"), (), first_step=0)
 
 

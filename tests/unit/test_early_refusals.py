@@ -36,6 +36,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
     sentences = refusals(
         tmp_path,
         {"model": "resnet19"},
+        {"model": "timm:resnet10x"},
         {"model": "no_such_package.nets:net"},
         {"loop": "no_such_file.py:train"},
         {"weights": "no-such-file.pt"},
@@ -44,6 +45,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
     )
     begins = [
         "--model resnet19 is no classifier",
+        "--model timm:resnet10x is no network of timm (did you mean resnet10t",
         "--model no_such_package.nets:net: there is no module",
         "--loop: there",
     ]
@@ -56,6 +58,20 @@ def test_every_classifier_of_torchvision_is_known() -> None:
 
     for name in models.list_models(module=models):
         check_model_name(name)
+
+
+def test_every_network_of_timm_is_known() -> None:
+    import timm
+
+    for name in timm.list_models():
+        check_model_name(f"timm:{name}")
+    check_model_name("timm:resnet10t.c3_in1k")
+
+
+def test_without_timm_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"timm:resnet10t needs timm, .* install raytrain\[timm\]"):
+        check_model_name("timm:resnet10t")
 
 
 def test_workers_may_share_the_cores_of_one_machine_but_not_of_a_cluster_or_gpus() -> None:

@@ -1,0 +1,148 @@
+"""timm's networks: which are built or refused, which head they have, and the same training on any number of workers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import timm
+import torch
+from timm.layers.norm_act import BatchNormAct2d
+from torch import nn
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.training import batchnorm
+from raytrain.training.model import build_model
+from raytrain.training.transfer import find_heads, initial_model, initial_weights, parameter_groups
+from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
+
+HEADS = {
+    "convnextv2_atto": ["head.fc"],
+    "deit_tiny_distilled_patch16_224": ["head", "head_dist"],
+    "efficientnet_b0": ["classifier"],
+    "levit_128s": ["head", "head_dist"],
+    "mobilenetv4_conv_small": ["classifier"],
+    "resnet10t": ["fc"],
+    "vit_tiny_patch16_224": ["head"],
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_is_the_one_that_timm_names(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(f"timm:{name}", 7, 3, seed=0)
+    assert find_heads(model, 7) == HEADS[name]
+
+
+def test_networks_take_the_classes_channels_and_sizes_that_are_asked_for() -> None:
+    for name, size in (("vit_tiny_patch16_224", (32, 48)), ("resnet10t", (40, 40))):
+        model = build_model(f"timm:{name}", 5, 1, seed=0, image_size=size)
+        assert model(torch.zeros(2, 1, *size)).shape == (2, 5)
+
+
+def test_the_initial_weights_depend_on_the_seed() -> None:
+    one, same, other = (build_model("timm:test_vit", 5, 3, seed=seed).state_dict() for seed in (1, 1, 2))
+    torch.testing.assert_close(one, same, rtol=0, atol=0)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("resnet10x", r"timm:resnet10x is no network of timm \(did you mean .*resnet10t"),
+        ("resnet10t.c3_in2k", r"has no weights c3_in2k for resnet10t \(did you mean c3_in1k\?\); it has c3_in1k\."),
+        ("hf-hub:timm/resnet10t.c3_in1k", "is no network of timm"),
+        ("local-dir:/tmp", "is no network of timm"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused(name: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        build_model(f"timm:{name}", 5, 3, seed=0)
+
+
+def test_a_size_that_a_network_cannot_have_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"timm cannot build nest_tiny_jx for --image-size 50 50: .* is 224 224\."):
+        build_model("timm:nest_tiny_jx", 5, 3, seed=0, image_size=(50, 50))
+
+
+def options(**values: Any) -> TrainConfig:
+    base = {"model": "timm:test_resnet", "batch_size": 4, "learning_rate": 0.1, "image_size": (32, 32)}
+    return TrainConfig(**{**base, **values})
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "levit_128s"])
+@pytest.mark.parametrize("num_classes", [5, 7])
+def test_all_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path, name: str, num_classes: int) -> None:
+    settings = options(model=f"timm:{name}", weights=str(tmp_path / "weights.pt"), image_size=(224, 224))
+    before = timm.create_model(name, num_classes=5).state_dict()
+    torch.save(before, tmp_path / "weights.pt")
+    classes = [str(number) for number in range(num_classes)]
+    model = initial_model(settings, num_classes, initial_weights(settings, classes, first_step=0))
+    heads = tuple(find_heads(model, num_classes))
+    fresh = build_model(settings.model, num_classes, 3, seed=0).state_dict()
+    for weight, value in model.state_dict().items():
+        expected = fresh if weight.startswith(heads) and num_classes == 7 else before
+        assert torch.equal(value, expected[weight]), weight
+
+
+def test_the_head_has_a_learning_rate_of_its_own() -> None:
+    model = build_model("timm:test_convnext", 5, 3, seed=0)
+    body, head = parameter_groups(model, 5, 0.5, head_factor=20)
+    assert head["lr"] == 10
+    assert [*map(id, head["params"])] == [*map(id, model.get_submodule("head.fc").parameters())]
+    assert len(body["params"]) + len(head["params"]) == len(list(model.parameters()))
+
+
+# Networks with batch norm that ends with an activation, dropout and drop-path.
+
+
+def dropping_efficientnet(num_classes: int, channels: int) -> nn.Module:
+    """A network with timm's DropPath, and its batch norm that ends with an activation."""
+    return timm.create_model("test_efficientnet", num_classes=num_classes, in_chans=channels, drop_path_rate=0.5)
+
+
+def dropping_vit(num_classes: int, channels: int) -> nn.Module:
+    """A network with timm's DropPath and dropout in its head, in its blocks, and behind the positions."""
+    rates: dict[str, Any] = {"drop_rate": 0.3, "drop_path_rate": 0.5, "proj_drop_rate": 0.2, "pos_drop_rate": 0.1}
+    return timm.create_model("test_vit", num_classes=num_classes, in_chans=channels, img_size=32, **rates)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "batch norm with activation": {"model": "timm:test_efficientnet"},
+    "drop-path": {"model": "tests.integration.test_timm:dropping_efficientnet"},
+    "dropout": {"model": "tests.integration.test_timm:dropping_vit", "learning_rate": 0.01},
+}
+
+
+@pytest.mark.parametrize("kind", ["sync", "aggregate", "frozen"])
+def test_batch_norm_stays_followed_by_its_activation(kind: Literal["sync", "aggregate", "frozen"]) -> None:
+    plain = BatchNormAct2d(4, act_layer=nn.SiLU)
+    copied = copy.deepcopy(plain).train(kind != "frozen")
+    ours = batchnorm.freeze(plain) if kind == "frozen" else batchnorm.convert(plain, kind)
+    images = torch.randn(8, 4, 3, 3) + 1
+    torch.testing.assert_close(ours.train()(images), copied(images))
+    batchnorm.update_running_statistics(ours)
+    torch.testing.assert_close(ours.state_dict(), copied.state_dict())
+
+
+def test_networks_have_what_is_tested() -> None:
+    kinds = {type(layer).__name__ for layer in dropping_efficientnet(3, 3).modules()}
+    assert {"BatchNormAct2d", "DropPath"} <= kinds
+    kinds = {type(layer).__name__ for layer in dropping_vit(3, 3).modules()}
+    assert {"Dropout", "DropPath"} <= kinds
+
+
+def test_the_weights_are_the_same_on_any_number_of_workers(images: Path, tmp_path: Path) -> None:
+    def runs(prefix: str) -> list[Any]:
+        defaults = {"batch_size": 18, "image_size": (32, 32), "epochs": 1}
+        return [
+            folder_run(images, tmp_path, f"{prefix}-{number}", **{**defaults, **case})
+            for number, case in enumerate(CASES.values())
+        ]
+
+    alone, three = train_runs(1, *runs("1")), train_runs(3, *runs("3"))
+    for name, one, other in zip(CASES, alone, three, strict=True):
+        assert largest_difference(one, other) < 1e-10, name
