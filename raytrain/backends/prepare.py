@@ -166,6 +166,7 @@ def check_functions(config: TrainConfig, loop: Loop | None) -> None:
         check_module("--loop", config.loop)
     if loop is None and config.loop is None:  # a loop of the user's may train another network
         check_model_name(config.model)
+        _check_best(config)
     weights = None if config.resume else config.weights
     if (
         weights is not None
@@ -174,6 +175,16 @@ def check_functions(config: TrainConfig, loop: Loop | None) -> None:
         and not Path(weights).expanduser().is_file()
     ):
         raise UsageError(f"--weights {weights}: there is no such file; give DEFAULT, a file or an s3:// object.")
+
+
+def _check_best(config: TrainConfig) -> None:
+    """Raise UsageError if the built-in evaluation, which a loop of the user's may replace, lacks the best's metric."""
+    from raytrain.training.class_metrics import METRICS
+
+    if config.best_metric not in METRICS:
+        raise UsageError(
+            f"--best is {config.best_metric}, and evaluations measure {', '.join(METRICS)}; name one of these."
+        )
 
 
 def check_named(config: TrainConfig) -> None:
@@ -266,7 +277,7 @@ def _shown(labels_digest: str) -> str:
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     """On another number of workers, a run keeps the global batch and the learning rate that it started with."""
-    for option in ("freeze", "head_learning_rate_factor", "decay_norms_and_biases", "ema_decay"):
+    for option in ("freeze", "head_learning_rate_factor", "decay_norms_and_biases", "ema_decay", "best"):
         now, then = getattr(config, option), getattr(before, option)
         if now != then:  # the state in its checkpoints is laid out by them
             raise UsageError(

@@ -82,7 +82,10 @@ class TrainConfig:
     until: str | None = None
     """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
     patience: PositiveInt | None = None
-    """Stop after this many evaluations, one after the other, without a better accuracy."""
+    """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
+    best: str | None = None
+    """Metric that decides which checkpoint is the best: loss, macro_f1 or any that evaluations measure; by default
+    accuracy."""
     max_time: str | None = None
     """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
     batch_size: PositiveInt | None = None
@@ -224,6 +227,11 @@ class TrainConfig:
         """The metric that ``until`` names, and its value."""
         name, _, value = (self.until or "").partition("=")
         return (name, float(value)) if self.until else None
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that ``best`` names."""
+        return self.best or "accuracy"
 
     @property
     def max_time_s(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,9 @@ def newest_checkpoint(store: Store) -> str | None:
 
 
 def best_checkpoint(store: Store) -> str | None:
-    """Path of the checkpoint with the highest test accuracy; of the newest one if none was evaluated."""
+    """Path of the checkpoint with the highest score by ``--best``; of the newest one if none was evaluated."""
     paths = [found.path for found in list_checkpoints(store)]
-    return max(((_accuracy(store, path), path) for path in paths), default=(0.0, None))[1]
+    return max(((_score(store, path), path) for path in paths), default=(0.0, None))[1]
 
 
 def require_checkpoint(store: Store, run: str) -> str:
@@ -53,6 +54,6 @@ def newest_step(store: Store) -> int:
     return max((int(found[1]) for found in names if found), default=0)
 
 
-def _accuracy(store: Store, checkpoint: str) -> float:
-    accuracy = read_json(store, f"{checkpoint}.json").get("test_accuracy")
-    return accuracy if isinstance(accuracy, float) else 0.0
+def _score(store: Store, checkpoint: str) -> float:
+    score = read_json(store, f"{checkpoint}.json").get("score")
+    return score if isinstance(score, float) and math.isfinite(score) else -math.inf

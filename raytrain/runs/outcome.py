@@ -23,7 +23,8 @@ class Progress:
     test_accuracy: float | None = None
     test_loss: float | None = None
     evaluated_step: int | None = None
-    best_accuracy: float | None = None
+    score: float | None = None  # by --best, the larger the better
+    best_score: float | None = None
     num_worse: int = 0  # evaluations since that one
 
 

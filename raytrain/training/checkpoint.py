@@ -129,7 +129,7 @@ class Checkpoints:
         path = checkpoint_path(progress.step)
         self.store.put(path, _encode(checkpoint))
         evaluated = progress.evaluated_step == progress.step
-        note = {"step": progress.step, "test_accuracy": progress.test_accuracy if evaluated else None}
+        note = {"step": progress.step, "score": progress.score if evaluated else None}
         self.store.put(path + ".json", json.dumps(note).encode())
         self._delete_old(path)
         self._on_saved(path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
+"""What the built-in evaluation measures."""
+
 Counts = npt.NDArray[np.floating] | npt.NDArray[np.integer]
 
 

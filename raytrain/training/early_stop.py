@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
 from raytrain.runs.outcome import Progress
 
 
@@ -23,19 +24,29 @@ class EarlyStop:
         self._started_at = clock()
 
     def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
-        """Take note of an evaluation. The progress, which checkpoints hold, counts those without a better accuracy."""
-        config, accuracy = self._config, measured.get("accuracy")
+        """Take note of an evaluation. The progress, which checkpoints hold, counts those that are not the best.
+
+        Raises UsageError if the evaluation lacks the metric that ``--best`` names.
+        """
+        config = self._config
         if config.target is not None:
             name, value = config.target
             if _is_reached(name, measured.get(name, float("nan")), value):
                 self.reason = f"--until {config.until}: {name} is {measured[name]:.4f}"
-        if accuracy is None:
+        if config.best is not None and config.best not in measured:
+            raise UsageError(
+                f"--best is {config.best}, and evaluations measure {', '.join(measured)}; name one of these."
+            )
+        score = _score(config.best_metric, measured)
+        progress = replace(progress, score=score)
+        if score is None:
             return progress
-        if progress.best_accuracy is None or accuracy > progress.best_accuracy:
-            return replace(progress, best_accuracy=accuracy, num_worse=0)
+        if progress.best_score is None or score > progress.best_score:
+            return replace(progress, best_score=score, num_worse=0)
         progress = replace(progress, num_worse=progress.num_worse + 1)
         if config.patience is not None and progress.num_worse >= config.patience:
-            self.reason = f"--patience {config.patience}: the accuracy is not above {progress.best_accuracy:.4f}"
+            best = f"{config.best_metric} is not better than {abs(progress.best_score):.4f}"
+            self.reason = f"--patience {config.patience}: {best}"
         return progress
 
     def time_is_up(self) -> bool:
@@ -48,4 +59,15 @@ class EarlyStop:
 
 
 def _is_reached(name: str, measured: float, wanted: float) -> bool:
-    return measured <= wanted if "loss" in name else measured >= wanted
+    return measured <= wanted if _is_loss(name) else measured >= wanted
+
+
+def _score(name: str, measured: Mapping[str, float]) -> float | None:
+    """The metric called ``name``, a loss with a minus, so that the largest is the best; None if it was not measured."""
+    if name not in measured:
+        return None
+    return -measured[name] if _is_loss(name) else measured[name]
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name

@@ -189,7 +189,7 @@ def test_a_run_that_trains_survives_a_broken_document(document: str, data: bytes
 
 @garbage
 def test_a_note_beside_a_checkpoint_may_be_broken(data: bytes, store: Store) -> None:
-    for step, note in ((1, b'{"test_accuracy": 0.5}'), (2, data)):
+    for step, note in ((1, b'{"score": 0.5}'), (2, data)):
         store.put(checkpoint_path(step), b"")
         store.put(f"{checkpoint_path(step)}.json", note)
     assert best_checkpoint(store) == checkpoint_path(1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain import TrainConfig, UsageError
+from raytrain import Run, TrainConfig, UsageError
+from raytrain.runs.checkpoint_files import best_checkpoint
+from raytrain.runs.documents import run_store
 from raytrain.runs.outcome import Progress
 from raytrain.training.early_stop import EarlyStop
 from tests.helpers.folder_runs import folder_run, train_here
@@ -32,9 +35,37 @@ def test_a_run_stops_once_a_metric_is_reached(until: str, accuracies: list[float
 
 def test_a_run_stops_after_evaluations_without_a_better_accuracy_also_over_a_resume() -> None:
     reason, progress = evaluated([0.3, 0.2, 0.4, 0.4], patience=2)
-    assert (reason, progress.best_accuracy, progress.num_worse) == (None, 0.4, 1)
+    assert (reason, progress.best_score, progress.num_worse) == (None, 0.4, 1)
     reason, _ = evaluated([0.1], progress, patience=2)
-    assert reason == "--patience 2: the accuracy is not above 0.4000"
+    assert reason == "--patience 2: accuracy is not better than 0.4000"
+
+
+def test_the_best_may_be_the_lowest_loss() -> None:
+    reason, progress = evaluated([0.3, 0.4, 0.2, 0.1], patience=2, best="loss")
+    assert reason == "--patience 2: loss is not better than 0.6000" and progress.best_score == -0.6
+    with pytest.raises(UsageError, match="--best is weather, and evaluations measure accuracy, loss; name one"):
+        evaluated([0.3], best="weather")
+
+
+def measured_as(losses: list[float]) -> Callable[[Run], None]:
+    """A loop whose evaluations measure ``losses``, one after the other, at the same accuracy."""
+
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        coming = iter(losses)
+        for batch in run.batches(evaluate=lambda: {"accuracy": 0.5, "loss": next(coming)}):
+            run.backward(run.loss(model(batch.images), batch.targets))
+            run.step(optimizer)
+
+    return loop
+
+
+def test_the_best_checkpoint_is_that_with_the_lowest_loss(images: Path, tmp_path: Path) -> None:
+    loop = measured_as([0.5, 0.2, 0.3, 0.4])
+    train_here(folder_run(images, tmp_path, "run", loop=loop, best="loss", epochs=4, keep_checkpoints=1))
+    assert {int(path.stem[5:]) for path in tmp_path.rglob("step-*.pt")} == {10, 20}
+    assert best_checkpoint(run_store(str(tmp_path), "run")) == "checkpoints/step-000000010.pt"
 
 
 @pytest.mark.parametrize(("max_time", "seconds"), [("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
