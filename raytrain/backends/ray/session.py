@@ -146,7 +146,7 @@ class RunSession:
 
     def _watch(self) -> TrainResult:
         outcome: Outcome | None = None
-        while not self._trainer.ended.done() and not (outcome and outcome.error):
+        while outcome is None and not self._trainer.ended.done():
             concurrent.futures.wait([self._trainer.ended], timeout=LOOK_EVERY_S)
             snapshot = self._watcher.look()
             self._pass_on_stop_request(self._watcher.keep(snapshot), snapshot)
@@ -161,7 +161,9 @@ class RunSession:
             outcome = ray.get(self._coordinator.outcome.remote())
         outcome = self._final_outcome(ray.get(self._coordinator.snapshot.remote(START)))
         self._prepared.copy_log()
-        return successful(self._watcher.conclude(outcome, self._placement.num_workers))
+        result = successful(self._watcher.conclude(outcome, self._placement.num_workers))
+        self._trainer.wait_in_shared_cluster()
+        return result
 
     def _pass_on_stop_request(self, stored: StopRequest | None, snapshot: Snapshot) -> None:
         request = self._request.signals.stop_request or stored

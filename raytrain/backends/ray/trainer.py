@@ -24,6 +24,7 @@ _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in 
 _CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
 _ABORTED_WITHIN_S = 10.0
+_NOTICED_WITHIN_S = 10.0  # Ray Train asks the workers every two seconds
 _CONTROLLER_STARTS_WITHIN_S = 60.0
 
 
@@ -75,6 +76,11 @@ class TrainerThread:
         """Get the controller's handle from the coordinator, to be called now and then: the coordinator may die."""
         if self._controller is None:
             self._controller = ray.get(self._coordinator.controller.remote())
+
+    def wait_in_shared_cluster(self) -> None:
+        """Let Ray Train notice that the workers are done: in a cluster that stays, its list of runs says so."""
+        if not self._own_cluster:
+            concurrent.futures.wait([self.ended], timeout=_NOTICED_WITHIN_S)
 
     def abort(self) -> None:
         """End workers that Ray Train would restart, if the cluster outlives the run; others end with their cluster.

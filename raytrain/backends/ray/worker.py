@@ -67,6 +67,8 @@ def work(spec: WorkerSpec) -> None:
         failed = Outcome(status="failed", progress=Progress(), error=root_cause(error))
         ray.get(spec.coordinator.conclude.remote(failed))
         raise
+    if dist.is_initialized():
+        dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:
         ray.get(spec.coordinator.conclude.remote(outcome))
 
