@@ -43,11 +43,11 @@ class EarlyStop:
             return progress
         if progress.best_score is None or score > progress.best_score:
             return replace(progress, best_score=score, num_worse=0)
-        progress = replace(progress, num_worse=progress.num_worse + 1)
-        if config.patience is not None and progress.num_worse >= config.patience:
+        num_worse = progress.num_worse + 1
+        if config.patience is not None and num_worse >= config.patience:
             best = f"{config.best_metric} is not better than {abs(progress.best_score):.4f}"
             self.reason = f"--patience {config.patience}: {best}"
-        return progress
+        return replace(progress, num_worse=num_worse)
 
     def time_is_up(self) -> bool:
         """Whether ``--max-time`` is over. It counts from the start of this attempt."""
