@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from raytrain.demo.s3_server import S3Server
 from tests.faults.test_failing_storage import whole_steps
 from tests.faults.test_killed_processes import command, read_steps, summary_of
 from tests.helpers.head_apart import ClusterWithHeadApart, cluster_with_head_apart
-from tests.helpers.ray_head import DEADLINE_S, wait_for
+from tests.helpers.ray_head import DEADLINE_S, free_port, wait_for, wait_for_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": HEAD_AWAY_S}
 """As in ``cluster/``: by default, Ray ends each process that has not reached the head for a minute."""
+AWAY_S = 80.0  # longer than Ray waits by default
 LOOP = """
 import time
 from pathlib import Path
@@ -43,6 +45,23 @@ def tell_and_wait(run, batch):
 def loop(run):
     loop_with(run, tell_and_wait)
 """
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[str]:
+    """The address of a Redis server, which keeps what a head knows."""
+    server = shutil.which("redis-server")
+    if server is None:
+        pytest.skip("redis-server is not installed (`apt-get install redis-server`)")
+    port = free_port()
+    words = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    try:
+        wait_for_port(port)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def start_run(cluster: ClusterWithHeadApart, images: Path, storage: Path) -> subprocess.Popen[str]:
@@ -84,6 +103,18 @@ def test_a_run_trains_on_while_nobody_reaches_the_head(
         (storage / "back").touch()
         assert_finished(run, storage)
         assert events(storage).count("the head of the cluster does not answer") == 1
+
+
+def test_a_run_survives_a_head_that_is_killed_and_started_again(images: Path, tmp_path: Path, redis: str) -> None:
+    storage = tmp_path / "runs"
+    with cluster_with_head_apart(tmp_path, {"RAY_REDIS_ADDRESS": redis, **PATIENT}) as cluster:
+        run = start_run(cluster, images, storage)
+        cluster.kill_head()
+        wait_for((storage / "trained on").exists, "the run does not train on")
+        time.sleep(AWAY_S)
+        cluster.restart_head()
+        (storage / "back").touch()
+        assert_finished(run, storage)
 
 
 def test_a_node_lost_in_mid_checkpoint_leaves_the_previous_checkpoint(images: Path, s3: S3Server, s3_url: str) -> None:

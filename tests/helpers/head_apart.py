@@ -21,14 +21,14 @@ _MACHINE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
 class ClusterWithHeadApart:
-    """A head, which can be frozen, and a node."""
+    """A head, which can be frozen, or killed and begun again if ``of_nodes`` has the address of a Redis server."""
 
     def __init__(self, folder: Path, of_nodes: Mapping[str, str]) -> None:
         self.address = f"{_HEAD_IP}:{free_port()}"
         self._environment = {**os.environ, "RAY_AUTH_MODE": "token", "PYTHONPATH": os.getcwd()}
         self._of_nodes = {**self._environment, **of_nodes}
         self._logs = folder
-        self._head = self._start_head()
+        self._head = self._start_head("head.log")
         address = [f"--address={self.address}", f"--node-ip-address={_NODE_IP}"]
         self._node = self._start("node.log", *address, "--num-cpus=2")
 
@@ -45,6 +45,13 @@ class ClusterWithHeadApart:
     def thaw(self) -> None:
         self._gcs().send_signal(signal.SIGCONT)
 
+    def kill_head(self) -> None:
+        _kill(self._head)
+
+    def restart_head(self) -> None:
+        """Start a head at the same address."""
+        self._head = self._start_head("second-head.log")
+
     def close(self) -> None:
         for machine in (self._node, self._head):
             _kill(machine)
@@ -53,10 +60,10 @@ class ClusterWithHeadApart:
         (gcs,) = (each for each in _first_process(self._head).children() if each.name() == "gcs_server")
         return gcs
 
-    def _start_head(self) -> subprocess.Popen[bytes]:
+    def _start_head(self, log: str) -> subprocess.Popen[bytes]:
         ip, _, port = self.address.partition(":")
         address = [f"--node-ip-address={ip}", f"--port={port}"]
-        return self._start("head.log", "--head", *address, "--num-cpus=0", "--include-dashboard=false")
+        return self._start(log, "--head", *address, "--num-cpus=0", "--include-dashboard=false")
 
     def _start(self, log: str, *words: str) -> subprocess.Popen[bytes]:
         for _ in range(_NUM_TRIES):
