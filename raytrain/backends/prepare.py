@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain.backends.fastest_precision import fastest_precision
+from raytrain.backends.preprocessing import with_preprocessing_of_weights
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.options import Precision
 from raytrain.errors import UsageError, flag
@@ -121,6 +122,7 @@ def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = T
         before = read_config(store)
         config = _resumed(config, before)
         check_options(config, before, f"Run {name!r}")
+    config = with_preprocessing_of_weights(config)
     STARTUP.info("listing the images …")
     data = open_dataset(config, store)
     _check_images(config, data, f"Run {name!r}")
@@ -284,11 +286,9 @@ def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
                 f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run "
                 "from its --weights."
             )
+    kept = ("batch_size", "learning_rate", "image_size", "resize", "crop_fraction", "interpolation", "mean", "std")
     return dataclasses.replace(
         config,
-        batch_size=config.batch_size or before.batch_size,
-        learning_rate=before.learning_rate if config.learning_rate is None else config.learning_rate,
         precision=before.precision if config.precision == "auto" else config.precision,
-        mean=config.mean or before.mean,
-        std=config.std or before.std,
+        **{option: getattr(before, option) for option in kept if getattr(config, option) is None},
     )

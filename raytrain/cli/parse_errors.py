@@ -43,14 +43,21 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
     if isinstance(event, events.BadValue):
         if event.argument.is_positional():
             return f"{_name(event.argument)} is missing."
-        return f"{_name(event.argument)} has too few values; give {_form(event.argument)}."
+        return _too_few(event.argument)
     if isinstance(event, events.InvalidChoice):
         hint = did_you_mean(event.value, event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
     if isinstance(event, events.InstantiationFailure) and event.argument is not None:
         reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
+        reason = reason.rpartition("]: ")[2]  # without the type of an option that may be none
+        if reason.startswith("input length "):
+            return _too_few(event.argument)
         return f"{_name(event.argument)} must be {_form(event.argument)} ({reason})."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
+
+
+def _too_few(argument: ArgumentDefinition) -> str:
+    return f"{_name(argument)} has too few values; give {_form(argument)}."
 
 
 def _name(argument: ArgumentDefinition) -> str:

@@ -72,7 +72,7 @@ def _check_crops(config: TrainConfig) -> None:
             "--cache is memory, and --random-resized-crop reads the original images in every epoch; add --cache-side "
             "1.15 to cut the crops from images in memory, or omit --cache memory."
         )
-    if config.translate >= min(config.image_size):
+    if config.image_size is not None and config.translate >= min(config.image_size):
         height, width = config.image_size
         raise UsageError(
             f"--translate is {config.translate}, and images have {height}x{width} pixels; it must be less than each "

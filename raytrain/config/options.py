@@ -19,6 +19,10 @@ PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
 NonNegativeFloat = Annotated[float, Interval(ge=0)]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
+ImageSize = tuple[PositiveInt, PositiveInt]
+Resize = Literal["stretch", "crop", "pad"]
+CropFraction = Annotated[float, Interval(gt=0, le=1)]
+Interpolation = Literal["bilinear", "bicubic"]
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -66,12 +70,14 @@ class TrainConfig:
     """Initial weights: DEFAULT (the library's), or a file or s3:// object with weights or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
     """Layers to freeze, batch norm statistics included, by name: features.0, or layer1 and everything in it."""
-    image_size: tuple[PositiveInt, PositiveInt] = (224, 224)
-    """Height and width in pixels to which images are resized."""
-    resize: Literal["stretch", "crop", "pad"] = "stretch"
-    """stretch distorts an image to --image-size; crop cuts its centre out; pad shows all of it, on black."""
-    crop_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.875
-    """crop: fraction of the shorter side of an image that is seen."""
+    image_size: ImageSize | None = None
+    """Height and width in pixels to which images are resized; by default as timm's weights want it, or 224 224."""
+    resize: Resize | None = None
+    """stretch (mostly the default) distorts an image to --image-size; crop shows its centre; pad puts it on black."""
+    crop_fraction: CropFraction | None = None
+    """crop: fraction of the shorter side of an image that is seen; by default as timm's weights want it, or 0.875."""
+    interpolation: Interpolation | None = None
+    """How pixels are computed if an image is resized; by default as timm's weights want it, or bilinear."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
 
@@ -164,9 +170,9 @@ class TrainConfig:
     cutmix: NonNegativeFloat = 0.0
     """Paste boxes of other training images, with areas from Beta(a, a) for this a, such as 1; 0: don't."""
     mean: tuple[float, ...] | None = None
-    """Mean of each channel to subtract, in 0..1; by default measured on the training images."""
+    """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
     std: tuple[Annotated[float, Interval(gt=0)], ...] | None = None
-    """Standard deviation of each channel to divide by, in 0..1; by default measured on the training images."""
+    """Standard deviation of each channel to divide by, in 0..1; by default as --mean."""
 
     workers: PositiveInt | str = "auto"
     """Training workers. auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
@@ -268,10 +274,10 @@ class TrainConfig:
             raise UsageError(
                 f"--worker-load has {len(self.worker_load)} numbers for {num_workers} workers; give one per worker."
             )
-        options: dict[str, Any] = dict(vars(self.scaled_to(num_workers)))
+        given = vars(self.scaled_to(num_workers))
+        options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
         options |= {"name": name, "device": device, "mean": self.mean or mean, "std": self.std or std}
-        if options["learning_rate"] is None:
-            options["learning_rate"] = 0.0
+        options.setdefault("learning_rate", 0.0)
         if options["precision"] == "auto":
             options["precision"] = fastest_precision
         options["workers"] = self.workers if self.elastic_workers else num_workers
@@ -290,7 +296,8 @@ class TrainConfig:
 class ResolvedConfig(TrainConfig):
     """The options of a run as it trains, with everything decided. ``config.json`` of a run holds these.
 
-    ``batch_size`` and ``learning_rate`` are global. The learning rate is 0 if the user's own loop does without one.
+    ``batch_size`` and ``learning_rate`` are global. The learning rate is 0 if the user's own loop does without one. The
+    defaults are those of options that nothing else decides.
     """
 
     name: str = field()
@@ -300,6 +307,10 @@ class ResolvedConfig(TrainConfig):
     precision: Precision = field()
     mean: tuple[float, ...] = field()
     std: tuple[float, ...] = field()
+    image_size: ImageSize = (224, 224)
+    resize: Resize = "stretch"
+    crop_fraction: CropFraction = 0.875
+    interpolation: Interpolation = "bilinear"
 
 
 def _total(total: N | None, per_worker: N | None, num_workers: int) -> N | None:

@@ -118,16 +118,24 @@ def label_columns(config: TrainConfig) -> LabelColumns:
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:
     """How images are decoded on which the network is used."""
-    return ImageFormat(ImageShape(*config.image_size, config.channels), Framing(config.resize, config.crop_fraction))
+    framing = Framing(
+        config.resize or ResolvedConfig.resize,
+        config.crop_fraction or ResolvedConfig.crop_fraction,
+        interpolation=config.interpolation or ResolvedConfig.interpolation,
+    )
+    return ImageFormat(ImageShape(*(config.image_size or ResolvedConfig.image_size), config.channels), framing)
 
 
 def training_format(config: TrainConfig) -> ImageFormat:
     """How images are decoded for training: at random parts, or with a margin if random crops are cut later."""
+    shape, framing = evaluation_format(config)
     if not config.random_resized_crop:
-        return evaluation_format(config)
-    height, width = (round(side * (config.cache_side or 1)) for side in config.image_size)
-    framing = Framing(crop_seed=config.seed if config.crops_originals else None)
-    return ImageFormat(ImageShape(height, width, config.channels), framing)
+        return ImageFormat(shape, framing)
+    height, width = (round(side * (config.cache_side or 1)) for side in shape.size)
+    crop_seed = config.seed if config.crops_originals else None
+    return ImageFormat(
+        ImageShape(height, width, config.channels), Framing(crop_seed=crop_seed, interpolation=framing.interpolation)
+    )
 
 
 def measure_mean_std(

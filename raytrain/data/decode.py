@@ -111,7 +111,7 @@ def _show(pixels: Pixels, shape: ImageShape, frame: Frame) -> Pixels:
 
     height, width = pixels.shape[:2]
     view = frame((height, width), shape.size)
-    if view == (0, 0, width, height, *shape.size) and (height, width) == shape.size:
+    if view[:6] == (0, 0, width, height, *shape.size) and (height, width) == shape.size:
         return pixels
     top, left = math.floor(view.top), math.floor(view.left)
     seen = np.ascontiguousarray(pixels[top : math.ceil(view.bottom), left : math.ceil(view.right)])
@@ -126,7 +126,7 @@ def _resize(image: Any, view: View, shape: ImageShape) -> Pixels:
 
     box = (max(view.left, 0), max(view.top, 0), min(view.right, image.width), min(view.bottom, image.height))
     if image.size != (view.width, view.height) or box != (0, 0, *image.size):
-        image = image.resize((view.width, view.height), Image.Resampling.BILINEAR, box)
+        image = image.resize((view.width, view.height), Image.Resampling[view.interpolation.upper()], box)
     pixels = np.asarray(image, dtype=np.uint8).reshape(view.height, view.width, shape.channels)
     if pixels.shape[:2] == shape.size:
         return pixels

@@ -1,4 +1,4 @@
-"""Which part of an image is seen, and at which size: all of it, its centre, or a random part."""
+"""Which part of an image is seen, at which size and how resized: all of it, its centre, or a random part."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from raytrain.config.options import Interpolation, Resize
 from raytrain.data.permutation import Int64s, mix
 from raytrain.data.random_numbers import Floats, uniform
 
@@ -34,6 +35,7 @@ class View(NamedTuple):
     bottom: float
     height: int
     width: int
+    interpolation: Interpolation = "bilinear"
 
     @property
     def scale(self) -> float:
@@ -54,25 +56,37 @@ class Framing:
     another random part in each epoch.
     """
 
-    resize: Literal["stretch", "crop", "pad"] = "stretch"
+    resize: Resize = "stretch"
     crop_fraction: float = 1.0
     crop_seed: int | None = None
+    interpolation: Interpolation = "bilinear"
 
     @property
     def frame(self) -> Frame:
         """What is seen of an image that is not cropped at random."""
-        if self.resize == "crop":
-            return partial(_centre, fraction=self.crop_fraction)
-        return _pad if self.resize == "pad" else stretch
+        parts: dict[Resize, Frame] = {
+            "stretch": stretch,
+            "crop": partial(_centre, fraction=self.crop_fraction),
+            "pad": _pad,
+        }
+        return self._resampled(parts[self.resize])
 
     def frames(self, samples: Int64s, epoch: int) -> list[Frame]:
         """What is seen of each of ``samples``, int64 (n,), in ``epoch``."""
         if self.crop_seed is None:
             return [self.frame] * len(samples)
-        return [partial(_crop, draws=draws) for draws in crop_draws(self.crop_seed, epoch, samples)]
+        all_draws = crop_draws(self.crop_seed, epoch, samples)
+        return [self._resampled(partial(_crop, draws=draws)) for draws in all_draws]
+
+    def _resampled(self, frame: Frame) -> Frame:
+        return partial(_resample, frame=frame, interpolation=self.interpolation)
 
 
 STRETCHED = Framing()
+
+
+def _resample(image: Size, output: Size, frame: Frame, interpolation: Interpolation) -> View:
+    return frame(image, output)._replace(interpolation=interpolation)
 
 
 def stretch(image: Size, output: Size) -> View:

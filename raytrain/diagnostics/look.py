@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raytrain.backends.prepare import check_named
+from raytrain.backends.preprocessing import with_preprocessing_of_weights
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.diagnostics.duplicates import Duplicates, find_duplicates
@@ -71,6 +72,7 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
         UsageError, StorageError: the data cannot be read, or no run could start with it.
     """
     check_named(config)
+    config = with_preprocessing_of_weights(config)
     name = (config.resume and config.name) or new_name(config.recipe)  # a run that resumes keeps its own images
     data = open_dataset(config, run_store(config.storage, name))
     started_s = time.monotonic()

@@ -42,7 +42,7 @@ class Augment:
         pixels = images.permute(0, 3, 1, 2)  # (B, C, H, W)
         if self.config.cache_side is not None:
             draws = crop_draws(self.config.seed, epoch, samples)
-            pixels = _crop(pixels.to(self.dtype), draws, self.config.image_size)
+            pixels = _crop(pixels.to(self.dtype), draws, self.config)
         if self.transforms is not None:
             pixels = pixels.round().to(torch.uint8)  # no change if they are already
             pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
@@ -58,7 +58,8 @@ class Augment:
     def _resize(self, pixels: Tensor) -> Tensor:
         if pixels.shape[2:] == self.config.image_size:
             return pixels
-        return F.interpolate(pixels.to(self.dtype), self.config.image_size, mode="bilinear", antialias=True)
+        mode = self.config.interpolation
+        return F.interpolate(pixels.to(self.dtype), self.config.image_size, mode=mode, antialias=True).clamp(0, 255)
 
     def _flip_and_shift(self, pixels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """The pixels, of the same dtype, and a mask, bool (B, 1, H, W), of those that come from inside the image."""
@@ -89,13 +90,14 @@ def _within(index: Tensor, size: int) -> Tensor:
     return (index >= 0) & (index < size)
 
 
-def _crop(pixels: Tensor, draws: Floats, size: tuple[int, int]) -> Tensor:
-    """Crop the box that ``draws`` (B, 4) choose from each image (B, C, H, W), and resize it to ``size``."""
+def _crop(pixels: Tensor, draws: Floats, config: ResolvedConfig) -> Tensor:
+    """Crop the box that ``draws`` (B, 4) choose from each image (B, C, H, W), and resize it to the image size."""
     height, width = pixels.shape[2:]
     left, top, right, bottom = crop_boxes((height, width), draws).T  # (B,) each
     zero = np.zeros_like(left)
     across = [(right - left) / width, zero, (left + right) / width - 1]  # -1 and 1 are the edges of the image
     down = [zero, (bottom - top) / height, (top + bottom) / height - 1]
     boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels)  # (B, 2, 3)
-    grid = F.affine_grid(boxes, [*pixels.shape[:2], *size], align_corners=False)
-    return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
+    grid = F.affine_grid(boxes, [*pixels.shape[:2], *config.image_size], align_corners=False)
+    crops = F.grid_sample(pixels, grid, mode=config.interpolation, padding_mode="border", align_corners=False)
+    return crops.clamp(0, 255)  # bicubic goes beyond

@@ -12,6 +12,9 @@ from raytrain.training.model_names import unknown_timm_model
 if TYPE_CHECKING:
     from timm.models import PretrainedCfg
 
+_RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}
+"""timm's ``crop_mode`` as ``--resize``."""
+
 
 def build_timm_model(
     name: str, num_classes: int, channels: int, image_size: tuple[int, int] | None = None, **options: Any
@@ -51,6 +54,23 @@ def build_pretrained_timm_model(name: str, channels: int, image_size: tuple[int,
             f"timm's weights for {name} cannot be downloaded ({error}); save them on a machine with a network "
             "connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
         ) from None
+
+
+def preprocessing(name: str, channels: int) -> dict[str, Any]:
+    """The options of a run with which images are as those that timm's weights for ``name`` were trained on.
+
+    Grey images get the mean over the colours.
+    """
+    pretrained = find_pretrained(name)
+    mean, std = pretrained.mean, pretrained.std
+    return {
+        "image_size": pretrained.input_size[1:],
+        "resize": _RESIZE.get(pretrained.crop_mode, "crop"),
+        "crop_fraction": min(pretrained.crop_pct, 1.0),
+        "interpolation": pretrained.interpolation,
+        "mean": mean if channels == 3 else (sum(mean) / 3,),
+        "std": std if channels == 3 else (sum(std) / 3,),
+    }
 
 
 def find_pretrained(name: str) -> PretrainedCfg:

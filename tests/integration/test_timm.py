@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 from timm.layers.norm_act import BatchNormAct2d
-from torch import nn
+from torch import Tensor, nn
 
+import raytrain
+from raytrain.backends.prepare import prepare
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.training import batchnorm
 from raytrain.training.model import build_model
 from raytrain.training.transfer import find_heads, initial_model, initial_weights, parameter_groups
+from tests.helpers.alone import ALONE
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
+from tests.helpers.small_runs import config
 
 HEADS = {
     "convnextv2_atto": ["head.fc"],
@@ -94,6 +104,80 @@ def test_the_head_has_a_learning_rate_of_its_own() -> None:
     assert head["lr"] == 10
     assert [*map(id, head["params"])] == [*map(id, model.get_submodule("head.fc").parameters())]
     assert len(body["params"]) + len(head["params"]) == len(list(model.parameters()))
+
+
+# Preprocessing, and weights that timm would download.
+
+
+def prepared(images: Path, storage: Path, **values: Any) -> TrainConfig:
+    base = {"model": "timm:test_vit", "weights": "DEFAULT", "image_size": None, "workers": 1, "translate": 0}
+    with prepare(config(images, storage, **{**base, **values})) as run:
+        return run.resolve(1, "cpu")
+
+
+def test_default_weights_decide_on_the_preprocessing_as_far_as_the_options_leave_it_open(
+    images: Path, tmp_path: Path
+) -> None:
+    found = prepared(images, tmp_path)
+    assert (found.image_size, found.resize, found.crop_fraction) == ((160, 160), "crop", 0.95)
+    assert (found.interpolation, found.mean, found.std) == ("bicubic", (0.5,) * 3, (0.5,) * 3)
+    assert prepared(images, tmp_path, channels=1).mean == (0.5,)
+    given = {"image_size": (32, 32), "resize": "stretch", "interpolation": "bilinear", "mean": (0.1,) * 3}
+    found = prepared(images, tmp_path, **given)
+    assert {name: getattr(found, name) for name in given} == given and found.std == (0.5,) * 3
+    found = prepared(images, tmp_path, weights=None)
+    assert (found.image_size, found.resize, found.interpolation) == ((224, 224), "stretch", "bilinear")
+    assert found.mean != (0.5,) * 3
+
+
+def cached_weights(folder: Path) -> dict[str, Tensor]:
+    """Weights where Hugging Face's client keeps what it has downloaded."""
+    model = timm.create_model("test_vit")
+    repository = folder / "hub" / "models--timm--test_vit.r160_in1k"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("1")
+    (repository / "snapshots" / "1").mkdir(parents=True)
+    save_file(model.state_dict(), repository / "snapshots" / "1" / "model.safetensors")
+    return model.state_dict()
+
+
+def raytrain_alone(words: str, hub: Path) -> None:
+    """A command in a process of its own, without a network connection: one that trains is the only worker."""
+    environment = {**os.environ, **ALONE, "HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["raytrain", *words.split()], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_starts_with_timms_weights_and_is_used_with_its_preprocessing(images: Path, tmp_path: Path) -> None:
+    before = cached_weights(tmp_path / "hub")
+    train = f"train custom --data {images} --storage {tmp_path} --name first --batch-size 30 --learning-rate 0"
+    raytrain_alone(f"{train} --epochs 1 --model timm:test_vit --weights DEFAULT", tmp_path / "hub")
+    raytrain_alone(f"{train} --epochs 2 --resume", tmp_path / "nothing")
+    found = json.loads((tmp_path / "first" / "config.json").read_bytes())
+    assert (found["image_size"], found["resize"], found["interpolation"]) == ([160, 160], "crop", "bicubic")
+    model = raytrain.load("first", storage=str(tmp_path))
+    after = model.network.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head."))
+    assert after["head.weight"].shape == (3, 64)
+    picture = next(images.rglob("*.png"))
+    pixels = Image.open(picture).convert("RGB").resize((160, 160), Image.Resampling.BICUBIC, (0.3, 0.3, 11.7, 11.7))
+    wanted = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)[None] / 127.5 - 1
+    expected = model.network(wanted).softmax(dim=1).max().item()
+    assert model.classify([picture])[0][1] == pytest.approx(expected, abs=1e-5)
+    raytrain.export("first", str(tmp_path / "first.pt2"), storage=str(tmp_path))
+
+
+def test_weights_that_timm_lacks_or_cannot_download_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="timm has no weights for botnet50ts_256"):
+        initial_weights(options(model="timm:botnet50ts_256", weights="DEFAULT"), (), first_step=0)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        StorageError, match=r"timm's weights for test_resnet cannot be downloaded .*give --weights FILE"
+    ):
+        initial_weights(options(weights="DEFAULT"), (), first_step=0)
 
 
 # Networks with batch norm that ends with an activation, dropout and drop-path.

@@ -57,6 +57,18 @@ def test_images_are_resized_to_the_networks_input_size() -> None:
     torch.testing.assert_close(out[..., 1:-1].double(), normalised(halved)[..., 1:-1], rtol=1e-4, atol=1e-4)
 
 
+def test_bicubic_pixels_stay_within_the_range_of_pixels() -> None:
+    edge = torch.zeros(2, 24, 32, 3, dtype=torch.uint8)
+    edge[:, :, 16:] = 255
+    cropping = {**ALL, "horizontal_flip": False, "translate": 0}
+    bicubic, bilinear = (augment(interpolation=each, **cropping) for each in ("bicubic", "bilinear"))
+    lowest, highest = normalised(torch.tensor([0, 255], dtype=torch.uint8)[:, None, None, None].expand(2, 1, 1, 3))
+    for one, other in ((each.evaluate(edge), each.train(edge, SAMPLES[:2], 0)) for each in (bicubic, bilinear)):
+        assert (one >= lowest - 1e-5).all() and (one <= highest + 1e-5).all()
+        assert (other >= lowest - 1e-5).all() and (other <= highest + 1e-5).all()
+    assert not torch.allclose(bicubic.evaluate(edge), bilinear.evaluate(edge))
+
+
 def test_downscaling_averages_pixels() -> None:
     stripes = torch.tensor([240, 0, 0, 0], dtype=torch.uint8).repeat(16)[None, None, :, None].expand(1, 48, 64, 3)
     out = augment().evaluate(stripes)

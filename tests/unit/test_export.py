@@ -38,7 +38,7 @@ def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMA
     write_config(store, resolved)
     store.put(CLASSES, json.dumps(classes).encode())
     model = build_model(config.model, len(classes), config.channels, config.seed)
-    model(torch.randn(16, config.channels, *config.image_size))
+    model(torch.randn(16, config.channels, *resolved.image_size))
     checkpoints = Checkpoints(store, Identity(config.model, classes, "", 8, 0), keep=1)
     checkpoints.save({"model": model.state_dict()}, Progress(step=1))
     checkpoints.close()

@@ -108,10 +108,20 @@ def test_epochs_see_other_parts_and_evaluation_the_centre(tmp_path: Path) -> Non
     assert seen[0, 0, 0, 0] == pytest.approx(255 * (0.5 - 0.875 * 0.375), abs=6)
 
 
+@pytest.mark.parametrize("framing", [Framing(interpolation="bicubic"), Framing(crop_seed=1, interpolation="bicubic")])
+def test_images_are_resized_as_asked_for(framing: Framing) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8))
+    file = io.BytesIO()
+    noise.save(file, "PNG")
+    (frame,) = framing.frames(np.arange(1), 0)
+    resized = noise.resize((16, 20), Image.Resampling.BICUBIC, frame((40, 30), (20, 16))[:4])
+    assert (decode(file.getvalue(), ImageShape(20, 16, 3), frame) == np.asarray(resized)).all()
+
+
 def test_images_that_are_kept_have_a_margin_and_show_everything() -> None:
     options = TrainConfig(batch_size=1, image_size=(32, 40), random_resized_crop=True, cache_side=1.25, resize="crop")
     shape, framing = training_format(options)
-    assert (shape.size, framing.frame((300, 400), shape.size)) == ((40, 50), (0, 0, 400, 300, 40, 50))
+    assert (shape.size, framing.frame((300, 400), shape.size)) == ((40, 50), (0, 0, 400, 300, 40, 50, "bilinear"))
     assert evaluation_format(options).shape.size == (32, 40)
 
 
