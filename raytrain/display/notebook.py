@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain.backends.handle import RunHandle
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
+from raytrain.runs.history import sample_of_rows
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.snapshot import Snapshot, View
 from raytrain.runs.trackers.protocol import Tracker
@@ -75,13 +76,13 @@ class NotebookView:
         self._display: Any = display(self._widget or waiting, display_id=True)
         self._interval_s = interval_s
         self._clock = clock
-        self._rows: list[MetricRow] = []
+        self._rows = sample_of_rows()
         self._next_picture_s = clock()
         self._over = False
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
-        self._rows[snapshot.first_row :] = snapshot.rows
+        self._rows.follow(snapshot.first_row, snapshot.rows)
         self._over = snapshot.over
         if self._widget is not None:
             self._widget.update(snapshot)
@@ -98,7 +99,7 @@ class NotebookView:
         if self._widget is not None and not snapshot.over:
             self._widget.draw()
         else:
-            self._keep(dashboard_html(snapshot, self._rows))
+            self._keep(dashboard_html(snapshot, self._rows.rows))
 
     def _keep(self, picture: str) -> None:
         """Show ``picture``, which the saved notebook keeps, in place of the widget."""

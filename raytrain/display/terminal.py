@@ -13,13 +13,15 @@ from raytrain.display.dashboard import CTRL_C, dashboard, plot_height
 from raytrain.display.formatting import format_duration
 from raytrain.display.live_view import LiveView
 from raytrain.display.progress_line import progress_line
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.history import sample_of_rows
 from raytrain.runs.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+_NUM_ROWS = 2**12  # more than a terminal has dots
 
 
 class TerminalView(LiveView):
@@ -44,17 +46,17 @@ class TerminalView(LiveView):
         self._interval_s = interval_s
         self._hint = hint
         self._clock = clock
-        self._rows: list[MetricRow] = []
+        self._rows = sample_of_rows(_NUM_ROWS)
         self._num_events = 0
         self._next_line_s = clock()
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``, which continues the one before (see :class:`Snapshot`)."""
-        self._rows[snapshot.first_row :] = snapshot.rows
+        self._rows.follow(snapshot.first_row, snapshot.rows)
         if self._live is None:
             self._print_lines(snapshot)
         else:
-            self._draw(dashboard(snapshot, self._rows, plot_height(self._console), self._hint), keep=True)
+            self._draw(dashboard(snapshot, self._rows.rows, plot_height(self._console), self._hint), keep=True)
 
     def _print_lines(self, snapshot: Snapshot) -> None:
         for event in snapshot.events:

@@ -6,10 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -38,22 +35,11 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return cast(dict[str, Any], document)
 
 
-def read_lines(store: Store, path: str, parse: Callable[[dict[str, Any]], T], report: Report = ignore) -> list[T]:
-    """What ``parse`` makes of each line of a file of JSON lines; nothing if there is no such file.
-
-    Lines that are damaged, or for which ``parse`` raises KeyError, TypeError or ValueError, are left out and counted.
-    """
-    try:
-        lines = store.get(path).splitlines()
-    except FileNotFoundError:
-        return []
-    parsed: list[T] = []
-    for line in lines:
-        with suppress(KeyError, TypeError, ValueError):
-            parsed.append(parse(plain(parse_object(line))))
-    if num_damaged := len(lines) - len(parsed):
-        report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")
-    return parsed
+def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """What ``parse`` makes of a line; None if it is damaged, or ``parse`` raises KeyError, TypeError or ValueError."""
+    with suppress(KeyError, TypeError, ValueError):
+        return parse(plain(parse_object(line)))
+    return None
 
 
 def plain(value: Any) -> Any:

@@ -66,6 +66,10 @@ class OwnedStore(Store):
         self.owner.check(self.store)
         self.store.append(path, data)
 
+    def truncate(self, path: str, num_bytes: int) -> None:
+        self.owner.check(self.store)
+        self.store.truncate(path, num_bytes)
+
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         return self.store.list(prefix)
 

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 from raytrain.errors import StorageError
 from raytrain.runs.documents import read_json
-from raytrain.runs.json_lines import parse_object, plain
+from raytrain.runs.json_lines import parse_line
 from raytrain.runs.layout import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY
+from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, View
@@ -28,8 +30,6 @@ T = TypeVar("T")
 _READ_EVERY_S = 1.0
 _NUM_ROWS_TIMED = 50
 """Latest rows from whose pace the time left is extrapolated."""
-_PIECE_BYTES = 2**24
-"""Most that is read of a document at once: a history may have millions of rows."""
 _END_BYTES = 1000
 
 
@@ -82,6 +82,7 @@ class RunReader:
             attempt=self._rows.generation,
             first_row=first_row,
             rows=tuple(rows),
+            num_rows=self._rows.num_parsed,
             latest=next(reversed(self._steps), None),
             evaluation=self._evaluation,
             num_skipped=len(self._skipped.parsed),
@@ -138,13 +139,13 @@ class _GrowingLines(Generic[T]):
 
     def __init__(self, store: Store, path: str, parse: Callable[[int, dict[str, Any]], T]) -> None:
         self.generation = 1
-        self._store = store
-        self._path = path
+        self._lines = StoredLines(store, path)
         self._parse = parse
         self.restart()
 
     def restart(self) -> None:
         """Read the document from its beginning."""
+        self._lines.restart()
         self.parsed: list[T] = []
         self.num_parsed = 0
         self.behind = False  # the last piece did not reach the end
@@ -165,10 +166,11 @@ class _GrowingLines(Generic[T]):
         new = data[len(self._end) :]
         whole = new[: new.rfind(b"\n") + 1]  # the last line may still be growing
         for line in whole.splitlines():
-            with suppress(KeyError, TypeError, ValueError):
-                self.parsed.append(self._parse(self.num_parsed, plain(parse_object(line))))
+            row = parse_line(line, partial(self._parse, self.num_parsed))
+            if row is not None:
+                self.parsed.append(row)
                 self.num_parsed += 1
-        self.behind = len(new) == _PIECE_BYTES and bool(whole)
+        self.behind = len(new) == BLOCK_BYTES and bool(whole)
         self._num_bytes += len(whole)
         self._end = (self._end + whole)[-_END_BYTES:]
 
@@ -182,7 +184,7 @@ class _GrowingLines(Generic[T]):
         """The end of what was parsed, and what follows."""
         start = self._num_bytes - len(self._end)
         try:
-            return self._store.get_range(self._path, start, len(self._end) + _PIECE_BYTES)
+            return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)
         except FileNotFoundError:
             return b""
 

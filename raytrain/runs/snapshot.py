@@ -48,8 +48,8 @@ class Event(NamedTuple):
 class Snapshot:
     """How a run stands at one moment.
 
-    ``rows`` are the metrics from index ``first_row`` on. A viewer that has the earlier rows adds them with
-    ``kept[snapshot.first_row:] = snapshot.rows``, and asks for the next snapshot with ``snapshot.cursor``.
+    ``rows`` are the metrics from index ``first_row`` on; if that is 0, a viewer forgets what it has, and of a long
+    history it gets the newest rows and a part of the others. It asks for the next snapshot with ``snapshot.cursor``.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Snapshot:
     attempt: int
     first_row: int
     rows: tuple[MetricRow, ...]
+    num_rows: int  # of the history so far
     latest: MetricRow | None  # of the kind "step"
     evaluation: MetricRow | None
     num_skipped: int
@@ -75,7 +76,7 @@ class Snapshot:
     @property
     def cursor(self) -> RowCursor:
         """What to ask for the next snapshot with, to get the rows after these."""
-        return RowCursor(self.attempt, self.first_row + len(self.rows))
+        return RowCursor(self.attempt, self.num_rows)
 
     @property
     def epoch(self) -> int:

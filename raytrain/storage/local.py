@@ -78,6 +78,10 @@ class FolderStore(Store):
         with self._explained(path), open(self._file(path), "ab") as file:
             file.write(data)
 
+    def truncate(self, path: str, num_bytes: int) -> None:
+        with self._explained(path), suppress(FileNotFoundError):
+            os.truncate(self._file(path), num_bytes)
+
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         with self._explained(prefix):
             if os.path.isdir(folder := self._file(prefix)):

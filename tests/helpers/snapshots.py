@@ -24,6 +24,7 @@ def snapshot(rows: Sequence[MetricRow] = (), first_row: int = 0, **more: Any) ->
         "attempt": 1,
         "first_row": first_row,
         "rows": tuple(rows),
+        "num_rows": first_row + len(rows),
         "latest": rows[-1] if rows else None,
         "evaluation": None,
         "num_skipped": 0,

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 
 from raytrain.display.page.curves import MAX_BUCKETS, Curves
 from raytrain.display.page.feed import FeedCursor, RunFeed
@@ -37,6 +38,22 @@ def test_a_long_curve_keeps_its_extremes_and_its_mean() -> None:
     assert min(loss["low"]) == float(f"{values.min():.6g}")
     width = buckets["width"]
     assert loss["mean"][5] == float(f"{values[5 * width - 1 : 6 * width - 1].mean():.6g}")
+
+
+def test_a_curve_of_any_length_takes_a_bounded_amount_of_memory_and_keeps_its_extremes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raytrain.display.page.curves._MAX_ROWS", 4096)
+    values = np.random.default_rng(0).normal(size=100_003)
+    values[123], values[77_777], values[77_778] = 50.0, -50.0, math.inf
+    curves = filled(values.tolist())
+    assert 2048 <= len(curves) <= 4096
+    loss, steps = curves.since(0)["metrics"]["loss"], curves.since(0)["step"]
+    assert (max(loss["high"]), min(loss["low"]), steps[-1]) == (50.0, -50.0, 100_003)
+    known = values[: np.searchsorted(np.arange(100_003), steps[9])]
+    means = np.average(loss["mean"][:10], weights=np.diff([0, *steps[:10]]))
+    assert abs(means - known[np.isfinite(known)].mean()) < 0.01
+    assert max(loss["high"][:10]) == 50.0 and max(loss["high"][10:]) < 10
 
 
 def test_values_that_are_not_finite_leave_a_gap_and_json_stays_json() -> None:

@@ -32,7 +32,7 @@ def test_a_reader_sees_what_the_run_wrote_and_later_only_what_is_new(tmp_path: P
 def test_a_long_history_is_read_in_pieces_of_which_none_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_reader, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(run_reader, "BLOCK_BYTES", 1000)
     rows = [evaluation_row(1, accuracy=0.5), *(step_row(step, loss=1.0) for step in range(2, 100))]
     store = store_run(tmp_path, "run", rows, status="finished")
     seen: list[Snapshot] = []

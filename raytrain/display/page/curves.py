@@ -15,10 +15,14 @@ from raytrain.runs.metric_row import MetricRow
 
 MAX_BUCKETS = 1500
 """Most buckets of a curve: a screen has about as many columns of pixels."""
+_MAX_ROWS = 2**18
+"""Most rows of a curve in memory: of more, two that follow each other become one, with their mean and extremes."""
 _MAX_NAMES = 64
 """Most metrics that are shown: a history of a stranger may name millions."""
 _FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
 _DIGITS = 6
+
+Floats = NDArray[np.float64]
 
 
 class Curves:
@@ -47,6 +51,8 @@ class Curves:
         for row in rows:
             if not self._steps or row.step > self._steps[-1]:
                 self._add(row)
+            if len(self._steps) > _MAX_ROWS:
+                self._merge_pairs()
         while self._steps and self._steps[-1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
             self.width *= 2
             self.generation += 1
@@ -70,7 +76,32 @@ class Curves:
 
     def _clear(self) -> None:
         self._steps = array("q")
+        self._weights = array("d")  # how many rows of the history each is
         self._columns: dict[str, array[float]] = {}
+        # Of the first ones, which are several rows each. Of the others, a value is its own minimum and maximum.
+        self._lows: dict[str, Floats] = {}
+        self._highs: dict[str, Floats] = {}
+
+    def _merge_pairs(self) -> None:
+        """Make one row of every two. The last row of all stays out of it if their number is odd."""
+        num_rows = len(self._steps) // 2 * 2
+        weights = np.array(self._weights)[:num_rows].reshape(-1, 2)
+        for name, column in self._columns.items():
+            values, low, high = (part.reshape(-1, 2) for part in self._values(name, 0, num_rows))
+            self._lows[name], self._highs[name] = np.fmin.reduce(low, axis=1), np.fmax.reduce(high, axis=1)
+            column[:num_rows] = array("d", _mean_of_pairs(values, weights))
+        self._weights[:num_rows] = array("d", weights.sum(axis=1))
+        self._steps[:num_rows] = self._steps[1:num_rows:2]
+        self.generation += 1
+
+    def _values(self, name: str, first: int, end: int) -> tuple[Floats, Floats, Floats]:
+        """The values of a metric, and the minimum and maximum that each of them stands for."""
+        values = np.array(self._columns[name][first:end])
+        low, high = (np.where(np.isfinite(values), values, np.nan) for _ in range(2))
+        for part, merged in ((low, self._lows), (high, self._highs)):
+            known = merged.get(name, values[:0])[first:end]
+            part[: len(known)] = known
+        return values, low, high
 
     def _add(self, row: MetricRow) -> None:
         values = {name: getattr(row, name) for name in _FIELDS} | dict(row.metrics)
@@ -78,6 +109,7 @@ class Curves:
             if len(self._columns) < _MAX_NAMES:
                 self._columns[name] = array("d", [math.nan]) * len(self._steps)
         self._steps.append(row.step)
+        self._weights.append(1)
         for name, column in self._columns.items():
             value = values.get(name)
             column.append(math.nan if value is None else value)
@@ -86,27 +118,40 @@ class Curves:
         steps = np.array(self._steps[first:end], np.int64)
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
         ends = np.append(starts[1:], len(steps)) - 1
-        several = len(starts) < len(steps)
+        weights = np.array(self._weights[first:end])
+        several = len(starts) < len(steps) or any(weights > 1)
         return {
             "width": width,
             "step": steps[ends[: len(starts)]].tolist(),
             "metrics": {
-                name: _summarize(np.array(column[first:end]), starts, several) for name, column in self._columns.items()
+                name: _summarize(*self._values(name, first, end), weights, starts, several) for name in self._columns
             },
         }
 
 
-def _summarize(values: NDArray[np.float64], starts: NDArray[np.int64], several: bool) -> dict[str, list[float | None]]:
+def _summarize(
+    values: Floats, low: Floats, high: Floats, weights: Floats, starts: NDArray[np.int64], several: bool
+) -> dict[str, list[float | None]]:
     """Mean, minimum and maximum of ``values`` from each of ``starts`` up to the next."""
     if not several:
         return {"mean": _plain(values)}
     known = np.isfinite(values)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean = np.add.reduceat(np.where(known, values, 0), starts) / np.add.reduceat(known, starts, dtype=np.int64)
-    low = np.fmin.reduceat(np.where(known, values, np.nan), starts)
-    high = np.fmax.reduceat(np.where(known, values, np.nan), starts)
-    return {"mean": _plain(mean), "low": _plain(low), "high": _plain(high)}
+        total = np.add.reduceat(np.where(known, values * weights, 0), starts)
+        mean = total / np.add.reduceat(np.where(known, weights, 0), starts)
+    return {
+        "mean": _plain(mean),
+        "low": _plain(np.fmin.reduceat(low, starts)),
+        "high": _plain(np.fmax.reduceat(high, starts)),
+    }
 
 
-def _plain(values: NDArray[np.float64]) -> list[float | None]:
+def _mean_of_pairs(values: Floats, weights: Floats) -> Floats:
+    """The means of (N, 2) values, of those that are finite."""
+    known = np.isfinite(values)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return np.where(known, values * weights, 0).sum(axis=1) / np.where(known, weights, 0).sum(axis=1)
+
+
+def _plain(values: Floats) -> list[float | None]:
     return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import open_run, read_config
-from raytrain.runs.history import read_metrics
+from raytrain.runs.history import read_all_metrics
 from raytrain.runs.layout import SWEEP
 from raytrain.runs.status import read_status
 from raytrain.runs.trackers.measurements import hyperparams
@@ -46,15 +47,15 @@ def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs
         raise UsageError(f"Run {run!r} is training; `raytrain train … --track` sends it while it trains.")
     if store.exists(SWEEP):
         raise UsageError(f"{run!r} is a sweep; name one of its trials, which `raytrain runs` lists.")
-    params, rows = hyperparams(read_config(store)), read_metrics(store)
+    params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
     messages: list[str] = []
     threads = [TrackerThread(tracker, run, store, params, messages.append) for tracker in open_trackers(trackers)]
     for thread in threads:
-        thread.send(rows)
+        thread.send(chain.from_iterable(read_all_metrics(store)))  # which the thread reads as it sends
         thread.end(end)
     for thread in threads:
         thread.join(None)  # this is what the user waits for
     if any(thread.failed for thread in threads):
         raise RaytrainError(" ".join(messages))
-    return TrackResult(run, [thread.name for thread in threads], len(rows), messages)
+    return TrackResult(run, [thread.name for thread in threads], threads[0].num_rows, messages)

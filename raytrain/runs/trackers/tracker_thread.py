@@ -6,8 +6,9 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytrain.errors import RaytrainError
@@ -28,6 +29,7 @@ GATHER_S = 2.0
 _MAX_GATHER_S = 30.0
 _CPU_FRACTION = 0.01
 """Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""
+_MAX_GROUP = 10_000  # rows
 _HANGS_AFTER_S = 60.0
 _MAX_REASON = 300  # characters of an error message
 
@@ -71,12 +73,14 @@ class TrackerThread:
     ) -> None:
         self.name, self._make = tracker
         self.failed = False
+        self.num_rows = 0
+        """Taken from the queue so far, also those that the tracker had already."""
         self._run = run
         self._store = store
         self._params = params
         self._report = report
         self._clock = clock
-        self._rows: queue.SimpleQueue[Sequence[MetricRow]] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[Iterable[MetricRow]] = queue.SimpleQueue()
         self._end: End | None = None
         self._ended = threading.Event()
         self._busy_since: float | None = clock()
@@ -84,9 +88,10 @@ class TrackerThread:
         self._thread = threading.Thread(target=self._feed, daemon=True, name=f"tracker {self.name}")
         self._thread.start()
 
-    def send(self, rows: Sequence[MetricRow]) -> None:
+    def send(self, rows: Iterable[MetricRow]) -> None:
         """Add rows to the queue; those that the tracker has already are left out."""
-        self._rows.put(rows)
+        if self._thread.is_alive():
+            self._rows.put(rows)
 
     def end(self, end: End) -> None:
         """Send what is left, and finalize the tracker."""
@@ -134,15 +139,21 @@ class TrackerThread:
         return tracker
 
     def _send(self, tracker: Tracker) -> None:
-        """Send the rows that are new. Their position is written first: nothing is sent twice, even after a kill."""
-        before, new = self._position, self._take_new()
-        if not new:
-            return
+        """Send the rows that are new, in groups."""
+        rows, before = self._take_new(), self._position
+        while group := list(islice(rows, _MAX_GROUP)):
+            self._send_group(tracker, group, before)
+            before = self._position
+
+    def _send_group(self, tracker: Tracker, rows: Sequence[MetricRow], before: Position) -> None:
+        """Send rows after the position ``before``. The new one is written first: nothing is sent twice, even after a
+        kill.
+        """
         self._move(self._position)
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
         sent = before
         try:
-            for row in new:
+            for row in rows:
                 tracker.log_metrics(row_metrics(row), row.step)
                 sent = sent if save else sent.after(row)
             if save is not None:
@@ -152,16 +163,15 @@ class TrackerThread:
                 self._move(sent)
             raise
 
-    def _take_new(self) -> list[MetricRow]:
+    def _take_new(self) -> Iterator[MetricRow]:
         """The rows in the queue that the tracker lacks; a failure of workers brings some of them again."""
-        new: list[MetricRow] = []
         with suppress(queue.Empty):
             while True:
                 for row in self._rows.get_nowait():
+                    self.num_rows += 1
                     if self._position.precedes(row):
-                        new.append(row)
                         self._position = self._position.after(row)
-        return new
+                        yield row
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
         if checkpoint == self._position.network:

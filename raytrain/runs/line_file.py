@@ -1,0 +1,192 @@
+"""A document of JSON lines that grows: one file in a folder; in S3, where no object grows, objects of about 8 MiB.
+
+The second object of ``metrics.jsonl`` is called ``metrics.jsonl.000001``, and so on: one after the other they are the
+document.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from raytrain.runs.json_lines import encode_lines, parse_line
+
+if TYPE_CHECKING:
+    from raytrain.storage.base import Store
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 2**24
+"""Most that is read of a document at once."""
+_OBJECT_BYTES = 2**23
+_REWRITE_MIN_S = 2.0
+_REWRITE_S_PER_BYTE = 1e-5  # rewriting the last object takes at most 100 kB/s of the uplink
+
+
+def object_path(path: str, number: int) -> str:
+    """The path of an object of the document ``path``, by its number, counted from 0."""
+    return f"{path}.{number:06d}" if number else path
+
+
+class StoredLines:
+    """The document ``path`` of ``store``, read as if it were one file."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store = store
+        self._path = path
+        self.starts = [0]
+        """Where each of its objects begins, as far as it has been read."""
+
+    def restart(self) -> None:
+        """Forget what is known of its objects: the document has been replaced."""
+        self.starts = [0]
+
+    def get_range(self, start: int, num_bytes: int) -> bytes:
+        """At most ``num_bytes`` of the document, from byte ``start`` on. Raises FileNotFoundError and StorageError."""
+        data, number = b"", bisect_right(self.starts, start) - 1
+        while True:
+            ended = self._store.exists(object_path(self._path, number + 1))  # asked first: nothing is added after that
+            offset = start + len(data) - self.starts[number]
+            data += self._store.get_range(object_path(self._path, number), offset, num_bytes - len(data))
+            if not ended or len(data) == num_bytes:
+                return data
+            number += 1
+            if number == len(self.starts):
+                self.starts.append(start + len(data))
+
+    def blocks(self) -> Iterator[bytes]:
+        """The document in blocks of whole lines; the end of a line that was not finished is a block of its own."""
+        start = 0
+        while True:
+            try:
+                data = self.get_range(start, BLOCK_BYTES)
+            except FileNotFoundError:
+                return
+            block = data[: data.rfind(b"\n") + 1] or data
+            if not block:
+                return
+            yield block
+            start += len(block)
+
+
+class LineFile(Generic[T]):
+    """Adds rows to a document, and cuts it. What is new waits in memory until :meth:`write` has written it.
+
+    Safe to use from several threads. Nobody else may write the document meanwhile.
+    """
+
+    def __init__(
+        self, store: Store, path: str, parse: Callable[[dict[str, Any]], T], to_json: Callable[[T], dict[str, Any]]
+    ) -> None:
+        self._store = store
+        self._path = path
+        self._parse = parse
+        self._to_json = to_json
+        self._grows = "://" not in store.url
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._waiting: list[T] = []
+        self._cuts: list[Callable[[T], bool]] = [lambda row: True]  # a killed process may have left half a line
+        self._size_bytes = 0  # of the file
+        self._torn = False  # it may have more
+        self._number = 0  # of the last object
+        self._object = b""
+
+    def extend(self, rows: Iterable[T]) -> None:
+        """Add rows."""
+        with self._lock:
+            self._waiting.extend(rows)
+
+    def cut(self, wanted: Callable[[T], bool]) -> None:
+        """Drop the first row that is not wanted, and all rows after it."""
+        with self._lock:
+            self._waiting = [row for row in self._waiting if wanted(row)]
+            self._cuts.append(wanted)
+
+    def write(self) -> None:
+        """Cut the document and write what waits; raises what storage raises."""
+        with self._writing:
+            while cuts := self._cuts.copy():
+                self._cut_document(lambda row: all(wanted(row) for wanted in cuts))
+                del self._cuts[: len(cuts)]
+            self._write_waiting()
+
+    def pause_s(self) -> float:
+        """How long to leave storage alone after a write."""
+        return 0.0 if self._grows else max(_REWRITE_MIN_S, len(self._object) * _REWRITE_S_PER_BYTE)
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            if self._cuts:  # since: what waits comes after the cut
+                return
+            rows, self._waiting = self._waiting, []
+        try:
+            if rows:
+                self._append(encode_lines(self._to_json(row) for row in rows))
+        except BaseException:
+            with self._lock:
+                kept = [row for row in rows if all(wanted(row) for wanted in self._cuts)]
+                self._waiting = [*kept, *self._waiting]
+            raise
+
+    def _append(self, data: bytes) -> None:
+        if self._grows:
+            if self._torn:
+                self._store.truncate(self._path, self._size_bytes)
+            self._torn = True  # how much arrives of a write that fails is not known
+            write = self._store.append if self._size_bytes else self._store.put  # which creates the folder, too
+            write(self._path, data)
+            self._size_bytes += len(data)
+            self._torn = False
+        else:
+            self._store.put(object_path(self._path, self._number), self._object + data)
+            self._set_object(self._number, self._object + data)
+
+    def _cut_document(self, wanted: Callable[[T], bool]) -> None:
+        lines = StoredLines(self._store, self._path)
+        end = self._end_of_wanted(lines, wanted)
+        if self._grows:
+            self._store.truncate(self._path, end)
+            self._size_bytes, self._torn = end, False
+        else:
+            number = max(0, bisect_left(lines.starts, end) - 1)
+            self._cut_objects(number, end - lines.starts[number])
+
+    def _end_of_wanted(self, lines: StoredLines, wanted: Callable[[T], bool]) -> int:
+        """How many bytes the document has before the first row that is not wanted, or a line that has no end."""
+        end = 0
+        for block in lines.blocks():
+            if not block.endswith(b"\n"):
+                break
+            rows = (parse_line(line, self._parse) for line in reversed(block.splitlines()))
+            last = next((row for row in rows if row is not None), None)
+            if last is None or wanted(last):  # steps do not decrease: so are those before it
+                end += len(block)
+                continue
+            for line in block.splitlines(keepends=True):
+                row = parse_line(line, self._parse)
+                if row is not None and not wanted(row):
+                    return end
+                end += len(line)
+        return end
+
+    def _cut_objects(self, number: int, num_bytes: int) -> None:
+        """Keep the objects up to ``number``, and of that one ``num_bytes``."""
+        last = number
+        while self._store.exists(object_path(self._path, last + 1)):
+            last += 1
+        for beyond in range(last, number, -1):  # the last one first: without it, the others are still a document
+            self._store.delete(object_path(self._path, beyond))
+        found = b""
+        with suppress(FileNotFoundError):
+            found = self._store.get(object_path(self._path, number))
+        if len(found) > num_bytes:
+            self._store.put(object_path(self._path, number), found[:num_bytes])
+        self._set_object(number, found[:num_bytes])
+
+    def _set_object(self, number: int, data: bytes) -> None:
+        full = len(data) >= _OBJECT_BYTES
+        self._number, self._object = (number + 1, b"") if full else (number, data)
