@@ -23,6 +23,7 @@ from .inference.classifier import load as load
 from .inference.evaluate import evaluate as evaluate
 from .inference.export import export as export
 from .inference.predict import predict as predict
+from .inference.serve import serve as serve
 from .runs.outcome import TrainResult as TrainResult
 from .runs.trackers.protocol import Tracker as Tracker
 from .runs.trackers.send_history import track as track

@@ -52,6 +52,19 @@ class PredictRequest:
         return rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """A network that answers requests with its ``top_k`` likeliest classes: that of ``run``, loaded from ``store``."""
+
+    run: str
+    checkpoint: str
+    classes: tuple[str, ...]
+    format: ImageFormat
+    store: Store
+    load_predictor: LoadPredictor
+    top_k: int
+
+
 def samples_of_block(number: int, rows_per_block: int, num_images: int) -> Int64s:
     """Which images block ``number`` has: their places in the manifest."""
     return np.arange(number * rows_per_block, min((number + 1) * rows_per_block, num_images), dtype=np.int64)

@@ -11,7 +11,7 @@ from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.cluster import devices, doctor
 from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
 from raytrain.cli.commands.first_steps import demo, new
-from raytrain.cli.commands.inference import evaluate, export, predict
+from raytrain.cli.commands.inference import evaluate, export, predict, serve
 from raytrain.cli.commands.jobs import submit
 from raytrain.cli.commands.manage import export_history, logs, rm, tag
 from raytrain.cli.commands.runs import audit, compare, runs, show, track
@@ -23,7 +23,7 @@ COMMANDS: dict[str, Callable[..., CommandResult]] = {
     option_name(command.__name__): command
     for command in (
         *(look, train, study, sweep, submit, stop),
-        *(evaluate, predict, export),
+        *(evaluate, predict, serve, export),
         *(watch, runs, show, compare, track, audit),
         *(logs, tag, export_history, rm),
         *(doctor, devices, profile),

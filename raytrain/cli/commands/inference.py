@@ -67,6 +67,40 @@ def predict(
     return CommandResult(key_value_table(result.summary()), result.summary())
 
 
+def serve(
+    run: RunName,
+    storage: Storage = "./runs",
+    host: Annotated[str, arg(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, arg(help="Port to listen on.")] = 8000,
+    workers: Annotated[int, arg(help="Copies of the network; each has a GPU of its own if there are any.")] = 1,
+    top_k: Annotated[int, arg(help="Number of most likely classes in an answer.")] = 5,
+    address: Annotated[
+        str | None, arg(help="Ray cluster to use; by default one that runs already, or a new one.")
+    ] = None,
+    trust: Trust = False,
+) -> CommandResult:
+    """Answer over HTTP with a run's best checkpoint, until Ctrl-C: POST an image file, and get its classes as JSON.
+
+    Example: raytrain serve first
+    """
+
+    def ready(url: str) -> None:
+        print(f"Serving at {url}, for example: curl --data-binary @IMAGE.jpg {url}", flush=True)
+
+    raytrain.serve(
+        run,
+        storage=storage,
+        host=host,
+        port=port,
+        workers=workers,
+        top_k=top_k,
+        address=address,
+        trust=trust,
+        ready=ready,
+    )
+    return CommandResult("", {"run": run, "host": host, "port": port})
+
+
 def export(
     run: RunName,
     output: Annotated[str, arg(help="File to write: .pt2 (torch.export) or .onnx.")],

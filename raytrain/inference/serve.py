@@ -1,0 +1,98 @@
+"""Serve a trained network over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+from raytrain import recipes
+from raytrain.backends.placement import place
+from raytrain.backends.predict_request import ServedModel
+from raytrain.backends.ray.connection import connection
+from raytrain.backends.ray.hardware import cluster_hardware
+from raytrain.backends.stop_signals import StopSignals
+from raytrain.data.dataset import evaluation_format
+from raytrain.errors import UsageError
+from raytrain.inference.predictor import Predictor
+from raytrain.inference.trained_run import TrainedRun, open_trained_run
+from raytrain.storage.base import Store
+
+_LOOK_EVERY_S = 0.5
+
+
+def serve(
+    run: str,
+    *,
+    storage: str = "./runs",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    workers: int = 1,
+    top_k: int = 5,
+    address: str | None = None,
+    trust: bool = False,
+    ready: Callable[[str], object] = print,
+) -> None:
+    """Serve the best checkpoint of ``run`` with Ray Serve, until Ctrl-C or SIGTERM.
+
+    POST an image file to ``http://host:port/run``, and get JSON with its likeliest class (``label``, ``score``) and the
+    ``top_k`` likeliest ones (``classes``). Whoever reaches the port may ask.
+
+    Args:
+        run: the run's name.
+        storage: where the run is stored.
+        host: the address to listen on; ``0.0.0.0`` for all of the cluster's head.
+        port: the port to listen on.
+        workers: copies of the network, each on a GPU of its own if the cluster has any.
+        top_k: number of classes in an answer, or all if there are fewer.
+        address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else a new one.
+        trust: whether a network that is a function of the run's author may run.
+        ready: called with the URL when it answers.
+
+    Raises:
+        UsageError, StorageError: Ray Serve is not installed, there is no such run, it is not trusted, or it cannot be
+            served at that port.
+    """
+    if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
+        raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
+    trained = open_trained_run(run, storage, trust=trust)
+    with StopSignals() as signals, connection(address, before_start=partial(_check_free, host, port)) as cluster:
+        cluster.connect()
+        from raytrain.backends.ray.credential_server import serving_credentials  # these import Ray
+        from raytrain.backends.ray.model_server import serving
+
+        found = cluster_hardware()
+        placement = place(recipes.custom(workers=workers, threads_per_worker=trained.config.threads_per_worker), found)
+        with serving_credentials([trained.store]) as (served, lender):
+            model = _model(trained, trained.store.with_lent_credentials(served), top_k)
+            with serving(model, placement, host, port) as url:
+                ready(url)
+                while signals.stop_request is None:
+                    time.sleep(_LOOK_EVERY_S)
+                    if lender is not None:
+                        lender.lend_if_due()
+
+
+def _model(trained: TrainedRun, store: Store, top_k: int) -> ServedModel:
+    num_shown = min(top_k, len(trained.classes))
+    return ServedModel(
+        run=trained.name,
+        checkpoint=trained.checkpoint,
+        classes=trained.classes,
+        format=evaluation_format(trained.config),
+        store=store,
+        load_predictor=partial(Predictor, run=trained.name, top_k=num_shown, trust=trained.trust),
+        top_k=num_shown,
+    )
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise UsageError unless a server may listen at ``host`` and ``port`` of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(f"--host {host} --port {port} cannot be used: {error.strerror}; choose others.") from None

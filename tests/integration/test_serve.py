@@ -1,0 +1,101 @@
+"""A run behind HTTP: many clients at once get what the network says of their own image."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import raytrain
+from raytrain.cli.main import main
+from raytrain.training.model import build_model
+from tests.helpers.ray_head import free_port
+from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+from tests.unit.test_decode import encoded
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A storage folder with the run ``first``, whose network has random weights."""
+    config = options()
+    add_checkpoint(make_run(tmp_path / "runs", config), build_model(config.model, len(ANIMALS), 1, 0), config)
+    return tmp_path / "runs"
+
+
+def ask(url: str, content: bytes | None = None) -> tuple[int, dict[str, Any]]:
+    """POST an image file, or GET; returns the status and the JSON of the answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data=content), timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        text = error.read().decode()
+        return error.code, json.loads(text) if text.startswith("{") else {}
+
+
+@contextmanager
+def serving(runs: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """``raytrain serve first`` in the cluster of the tests; gives its URL and its process."""
+    import ray
+    from ray import serve
+
+    words = ["--storage", str(runs), "--port", str(port), "--address", ray.get_runtime_context().gcs_address]
+    command = [sys.executable, "-m", "raytrain", "serve", "first", *words, "--top-k", "2"]
+    process = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith("Serving at "), process.stderr.read()
+        yield line.split()[2].rstrip(","), process
+    finally:
+        process.kill()
+        process.wait()
+        serve.shutdown()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_clients_at_the_same_time_get_the_classes_of_their_own_images(runs: Path) -> None:
+    random = np.random.default_rng(0)
+    images = [encoded(Image.fromarray(random.integers(0, 256, (20, 12), np.uint8)), "PNG") for _ in range(100)]
+    expected = raytrain.load("first", storage=str(runs)).classify(images)
+    with serving(runs, free_port()) as (url, process):
+        assert ask(url) == (200, {"run": "first", "checkpoint": ask(url)[1]["checkpoint"], "classes": list(ANIMALS)})
+        assert ask(url, b"no image")[0] == 400
+        assert ask(url, b"")[1] == {"error": "the file is empty"}
+        with ThreadPoolExecutor(32) as clients:
+            answers = list(clients.map(lambda image: ask(url, image), images))
+        assert [(status, answer["label"]) for status, answer in answers] == [(200, label) for label, _ in expected]
+        for (_, answer), (_, score) in zip(answers, expected, strict=True):
+            assert answer["score"] == pytest.approx(score, abs=1e-5)
+            first, second = answer["classes"]
+            assert first == {"label": answer["label"], "score": answer["score"]} and second["score"] <= first["score"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert ask(url)[0] == 404, "what was served is gone; Ray Serve stays in the cluster"
+
+
+def test_a_port_in_use_is_refused_before_a_cluster_starts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "first", "--storage", str(runs), "--port", str(port), "--address", "local"]) == 2
+    assert f"--port {port} cannot be used: Address already in use" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "second", "--storage", str(tmp_path)]) == 2
+    assert "'second'" in capsys.readouterr().err
