@@ -58,7 +58,7 @@ def serve(
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
     trained = open_trained_run(run, storage, trust=trust)
-    with StopSignals() as signals, connection(address, before_start=partial(_check_free, host, port)) as cluster:
+    with connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
         from raytrain.backends.ray.credential_server import serving_credentials  # these import Ray
         from raytrain.backends.ray.model_server import serving
@@ -67,7 +67,7 @@ def serve(
         placement = place(recipes.custom(workers=workers, threads_per_worker=trained.config.threads_per_worker), found)
         with serving_credentials([trained.store]) as (served, lender):
             model = _model(trained, trained.store.with_lent_credentials(served), top_k)
-            with serving(model, placement, host, port) as url:
+            with StopSignals() as signals, serving(model, placement, host, port) as url:
                 ready(url)
                 while signals.stop_request is None:
                     time.sleep(_LOOK_EVERY_S)

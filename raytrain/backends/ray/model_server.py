@@ -86,9 +86,17 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int) -> I
         serve.run(replica.bind(model, placement.threads), name=name, route_prefix=f"/{model.run}")
         yield _answering(host, port, model.run)
     except (RuntimeError, RayServeException, RayError) as error:
-        raise UsageError(f"Ray Serve could not start run {model.run!r}: {root_cause(error).rstrip('.')}.") from error
+        reason = _reason(name) or root_cause(error)
+        raise UsageError(f"Ray Serve could not start run {model.run!r}: {reason.rstrip('.')}.") from error
     finally:
         serve.delete(name)
+
+
+def _reason(name: str) -> str:
+    """What the replicas of an application raised; empty if they raised nothing."""
+    application = serve.status().applications.get(name)
+    messages = [each.message for each in application.deployments.values()] if application else []
+    return "".join(messages).strip().rpartition("\n")[2].rpartition("Error: ")[2]
 
 
 def _answering(host: str, port: int, run: str) -> str:

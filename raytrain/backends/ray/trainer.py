@@ -26,6 +26,8 @@ _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more worke
 _ABORTED_WITHIN_S = 10.0
 _NOTICED_WITHIN_S = 10.0  # Ray Train asks the workers every two seconds
 _CONTROLLER_STARTS_WITHIN_S = 60.0
+# A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
+_WORKERS_START_WITHIN_S = 180.0
 
 
 class TrainerThread:
@@ -92,7 +94,7 @@ class TrainerThread:
         with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
             self._find_controller(0.0 if self._own_cluster else _CONTROLLER_STARTS_WITHIN_S)
             if self._controller is not None and not self._own_cluster:
-                ray.get(self._controller.abort.remote(), timeout=_ABORTED_WITHIN_S)
+                ray.get(self._controller.abort.remote(), timeout=_WORKERS_START_WITHIN_S)
         if self._controller is not None:
             ray.kill(self._controller)
             concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
