@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain.backends.fastest_precision import fastest_precision
@@ -163,20 +162,15 @@ def check_functions(config: TrainConfig, loop: Loop | None) -> None:
     """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
     from raytrain.config.user_function import check_module
     from raytrain.training.model_names import check_model_name
+    from raytrain.training.weights_source import check_weights_source
 
     if loop is None and config.loop is not None and ":" in config.loop:
         check_module("--loop", config.loop)
     if loop is None and config.loop is None:  # a loop of the user's may train another network
         check_model_name(config.model)
         _check_best(config)
-    weights = None if config.resume else config.weights
-    if (
-        weights is not None
-        and weights != "DEFAULT"
-        and "://" not in weights
-        and not Path(weights).expanduser().is_file()
-    ):
-        raise UsageError(f"--weights {weights}: there is no such file; give DEFAULT, a file or an s3:// object.")
+    if config.weights is not None and not config.resume:
+        check_weights_source(config.weights)
 
 
 def _check_best(config: TrainConfig) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 from raytrain.config import TrainConfig
 from raytrain.config.timm_name import timm_name
+from raytrain.training.weights_source import DEFAULT
 
 
 def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
@@ -15,7 +16,7 @@ def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
     torchvision's weights decide on nothing. Raises UsageError if timm has no such network.
     """
     name = timm_name(config.model)
-    if name is None or config.weights != "DEFAULT":
+    if name is None or config.weights != DEFAULT:
         return config
     from raytrain.training.timm_models import preprocessing  # imports torch and timm
 

@@ -67,7 +67,7 @@ class TrainConfig:
     loop: str | None = None
     """Your own training loop: file.py:function or package.module:function, which is called with the run."""
     weights: str | None = None
-    """Initial weights: DEFAULT (the library's), or a file or s3:// object with weights or a checkpoint of a run."""
+    """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
     """Layers to freeze, batch norm statistics included, by name: features.0, or layer1 and everything in it."""
     image_size: ImageSize | None = None

@@ -15,10 +15,10 @@ from raytrain.display.curve_plots import curve_heading, curve_plots
 from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value, one_line
 from raytrain.display.key_value_table import key_value_table
 from raytrain.display.styles import status_style
-from raytrain.display.train_command import train_command
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.status import RunStatus
+from raytrain.runs.train_command import train_command
 
 _NUM_SKIPPED_SHOWN = 5
 

@@ -1,7 +1,8 @@
-"""Export a trained network, with its preprocessing, to one file that needs no raytrain: for torch.export or as ONNX."""
+"""Export a trained network to one file that needs no raytrain: as a program or as weights with a model card."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
 import json
@@ -18,8 +19,12 @@ from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
+from raytrain.inference.model_card import model_card
+from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
+from raytrain.training.checkpoint import read_checkpoint
+from raytrain.training.safetensors_file import SUFFIX, from_safetensors, to_safetensors
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -49,6 +54,8 @@ class ExportResult:
     """How many of these have the same predicted class."""
     largest_difference: float
     """Largest difference of a logit."""
+    card: str | None = None
+    """The model card beside weights."""
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""
@@ -58,16 +65,23 @@ class ExportResult:
 def export(
     run: str, output: str, *, data: str | None = None, storage: str = "./runs", trust: bool = False
 ) -> ExportResult:
-    """Write the network of a run's best checkpoint, preprocessing included, to a file that runs without raytrain.
+    """Write the network of a run's best checkpoint to a file that can be used without raytrain.
 
-    The file takes the same input as the network of :func:`raytrain.load`: any number of decoded images, uint8
-    (B, H, W, C). It returns the same logits, (B, num_classes). It contains the names of the classes as JSON: in ONNX's
-    metadata under ``classes``, in torch.export's extra file ``classes.json``. Before it is written, it is compared with
-    the original on up to 64 images, one of them alone and the others together.
+    Weights (.safetensors) are written with a model card beside them, of the same name in .md: it tells the classes, the
+    preprocessing, the data's digest, the metrics, the command, and how to load the weights. Their metadata contain the
+    classes as JSON under ``classes``.
+
+    Other files are programs, preprocessing included. Such a file takes the same input as the network of
+    :func:`raytrain.load`: any number of decoded images, uint8 (B, H, W, C). It returns the same logits,
+    (B, num_classes). It contains the names of the classes as JSON: in ONNX's metadata under ``classes``, in
+    torch.export's extra file ``classes.json``.
+
+    Before a file is written, it is compared with the original on up to 64 images, one of them alone and the others
+    together.
 
     Args:
         run: the run's name.
-        output: a file (or ``s3://`` object) whose name ends in .onnx, or in .pt2 for
+        output: a file (or ``s3://`` object) whose name ends in .safetensors, in .onnx, or in .pt2 for
             ``torch.export.load(file).module()``.
         data: images to compare on; by default random pixels.
         storage: where the run is stored.
@@ -83,22 +97,37 @@ def export(
     encode, run_file = _FORMATS[output[output.rindex(".") :]]
     classifier = load(run, storage=storage, trust=trust)
     images = _check_images(classifier, data)
-    content = encode(_trace(classifier, run), classifier.classes)
-    same_answers, largest_difference = _compare(run_file(content, images), _original_logits(classifier, images), output)
+    content = encode(classifier, run)
+    logits = run_file(content, images, classifier)
+    same_answers, largest_difference = _compare(logits, _original_logits(classifier, images), output)
     write_output(output, content)
+    card = _write_card(classifier, run, output, storage) if output.endswith(SUFFIX) else None
     shape = classifier.shape
     return ExportResult(
         run=run,
         checkpoint=classifier.checkpoint,
         output=output,
         size_bytes=len(content),
-        input=f"uint8 (batch, {shape.height}, {shape.width}, {shape.channels}), decoded images",
+        input=f"uint8 (batch, {shape.height}, {shape.width}, {shape.channels}), decoded images"
+        if card is None
+        else "float32 images, as the card says",
         result=f"(batch, {len(classifier.classes)}), logits",
         classes=classifier.classes,
         images=len(images),
         same_answers=same_answers,
         largest_difference=largest_difference,
+        card=card,
     )
+
+
+def _write_card(classifier: Classifier, run: str, output: str, storage: str) -> str:
+    """Write the model card beside ``output``, and return its name."""
+    store = open_run(storage, run)
+    card = output.removesuffix(SUFFIX) + ".md"
+    checkpoint = read_checkpoint(store, classifier.checkpoint)
+    text = model_card(run, output.rpartition("/")[2], read_resolved_config(store), checkpoint)
+    write_output(card, text.encode())
+    return card
 
 
 def _compare(logits: Logits, expected: Logits, output: str) -> tuple[int, float]:
@@ -151,27 +180,40 @@ def _in_two_batches(run_batch: Callable[[Pixels], Logits], images: Pixels) -> Lo
     return np.concatenate([run_batch(batch) for batch in (images[:1], images[1:]) if len(batch)])
 
 
-def _to_pt2(program: ExportedProgram, classes: tuple[str, ...]) -> bytes:
+def _to_weights(classifier: Classifier, run: str) -> bytes:
+    return to_safetensors(classifier.network.state_dict(), classifier.classes)
+
+
+def _run_weights(content: bytes, images: Pixels, classifier: Classifier) -> Logits:
+    other = copy.deepcopy(classifier)
+    weights, _ = from_safetensors(content)
+    other.network.load_state_dict(weights or {})
+    return _in_two_batches(lambda batch: _original_logits(other, batch), images)
+
+
+def _to_pt2(classifier: Classifier, run: str) -> bytes:
     file = io.BytesIO()
-    torch.export.save(program, file, extra_files={"classes.json": json.dumps(classes)})
+    program = _trace(classifier, run)
+    torch.export.save(program, file, extra_files={"classes.json": json.dumps(classifier.classes)})
     return file.getvalue()
 
 
 @torch.no_grad()
-def _run_pt2(content: bytes, images: Pixels) -> Logits:
+def _run_pt2(content: bytes, images: Pixels, classifier: Classifier) -> Logits:
     module = torch.export.load(io.BytesIO(content)).module()
     return _in_two_batches(lambda batch: module(torch.from_numpy(batch)).numpy(), images)
 
 
-def _to_onnx(program: ExportedProgram, classes: tuple[str, ...]) -> bytes:
+def _to_onnx(classifier: Classifier, run: str) -> bytes:
     _check_onnx_packages()
+    program = _trace(classifier, run)
     exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
     assert exported is not None
-    exported.model.metadata_props["classes"] = json.dumps(classes)
+    exported.model.metadata_props["classes"] = json.dumps(classifier.classes)
     return exported.model_proto.SerializeToString()
 
 
-def _run_onnx(content: bytes, images: Pixels) -> Logits:
+def _run_onnx(content: bytes, images: Pixels, classifier: Classifier) -> Logits:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
@@ -186,10 +228,11 @@ def _check_onnx_packages() -> None:
         )
 
 
-_Encode = Callable[["ExportedProgram", tuple[str, ...]], bytes]
-_RunFile = Callable[[bytes, Pixels], Logits]
+_Encode = Callable[[Classifier, str], bytes]
+_RunFile = Callable[[bytes, Pixels, Classifier], Logits]
 
 _FORMATS: dict[str, tuple[_Encode, _RunFile]] = {
     ".pt2": (_to_pt2, _run_pt2),
     ".onnx": (_to_onnx, _run_onnx),
+    SUFFIX: (_to_weights, _run_weights),
 }

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.storage.open import open_store
 from raytrain.training import batchnorm
 from raytrain.training.archive import check_unpacked_size
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
-
-DEFAULT = "DEFAULT"
+from raytrain.training.safetensors_file import SUFFIX, from_safetensors
+from raytrain.training.weights_source import DEFAULT, read_weights_file
 
 
 def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
     """The weights that ``--weights`` names, on the CPU, by the names of the parameters and buffers of ``config.model``.
 
-    ``DEFAULT`` means the weights that torchvision or timm has for it. A file or s3:// object holds a state_dict, or is
-    a checkpoint of a run; code in it is never run. If the classes of a checkpoint are not ``classes``, its head is left
-    out. None if the seed decides the weights, or a checkpoint does: a run that resumes after ``first_step`` steps needs
-    no initial weights. Raises UsageError if there are no such weights, StorageError if they are out of reach.
+    ``DEFAULT`` means the weights that torchvision or timm has for it. A file, an s3:// object or hf://owner/name[/file]
+    holds a state_dict, written by torch.save or as safetensors, or is a checkpoint of a run; code in it is never run.
+    If a file says that it is for other classes than ``classes``, its head is left out. None if the seed decides the
+    weights, or a checkpoint does: a run that resumes after ``first_step`` steps needs no initial weights. Raises
+    UsageError if there are no such weights, StorageError if they are out of reach.
     """
     if config.weights is None or first_step:
         return None
@@ -46,7 +46,7 @@ def initial_model(config: TrainConfig, num_classes: int, weights: Mapping[str, T
     """The network that ``config`` names, with ``weights``, or with weights that depend on the seed if they are None.
 
     If the head in ``weights`` has another shape or is missing, the seed decides the head. Raises UsageError with the
-    first difference if anything else does not match, and what :func:`build_model` raises.
+    differences if anything else does not match, and what :func:`build_model` raises.
     """
     model = _build(config, num_classes)
     if weights is None:
@@ -121,14 +121,22 @@ def parameter_groups(
 
 
 def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
-    """The weights, and the classes that they were trained for; None if they are no checkpoint of a run."""
-    folder, slash, name = place.rpartition("/")
-    try:
-        data = open_store(folder + slash or ".").get(name)
-    except FileNotFoundError:
+    """The weights, and the classes that they were trained for; None if the file does not say."""
+    name, data = read_weights_file(place)
+    if name.endswith(SUFFIX):
+        weights, classes = from_safetensors(data)
+    else:
+        weights, classes = _from_torch(place, data)
+    if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UsageError(
-            f"--weights {place}: there is no such file; give {DEFAULT}, a file or an s3:// object."
-        ) from None
+            f"--weights {place} holds no state_dict (it is damaged, or was saved with code in it, which is never run); "
+            "save one with torch.save(model.state_dict(), FILE), or as safetensors."
+        )
+    return weights, classes
+
+
+def _from_torch(place: str, data: bytes) -> tuple[Any, tuple[str, ...] | None]:
+    """What a file of torch.save holds, if it holds weights, and their classes if it is a checkpoint of a run."""
     try:
         check_unpacked_size(data)
     except ValueError as error:
@@ -137,13 +145,7 @@ def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
         ) from None
     content = _load(data)
     checkpoint = checkpoint_in(content)
-    weights = checkpoint.weights if checkpoint else content
-    if not weights or not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UsageError(
-            f"--weights {place} holds no state_dict (it is damaged, or was saved with code in it, which is never run); "
-            "save one with torch.save(model.state_dict(), FILE)."
-        )
-    return weights, checkpoint.identity.classes if checkpoint else None
+    return (checkpoint.weights, checkpoint.identity.classes) if checkpoint else (content, None)
 
 
 def _load(data: bytes) -> Any:
@@ -155,14 +157,26 @@ def _load(data: bytes) -> Any:
 
 
 def _difference(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
-    """The first name or shape in which ``given`` differs from the network's ``own`` weights; None if they match."""
-    for name, value in own.items():
-        if name not in given:
-            return f"they have no {name}"
-        if given[name].shape != value.shape:
-            return f"their {name} is {_shape(given[name])}, and the network's is {_shape(value)}"
-    unknown = next((name for name in given if name not in own), None)
-    return unknown and f"they have {unknown}, which the network lacks"
+    """The names and shapes in which ``given`` differs from the network's ``own`` weights; None if they match."""
+    missing = [name for name in own if name not in given]
+    unknown = [name for name in given if name not in own]
+    reshaped = [name for name, value in own.items() if name in given and given[name].shape != value.shape]
+    differences: list[str] = []
+    if missing:
+        differences.append(f"they have no {_some(missing)}")
+    if unknown:
+        differences.append(f"they have {_some(unknown)}, which the network lacks")
+    if reshaped:
+        first, *others = reshaped
+        shapes = f"their {first} is {_shape(given[first])}, and the network's is {_shape(own[first])}"
+        differences.append(f"{shapes}, and so differ {_some(others)}" if others else shapes)
+    return "; ".join(differences) or None
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three names, and how many others there are."""
+    others = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + others
 
 
 def _shape(value: Tensor) -> str:

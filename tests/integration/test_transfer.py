@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from raytrain.backends.prepare import prepare
@@ -26,7 +28,9 @@ from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
+from raytrain.training.safetensors_file import to_safetensors
 from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights, parameter_groups
+from raytrain.training.weights_source import check_weights_source
 from tests.helpers.alone import ALONE
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
@@ -88,6 +92,69 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def of_head(state: dict[str, Tensor], *, inside: bool = True) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name.startswith("classifier.") == inside}
+
+
+def save_safetensors(state: dict[str, Tensor], path: Path, classes: Sequence[str]) -> str:
+    path.write_bytes(to_safetensors(state, classes))
+    return str(path)
+
+
+@pytest.mark.parametrize("classes", [("0", "1", "2"), ("0", "1", "other")])
+def test_safetensors_hold_weights_and_classes(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    before = build_model("squeezenet1_1", 3, 3, seed=1).state_dict()
+    state = loaded(options(weights=save_safetensors(before, tmp_path / "weights.safetensors", classes)), 3)
+    fresh = build_model("squeezenet1_1", 3, 3, seed=0).state_dict()
+    assert_equal(of_head(state, inside=False), of_head(before, inside=False))
+    assert_equal(of_head(state), of_head(fresh if "other" in classes else before))
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"classes": "[" * 100_000}, {"classes": "[1]"}])
+def test_safetensors_of_others_may_lack_classes(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    before = build_model("squeezenet1_1", 3, 3, seed=1).state_dict()
+    safetensors.torch.save_file(before, tmp_path / "weights.safetensors", metadata)
+    assert_equal(loaded(options(weights=str(tmp_path / "weights.safetensors")), 3), before)
+
+
+@pytest.mark.parametrize("change", [lambda data: b"", lambda data: data[:100], lambda data: b"\xff" * 8 + data[8:]])
+def test_damaged_safetensors_are_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    data = to_safetensors({"weight": torch.zeros(100)}, ())
+    (tmp_path / "broken.safetensors").write_bytes(change(data))
+    with pytest.raises(UsageError, match=r"broken\.safetensors holds no state_dict"):
+        initial_weights(options(weights=str(tmp_path / "broken.safetensors")), (), first_step=0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "other/weights.pt"])
+def test_weights_can_be_loaded_from_hugging_face(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build_model("squeezenet1_1", 5, 3, seed=1).state_dict()
+    files = {name: tmp_path / name}
+    files[name].parent.mkdir(exist_ok=True)
+    (safetensors.torch.save_file if name.endswith("safetensors") else save)(before, files[name])
+
+    def download(repository: str, wanted: str) -> str:
+        assert repository == "owner/net.v1"
+        if wanted not in files:
+            raise EntryNotFoundError(wanted)
+        return str(files[wanted])
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    place = "hf://owner/net.v1" + (f"/{name}" if "/" in name else "")
+    assert_equal(loaded(options(weights=place), 5), before)
+    with pytest.raises(StorageError, match=r"hf://owner/net\.v1/none\.pt cannot be downloaded \(none\.pt\)"):
+        initial_weights(options(weights="hf://owner/net.v1/none.pt"), (), first_step=0)
+
+
+def test_hugging_face_out_of_reach_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(StorageError, match=r"--weights hf://owner/net cannot be downloaded .*check the name"):
+        initial_weights(options(weights="hf://owner/net"), (), first_step=0)
+
+
+@pytest.mark.parametrize("place", ["hf://owner", "hf://user:secret@owner/net", "hf://owner/net?token=secret", "hf://"])
+def test_other_names_of_hugging_face_are_refused_before_a_run_starts(place: str) -> None:
+    with pytest.raises(UsageError, match="write hf://owner/name or hf://owner/name/file") as refused:
+        check_weights_source(place)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("num_classes", [5, 7])
@@ -178,6 +245,14 @@ def test_code_in_weights_is_not_run(tmp_path: Path) -> None:
     [
         (lambda state: state.pop("features.0.bias"), r"they have no features\.0\.bias"),
         (lambda state: state.update({"more": torch.zeros(1)}), "they have more, which the network lacks"),
+        (
+            lambda state: [state.pop(name) for name in list(state)[:5]],
+            r"they have no features\.0\.weight, features\.0\.bias, features\.3\.squeeze\.weight and 2 more;",
+        ),
+        (
+            lambda state: state.update({f"features.{each}": torch.zeros(2) for each in ("0.weight", "0.bias")}),
+            r"their features\.0\.weight is 2, and the network's is 64×3×3×3, and so differ features\.0\.bias;",
+        ),
         (
             lambda state: state.update({"features.0.weight": torch.zeros(2, 3)}),
             r"their features\.0\.weight is 2×3, .* is 64×3×3×3",

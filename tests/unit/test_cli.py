@@ -23,7 +23,6 @@ from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.config import TrainConfig
 from raytrain.display.evaluation_tables import evaluation_page
-from raytrain.display.train_command import train_command
 from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.classification_metrics import ClassScore, score
 from raytrain.inference.evaluate import EvaluationResult
@@ -31,6 +30,7 @@ from raytrain.recipes import RECIPES
 from raytrain.runs.documents import open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.layout import SUMMARY
 from raytrain.runs.status import RunStatus, write_status
+from raytrain.runs.train_command import train_command
 from tests.helpers.snapshots import train_result
 
 RESULT = train_result(test_loss=float("nan"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+import safetensors.torch
 import torch
 
 import raytrain
@@ -26,6 +27,7 @@ from raytrain.runs.outcome import Progress
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.model import build_model
+from raytrain.training.transfer import initial_model, initial_weights
 
 ANIMALS = ("cat", "dog", "fox")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -39,8 +41,9 @@ def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMA
     store.put(CLASSES, json.dumps(classes).encode())
     model = build_model(config.model, len(classes), config.channels, config.seed)
     model(torch.randn(16, config.channels, *resolved.image_size))
-    checkpoints = Checkpoints(store, Identity(config.model, classes, "", 8, 0), keep=1)
-    checkpoints.save({"model": model.state_dict()}, Progress(step=1))
+    checkpoints = Checkpoints(store, Identity(config.model, classes, "digest-of-data", 8, 0), keep=1)
+    progress = Progress(step=1, evaluated_step=1, test_accuracy=0.75, test_loss=0.5)
+    checkpoints.save({"model": model.state_dict()}, progress)
     checkpoints.close()
 
 
@@ -107,6 +110,26 @@ def test_a_network_trained_on_random_crops_takes_whole_images(suffix: str, tmp_p
     make_run(str(tmp_path), small(random_resized_crop=True, cache_side=1.15))
     result = raytrain.export("run", str(tmp_path / f"model.{suffix}"), storage=str(tmp_path))
     assert result.input.startswith("uint8 (batch, 20, 12, 1)")
+
+
+def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path: Path) -> None:
+    classes = ("cat\x1b[2J", "dog\n```", "Füchse")
+    make_run(str(tmp_path), small(), classes)
+    file = tmp_path / "model.safetensors"
+    result = raytrain.export("run", str(file), storage=str(tmp_path))
+    classifier = raytrain.load("run", storage=str(tmp_path))
+    weights = safetensors.torch.load_file(file)
+    torch.testing.assert_close(weights, dict(classifier.network.state_dict()), rtol=0, atol=0)
+    with safetensors.safe_open(file, "pt") as opened:
+        assert json.loads(opened.metadata()["classes"]) == list(classes)
+    assert (result.same_answers, result.card) == (64, str(tmp_path / "model.md")) and result.largest_difference < 1e-6
+    card = (tmp_path / "model.md").read_text()
+    told = ["# run\n", "`raytrain.models:digits`, 3 outputs, 1 input", "20×12", "minus 0.2, divided by 0.3", "Füchse"]
+    assert all(text in card for text in [*told, "accuracy 75.00%, loss 0.5", "digest-of-data", "raytrain train digits"])
+    assert "\x1b" not in card and card.count("\n```\n") == 3
+    again = TrainConfig(**{**vars(small()), "weights": str(file)})
+    loaded = initial_model(again, 3, initial_weights(again, classes, first_step=0)).state_dict()
+    torch.testing.assert_close(dict(loaded), weights, rtol=0, atol=0)
 
 
 def test_an_export_can_be_written_to_s3(s3_url: str) -> None:

@@ -103,12 +103,13 @@ def serve(
 
 def export(
     run: RunName,
-    output: Annotated[str, arg(help="File to write: .pt2 (torch.export) or .onnx.")],
+    output: Annotated[str, arg(help="File to write: .pt2 (torch.export), .onnx, or weights as .safetensors.")],
     data: Annotated[str | None, arg(help="Images to check the file on; by default random pixels.")] = None,
     storage: Storage = "./runs",
     trust: Trust = False,
 ) -> CommandResult:
-    """Write a run's network with its preprocessing into one file that works without raytrain, and check the file.
+    """Write a run's network into one file that works without raytrain, and check the file: a program with its
+    preprocessing, or weights with a model card.
 
     Example: raytrain export first --output first.onnx
     """

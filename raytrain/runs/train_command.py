@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from typing import cast
 
 from raytrain.config import TrainConfig
 from raytrain.errors import option_name
@@ -30,4 +31,5 @@ def train_command(config: TrainConfig) -> str:
 def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    return [f"--{name}", *map(str, values)]

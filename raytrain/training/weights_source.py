@@ -1,0 +1,88 @@
+"""Where initial weights come from: a file, an object in S3, or a repository of Hugging Face. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.open import open_store
+
+DEFAULT = "DEFAULT"
+_HUB = "hf://"
+_IN_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?")
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+"""What a file of weights is called in a repository, the better kind first."""
+
+
+def check_weights_source(place: str) -> None:
+    """Raise UsageError if there are no weights in ``place``, as far as this can be told without a connection."""
+    if place.startswith(_HUB):
+        _check_hub(place)
+    elif place != DEFAULT and "://" not in place and not Path(place).expanduser().is_file():
+        raise _no_file(place)
+
+
+def read_weights_file(place: str) -> tuple[str, bytes]:
+    """Name and content of the file that ``place`` names. Raises UsageError if there is none, StorageError if it is out
+    of reach.
+    """
+    if place.startswith(_HUB):
+        file = _download(place)
+        return file.name, file.read_bytes()
+    folder, slash, name = place.rpartition("/")
+    try:
+        return name, open_store(folder + slash or ".").get(name)
+    except FileNotFoundError:
+        raise _no_file(place) from None
+
+
+def _no_file(place: str) -> UsageError:
+    return UsageError(
+        f"--weights {place}: there is no such file; give {DEFAULT}, a file, an s3:// object or hf://owner/name."
+    )
+
+
+def _check_hub(place: str) -> re.Match[str]:
+    found = _IN_HUB.fullmatch(place)
+    if found is None:
+        raise UsageError("--weights starts with hf://; write hf://owner/name or hf://owner/name/file.")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise UsageError(
+            f"--weights {place} needs huggingface_hub, which is not installed; install raytrain[timm] (`uv sync "
+            "--extra timm`)."
+        )
+    return found
+
+
+def _download(place: str) -> Path:
+    """The file on this machine: Hugging Face's client keeps what it downloads below HF_HOME."""
+    found = _check_hub(place)
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return _first_in_hub(found["repository"], (found["file"],) if found["file"] else _HUB_FILES)
+    except (OSError, EntryNotFoundError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise StorageError(
+            f"--weights {place} cannot be downloaded ({reason}); check the name and the network connection, or give a "
+            "file."
+        ) from None
+
+
+def _first_in_hub(repository: str, names: Sequence[str]) -> Path:
+    """The first of the files ``names`` that the repository has."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    *others, last = names
+    for name in others:
+        try:
+            return Path(hf_hub_download(repository, name))
+        except LocalEntryNotFoundError:  # there is no connection
+            raise
+        except EntryNotFoundError:
+            continue
+    return Path(hf_hub_download(repository, last))
