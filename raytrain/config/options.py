@@ -69,7 +69,7 @@ class TrainConfig:
     weights: str | None = None
     """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
-    """Layers to freeze, batch norm statistics included, by name: features.0, or layer1 and everything in it."""
+    """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
     image_size: ImageSize | None = None
     """Height and width in pixels to which images are resized; by default as timm's weights want it, or 224 224."""
     resize: Resize | None = None

@@ -105,7 +105,7 @@ class Run:
     def build_model(self) -> nn.Module:
         """The network that the options name, with its initial weights and its frozen layers."""
         model = transfer.initial_model(self.config, self.num_classes, self.weights)
-        transfer.freeze(model, self.config.freeze)
+        transfer.freeze(model, self.config.freeze, self.num_classes)
         return model
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

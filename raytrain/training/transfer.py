@@ -18,6 +18,9 @@ from raytrain.training.model import build_model, build_pretrained
 from raytrain.training.safetensors_file import SUFFIX, from_safetensors
 from raytrain.training.weights_source import DEFAULT, read_weights_file
 
+ALL = "all"
+"""In place of a layer's name for ``--freeze``: every layer but the head."""
+
 
 def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
     """The weights that ``--weights`` names, on the CPU, by the names of the parameters and buffers of ``config.model``.
@@ -78,14 +81,16 @@ def find_heads(model: nn.Module, num_classes: int) -> list[str]:
     return names[-1:]
 
 
-def freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Exclude the layers ``names`` of ``model``, and all layers in them, from training.
+def freeze(model: nn.Module, names: Sequence[str], num_classes: int) -> None:
+    """Exclude the layers ``names`` of ``model``, and all layers in them, from training; ``all`` are all but the head.
 
     Their parameters get no gradient. Their batch norm normalises with its running statistics, which don't change, also
     after ``model.train()``. Raises UsageError if there is no such layer, or if nothing is left to train.
     """
     layers = dict(model.named_modules())
-    for name in names:
+    if ALL in names:
+        _freeze_body(model, num_classes)
+    for name in (name for name in names if name != ALL):
         if name not in layers:
             top = ", ".join(child for child, _ in model.named_children())
             raise UsageError(
@@ -95,6 +100,22 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         batchnorm.freeze(layers[name])
     if names and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"--freeze {' '.join(names)} leaves no layer to train; freeze fewer of them.")
+
+
+def _freeze_body(model: nn.Module, num_classes: int) -> None:
+    heads = [model.get_submodule(head) for head in find_heads(model, num_classes)]
+    if not heads:
+        raise UsageError(
+            "--freeze all leaves the head to train, and the network has no fully connected layer or convolution with "
+            f"{num_classes} outputs, one per class; name the layers to freeze."
+        )
+    in_head = {layer for head in heads for layer in head.modules()}
+    model.requires_grad_(False)
+    for layer in in_head:
+        layer.requires_grad_(True)
+    for layer in model.modules():
+        if in_head.isdisjoint(layer.modules()):
+            batchnorm.freeze(layer)
 
 
 def parameter_groups(

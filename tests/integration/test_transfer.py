@@ -284,7 +284,7 @@ def small() -> nn.Module:
 
 def test_frozen_layers_stay_in_eval_mode() -> None:
     model = small()
-    freeze(model, ["0", "1"])
+    freeze(model, ["0", "1"], 5)
     model.train()
     before = {name: value.clone() for name, value in model[:2].state_dict().items()}  # type: ignore[index]
     model(torch.randn(8, 3, 8, 8) + 3).sum().backward()
@@ -296,23 +296,39 @@ def test_frozen_layers_stay_in_eval_mode() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["resnet18", "timm:test_efficientnet", "timm:levit_128s", "timm:test_vit"])
+def test_only_the_head_learns_if_all_is_frozen(name: str) -> None:
+    model = build_model(name, 5, 3, seed=0, image_size=(224, 224))
+    heads = tuple(find_heads(model, 5))
+    freeze(model, ["all"], 5)
+    model.train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    F.cross_entropy(model(torch.randn(2, 3, 224, 224) + 3), torch.tensor([0, 1])).backward()
+    learning = {key for key, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learning == {key for key, _ in model.named_parameters() if key.startswith(heads)} != set()
+    after = {key: value for key, value in model.state_dict().items() if not key.startswith(heads)}
+    assert_equal(after, {key: before[key] for key in after})
+    with pytest.raises(UsageError, match="--freeze all leaves the head to train, and the network has no fully conn"):
+        freeze(nn.Sequential(nn.Linear(3, 4)), ["all"], 5)
+
+
 def test_unknown_layers_and_freezing_everything_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"--freeze laier1: the network has no such layer \(did you mean layer1.*conv1, bn1, relu"
     ):
-        freeze(build_model("resnet18", 5, 3, 0), ["laier1"])
+        freeze(build_model("resnet18", 5, 3, 0), ["laier1"], 5)
     with pytest.raises(UsageError, match="leaves no layer to train"):
-        freeze(small(), ["0", "1", "3"])
+        freeze(small(), ["0", "1", "3"], 5)
 
 
 def test_the_head_has_a_learning_rate_of_its_own() -> None:
     model = small()
-    freeze(model, ["0"])
+    freeze(model, ["0"], 5)
     body, head = parameter_groups(model, 5, 0.5, head_factor=20)
     assert (len(body["params"]), body.get("lr")) == (2, None)
     assert (len(head["params"]), head["lr"]) == (2, 10)
     assert head["params"][0] is model[3].weight  # type: ignore[index]
-    freeze(model, ["1"])
+    freeze(model, ["1"], 5)
     assert [group["lr"] for group in parameter_groups(model, 5, 0.5, head_factor=20)] == [10]
     with pytest.raises(UsageError, match="no fully connected layer or convolution with 9 outputs"):
         parameter_groups(model, 9, 0.5, head_factor=20)
