@@ -175,11 +175,12 @@ def check_functions(config: TrainConfig, loop: Loop | None) -> None:
 
 def _check_best(config: TrainConfig) -> None:
     """Raise UsageError if the built-in evaluation, which a loop of the user's may replace, lacks the best's metric."""
-    from raytrain.training.class_metrics import METRICS
+    from raytrain.training import class_metrics, label_metrics
 
-    if config.best_metric not in METRICS:
+    metrics = label_metrics.METRICS if config.multi_label else class_metrics.METRICS
+    if config.best_metric not in metrics:
         raise UsageError(
-            f"--best is {config.best_metric}, and evaluations measure {', '.join(METRICS)}; name one of these."
+            f"--best is {config.best_metric}, and evaluations measure {', '.join(metrics)}; name one of these."
         )
 
 
@@ -226,6 +227,7 @@ def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | N
         test_plan=data.test_plan(num_workers),
         store=store,
         class_weights=class_weights(config.class_weights, data.train),
+        label_sets=data.train.label_sets,
     )
 
 

@@ -20,6 +20,7 @@ def check_combinations(config: TrainConfig) -> None:
     _check_crops(config)
     _check_early_stop(config)
     _check_labels(config)
+    _check_multi_label(config)
     _check_backend(config)
     _check_channels(config)
 
@@ -89,9 +90,28 @@ def _check_gpus(config: TrainConfig) -> None:
 
 
 def _check_labels(config: TrainConfig) -> None:
-    for name in ("key_column", "label_column", "group_by"):
-        if getattr(config, name) is not None and config.labels is None:
-            raise UsageError(f"{flag(name)} is a column of the label file; give that with --labels.")
+    for name in ("key_column", "label_column", "label_separator", "group_by"):
+        if getattr(config, name) not in (None, ()) and config.labels is None:
+            raise UsageError(f"{flag(name)} is for the label file; give that with --labels.")
+    if config.label_separator is not None and len(config.label_column) > 1:
+        raise UsageError(
+            "--label-separator is for one column with several classes; name one --label-column, or omit it."
+        )
+    if config.label_separator == "":
+        raise UsageError("--label-separator is empty; give the text between two classes, such as |.")
+
+
+def _check_multi_label(config: TrainConfig) -> None:
+    if not config.multi_label:
+        return
+    unfit = {
+        "--sampling balanced": config.sampling == "balanced",
+        "--focal-gamma": config.focal_gamma > 0,
+        "--label-smoothing": config.label_smoothing > 0,
+    }
+    for option, is_given in unfit.items():
+        if is_given:
+            raise UsageError(f"{option} needs images of one class each, and here an image may have several; omit it.")
 
 
 def _check_backend(config: TrainConfig) -> None:

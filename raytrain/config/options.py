@@ -42,8 +42,10 @@ class TrainConfig:
     """Label file: a .csv or .parquet file or s3:// object with a row per image; its column split, if any, splits."""
     key_column: str | None = None
     """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
-    label_column: str | None = None
-    """Column of --labels with the class; by default label, class, target or category."""
+    label_column: tuple[str, ...] = ()
+    """Column of --labels with the class; by default label, class, target or category. Several: classes, each 0 or 1."""
+    label_separator: str | None = None
+    """Separates the classes in the column of --labels if an image may have several, or none, such as |."""
     group_by: str | None = None
     """Column of --labels, such as patient: images that share a value are not divided over training and test images."""
     storage: str = "./runs"
@@ -90,8 +92,7 @@ class TrainConfig:
     patience: PositiveInt | None = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
     best: str | None = None
-    """Metric that decides which checkpoint is the best: loss, macro_f1 or any that evaluations measure; by default
-    accuracy."""
+    """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision."""
     max_time: str | None = None
     """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
     batch_size: PositiveInt | None = None
@@ -236,8 +237,13 @@ class TrainConfig:
 
     @property
     def best_metric(self) -> str:
-        """The metric that ``best`` names."""
-        return self.best or "accuracy"
+        """The metric that ``best`` names, or its default."""
+        return self.best or ("mean_average_precision" if self.multi_label else "accuracy")
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several classes, or none."""
+        return self.label_separator is not None or len(self.label_column) > 1
 
     @property
     def max_time_s(self) -> float | None:

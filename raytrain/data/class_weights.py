@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import cast
 
-import numpy as np
-
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.storage.input_file import read_input
@@ -19,14 +17,17 @@ BALANCED = "balanced"
 def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | None:
     """The weight of each class that ``--class-weights`` asks for; None if it is not given.
 
-    Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1.
+    Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
+    image may have several classes, a weight is that of the images that have the class: (N - n_c) / n_c.
     Raises UsageError if a file is not a JSON object with a number for each class.
     """
     if option is None:
         return None
     if option != BALANCED:
         return _read_weights(option, train.classes)
-    sizes = np.bincount(train.labels, minlength=len(train.classes)).clip(min=1)
+    sizes = train.class_counts().clip(min=1)
+    if train.label_sets is not None:
+        return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
     return tuple((len(train) / (len(sizes) * sizes)).tolist())
 
 

@@ -113,7 +113,7 @@ def training_plan(config: ResolvedConfig, train: Manifest) -> BatchPlan:
 
 def label_columns(config: TrainConfig) -> LabelColumns:
     """The columns of the label file that the options name."""
-    return LabelColumns(config.key_column, config.label_column, config.group_by)
+    return LabelColumns(config.key_column, config.label_column, config.group_by, config.label_separator)
 
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:

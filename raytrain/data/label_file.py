@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,11 @@ Int64s = npt.NDArray[np.int64]
 
 KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
 LABEL_COLUMNS = ("label", "class", "target", "category")
+JOINED = "\x1f"
+"""Joins the classes of an image that may have several."""
+
 _SPLIT_COLUMN = "split"
+_FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,12 @@ class LabelColumns:
     """Which columns of a label file are read; None means one of the usual names."""
 
     key: str | None = None
-    label: str | None = None
+    label: tuple[str, ...] = ()
+    """Several are classes, with 0 or 1 for each image."""
     group: str | None = None
     """None means that there are no groups."""
+    separator: str | None = None
+    """Between the classes of an image in its label; None if it has one class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +52,11 @@ class LabelTable:
 
     url: str
     keys: Texts  # (N,), paths relative to the folder of the images, or below it as a URL
-    labels: Texts  # (N,), names of classes; empty if an image has none
+    labels: Texts  # (N,), names of classes; empty if an image has none; several are joined by JOINED
     splits: Texts  # (N,), in lower case; empty if the file has no column ``split``
     groups: Texts  # (N,), empty if there are no groups
+    classes: tuple[str, ...] | None = None
+    """All classes if an image may have several of them, or none; None if it has one, or no label."""
 
     @property
     def digest(self) -> str:
@@ -77,13 +87,14 @@ def read_label_file(url: str, columns: LabelColumns) -> LabelTable:
     rows = pa.table(
         {
             "key": _column(table, url, "--key-column", columns.key, KEY_COLUMNS),
-            "label": _column(table, url, "--label-column", columns.label, LABEL_COLUMNS),
+            "label": _labels(table, url, columns),
             "split": pc.utf8_lower(_text(table, _SPLIT_COLUMN)),
             "group": _column(table, url, "--group-by", columns.group) if columns.group else _text(table, ""),
         }
     )
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")  # a row that is there twice counts once
-    found = LabelTable(url, *(np.array(rows[name].to_pylist(), object) for name in rows.column_names))
+    keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
+    found = LabelTable(url, keys, labels, splits, groups, _classes(labels, columns))
     _check_rows(found, columns.group)
     return found
 
@@ -117,6 +128,43 @@ def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Seq
     return _text(table, found)
 
 
+def _labels(table: pa.Table, url: str, columns: LabelColumns) -> pa.ChunkedArray:
+    """The label of each row: a class, or the sorted classes joined by JOINED."""
+    if len(columns.label) > 1:
+        return _joined([_flags(table, url, name) for name in columns.label], columns.label)
+    labels = _column(table, url, "--label-column", next(iter(columns.label), None), LABEL_COLUMNS)
+    if columns.separator is None:
+        return labels
+    names = ({name.strip() for name in label.split(columns.separator)} for label in labels.to_pylist())
+    return pa.chunked_array([pa.array([JOINED.join(sorted(each - {""})) for each in names], pa.string())])
+
+
+def _flags(table: pa.Table, url: str, name: str) -> Texts:
+    """A column of 0 and 1, as such texts. Raises UsageError if there is no such column, or it holds anything else."""
+    column = _column(table, url, "--label-column", name)
+    flags = np.array([_FLAGS.get(value.lower(), "") for value in column.to_pylist()], object)
+    if wrong := int((flags == "").sum()):
+        raise UsageError(
+            f"{wrong:,} of {len(flags):,} rows of {url} have neither 0 nor 1 in the column {name!r}; correct them, or "
+            "name one --label-column."
+        )
+    return flags
+
+
+def _joined(flags: Sequence[Texts], names: Sequence[str]) -> pa.ChunkedArray:
+    rows = zip(*flags, strict=True)
+    joined = [JOINED.join(sorted(compress(names, (flag == "1" for flag in row)))) for row in rows]
+    return pa.chunked_array([pa.array(joined, pa.string())])
+
+
+def _classes(labels: Texts, columns: LabelColumns) -> tuple[str, ...] | None:
+    if len(columns.label) > 1:
+        return columns.label
+    if columns.separator is None:
+        return None
+    return tuple(sorted({name for label in set(labels) for name in label.split(JOINED)} - {""}))
+
+
 def _text(table: pa.Table, name: str) -> pa.ChunkedArray:
     """A column as text, empty if a value, or the column, is missing."""
     if name not in table.column_names:
@@ -144,4 +192,5 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
 
 def _described(table: LabelTable, row: int) -> list[tuple[str, str, str]]:
     """What is said of the image of a row, and of the next row."""
-    return [(table.labels[each], table.splits[each], table.groups[each]) for each in (row, row + 1)]
+    labels = [label.replace(JOINED, " ") for label in table.labels[row : row + 2]]
+    return [(label, table.splits[each], table.groups[each]) for each, label in enumerate(labels, row)]

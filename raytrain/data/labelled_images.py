@@ -10,7 +10,7 @@ import numpy as np
 
 from raytrain.config import TrainConfig
 from raytrain.data.class_folders import check_classes
-from raytrain.data.label_file import Int64s, LabelTable
+from raytrain.data.label_file import JOINED, Int64s, LabelTable
 from raytrain.data.manifest import Manifest, list_images
 from raytrain.data.split import TRAINING_SPLITS, check_can_split, test_split_names, train_test_split
 from raytrain.errors import UsageError
@@ -38,7 +38,8 @@ def training_and_test_images(
         return train, labelled(test_images, table, tested, train.classes)[0]
     if config.group_by:
         return train_test_split(train, config.test_fraction, config.seed, table.groups[rows])
-    check_can_split(train, config.test_fraction)
+    if table.classes is None:
+        check_can_split(train, config.test_fraction)
     return train_test_split(train, config.test_fraction, config.seed)
 
 
@@ -62,10 +63,12 @@ def labelled(
     is none of them, or there is only one class.
     """
     rows = table.rows_of(images)
-    chosen = np.flatnonzero((rows >= 0) & (table.labels[rows] != ""))
+    chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
     if splits:
         chosen = chosen[np.isin(table.splits[rows[chosen]], splits)]
     names = table.labels[rows[chosen]]
+    if table.classes is not None and len(chosen):
+        return _with_several_classes(images, table, chosen, classes), rows[chosen]
     found = tuple(sorted(set(names)))
     if not found:
         raise UsageError(f"None of the {len(images):,} images below {images.url} has a label in {table.url}.")
@@ -75,6 +78,29 @@ def labelled(
     num_ignored = images.num_ignored + len(images) - len(chosen)
     manifest = replace(images.select(chosen), labels=labels, classes=classes or found, num_ignored=num_ignored)
     return replace(manifest, labels_digest=table.digest), rows[chosen]
+
+
+def _with_several_classes(
+    images: Manifest, table: LabelTable, chosen: Int64s, classes: tuple[str, ...] | None
+) -> Manifest:
+    """The images at ``chosen``, which may have several classes each; the sets of classes are those of all rows."""
+    if not table.classes:
+        raise UsageError(f"No row of the label file {table.url} has a class.")
+    if classes is not None:
+        check_classes(table.classes, classes, table.url, len(images))
+    index = {name: label for label, name in enumerate(classes or table.classes)}
+    texts, set_of_row = np.unique(table.labels.astype(str), return_inverse=True)
+    label_sets = np.zeros((len(texts), len(index)), bool)
+    for members, text in zip(label_sets, texts.tolist(), strict=True):
+        members[[index[name] for name in text.split(JOINED) if name]] = True
+    return replace(
+        images.select(chosen),
+        labels=set_of_row[table.rows_of(images)[chosen]].astype(np.int32),
+        label_sets=label_sets,
+        classes=tuple(index),
+        num_ignored=images.num_ignored + len(images) - len(chosen),
+        labels_digest=table.digest,
+    )
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:

@@ -49,6 +49,8 @@ class Manifest:
     """None if each image is an object of its own."""
     labels_digest: str = ""
     """Of the label file (see :attr:`raytrain.data.label_file.LabelTable.digest`); empty if folders are the labels."""
+    label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)
+    """Which of C classes belong to each label if an image may have several; None if a label is a class."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -65,6 +67,8 @@ class Manifest:
             digest.update(("\0" * (start > 0) + "\0".join(keys)).encode())
         digest.update(self.labels.astype("<i4").tobytes())
         digest.update(self.sizes_bytes.astype("<i8").tobytes())
+        if self.label_sets is not None:
+            digest.update(self.label_sets.tobytes())
         if self.packing is not None:
             digest.update(self.packing.shard.astype("<i4").tobytes() + self.packing.row.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -76,6 +80,17 @@ class Manifest:
             return None
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
         return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
+
+    def class_counts(self) -> npt.NDArray[np.int64]:
+        """How many images have each class, (C,)."""
+        if self.label_sets is None:
+            return np.bincount(self.labels, minlength=len(self.classes))
+        return np.bincount(self.labels, minlength=len(self.label_sets)) @ self.label_sets
+
+    def class_names(self, label: int) -> tuple[str, ...]:
+        """The classes that a label stands for."""
+        places = [label] if self.label_sets is None else np.flatnonzero(self.label_sets[label])
+        return tuple(self.classes[place] for place in places)
 
     def select(self, indices: npt.NDArray[np.integer]) -> Manifest:
         """The images at ``indices``, in that order, with all of the classes."""
@@ -98,6 +113,8 @@ class Manifest:
             "digest": self.digest,
             "labels_digest": self.labels_digest,
         }
+        if self.label_sets is not None:
+            metadata["label_sets"] = [np.flatnonzero(members).tolist() for members in self.label_sets]
         columns: dict[str, Any] = {
             "key": self.keys,
             "label": self.labels,
@@ -128,6 +145,7 @@ class Manifest:
                 num_ignored=metadata["num_ignored"],
                 packing=read_packing(table, metadata),
                 labels_digest=metadata["labels_digest"],
+                label_sets=_label_sets(metadata),
             )
             _check_values(manifest)
             digest = metadata["digest"]
@@ -230,10 +248,23 @@ def _check_values(manifest: Manifest) -> None:
         manifest.classes
     ):
         raise ValueError("the classes are not different names")
-    check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, len(manifest.classes))
+    num_labels = len(manifest.classes if manifest.label_sets is None else manifest.label_sets)
+    check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, num_labels)
     check_range("size_bytes", manifest.sizes_bytes, 0)
     if manifest.packing is not None:
         manifest.packing.check()
+
+
+def _label_sets(metadata: dict[str, Any]) -> npt.NDArray[np.bool_] | None:
+    """The sets of classes in a stored manifest; raises ValueError or TypeError if they are none."""
+    if "label_sets" not in metadata:
+        return None
+    label_sets = np.zeros((len(metadata["label_sets"]), len(metadata["classes"])), bool)
+    for members, places in zip(label_sets, metadata["label_sets"], strict=True):
+        indices = np.array(places, np.int64)
+        check_range("class", indices, 0, len(members))
+        members[indices] = True
+    return label_sets
 
 
 def _is_image(path: str) -> bool:

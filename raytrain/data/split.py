@@ -24,10 +24,13 @@ def train_test_split(
 
     Of a class of two or more images, at least one is on each side; the only image of a class is a training image.
     With ``groups``, the name of each image's group (N,), every group is on one side as a whole, and a class may lack
-    test images. Returns the training and the test images, each in the manifest's order.
+    test images. So it is if an image may have several classes. Returns the training and the test images, each in the
+    manifest's order.
 
     Raises UsageError if no group can be held out.
     """
+    if manifest.label_sets is not None and groups is None:
+        groups = np.arange(len(manifest)).astype(object)  # each image is a group of its own
     if groups is None:
         held_out = _held_out(manifest, test_fraction, seed)
     else:
@@ -71,18 +74,32 @@ def _num_held_out(num_images: int, fraction: float) -> int:
 def _held_out_groups(manifest: Manifest, groups: npt.NDArray[np.object_], fraction: float, seed: int) -> Mask:
     """Hold out each group, the largest first, that brings the held-out share of the classes closer to ``fraction``."""
     names, group = np.unique(groups.astype(str), return_inverse=True)
-    counts = np.zeros((len(names), len(manifest.classes)))
-    np.add.at(counts, (group, manifest.labels), 1)
+    counts, sizes = _class_counts(manifest, group), np.bincount(group)
     shares = counts / counts.sum(axis=0).clip(min=1)  # (G, C), of each class
     shuffled = np.random.default_rng(abs(seed)).permutation(len(names))
-    chosen, distance = np.zeros(len(names), bool), np.full(len(manifest.classes), -fraction)
-    for number in shuffled[np.argsort(-counts.sum(axis=1)[shuffled], kind="stable")]:
+    chosen, distance = np.zeros(len(names), bool), np.full(counts.shape[1], -fraction)
+    for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         if ((distance + shares[number]) ** 2).sum() < (distance**2).sum():
             chosen[number] = True
             distance += shares[number]
     if not chosen.any():
         raise UsageError(
             f"None of {len(names):,} groups is small enough for --test-fraction {fraction}: the smallest has "
-            f"{int(counts.sum(axis=1).min()):,} of {len(manifest):,} images; raise it, or set --test-data."
+            f"{int(sizes.min()):,} of {len(manifest):,} images; raise it, or set --test-data."
         )
     return chosen[group]
+
+
+def _class_counts(manifest: Manifest, group: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """How many images of each class each group has, (G, C).
+
+    If an image may have several classes, or none, there is one more column, which counts all images.
+    """
+    num_groups = int(group.max()) + 1
+    if manifest.label_sets is None:
+        counts = np.zeros((num_groups, len(manifest.classes)))
+        np.add.at(counts, (group, manifest.labels), 1)
+        return counts
+    counts = np.zeros((num_groups, len(manifest.classes) + 1))
+    np.add.at(counts, group, np.pad(manifest.label_sets, ((0, 0), (0, 1)), constant_values=True)[manifest.labels])
+    return counts

@@ -135,7 +135,7 @@ def _described(data: Dataset, image: int, training_image: int) -> Duplicate:
     num_train = len(data.train)
     manifest, index = (data.train, image) if image < num_train else (data.test, image - num_train)
     names = [
-        (images.keys[place].as_py(), images.classes[images.labels[place]])
+        (images.keys[place].as_py(), ", ".join(images.class_names(images.labels[place])))
         for images, place in ((manifest, index), (data.train, training_image))
     ]
     return Duplicate(*names[0], *names[1])

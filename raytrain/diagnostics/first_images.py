@@ -47,7 +47,14 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
     if config.mixup or config.cutmix:
         draws = np.roll(draws, 1)[: most + 1]  # each is mixed with the one before it, the first one with the last
         batch = _batch(resolved, data, draws)
-        mixed = mix_batch(batch, len(data.train.classes), config.seed, mixup=config.mixup, cutmix=config.cutmix)
+        mixed = mix_batch(
+            batch,
+            len(data.train.classes),
+            config.seed,
+            mixup=config.mixup,
+            cutmix=config.cutmix,
+            label_sets=_label_sets(data),
+        )
         return _shown(resolved, mixed, data.train.classes, slice(1, batch.num_used))
     batch = _batch(resolved, data, draws[:most])
     return _shown(resolved, batch, data.train.classes, slice(batch.num_used))
@@ -64,7 +71,11 @@ def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
         plan.batch(0), images[good], wanted.labels[good].astype(np.int64), samples[good], draws[good], (len(good),)
     )
     augment = Augment(config, build_transforms(config, load_transforms(config)))
-    return to_batch(local, augment, torch.device("cpu"), training=True)
+    return to_batch(local, augment, torch.device("cpu"), training=True, label_sets=_label_sets(data))
+
+
+def _label_sets(data: Dataset) -> Tensor | None:
+    return None if data.train.label_sets is None else torch.from_numpy(data.train.label_sets)
 
 
 def _shown(config: ResolvedConfig, batch: Batch, classes: tuple[str, ...], rows: slice) -> FirstImages:
@@ -73,10 +84,8 @@ def _shown(config: ResolvedConfig, batch: Batch, classes: tuple[str, ...], rows:
 
 
 def _described(target: Tensor, classes: tuple[str, ...]) -> str:
-    """The class that ``target`` (), says, or the classes with their probabilities (C,), the likelier one first."""
+    """The class that ``target``, (), says, or the classes, (C,), the likeliest first, with probabilities if mixed."""
     if not target.ndim:
         return classes[int(target)]
-    likeliest = [label for label in target.argsort(descending=True)[:2].tolist() if target[label] > 0]
-    if len(likeliest) == 1:
-        return classes[likeliest[0]]
-    return " ".join(f"{float(target[label]):.0%} {classes[label]}" for label in likeliest)
+    shares = [(classes[label], float(target[label])) for label in target.argsort(descending=True).tolist()]
+    return ", ".join(name if share == 1 else f"{share:.0%} {name}" for name, share in shares if share > 0)

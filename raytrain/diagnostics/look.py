@@ -6,8 +6,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from raytrain.backends.prepare import check_named
 from raytrain.backends.preprocessing import with_preprocessing_of_weights
 from raytrain.config import TrainConfig
@@ -96,7 +94,5 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
 
 
 def _class_counts(data: Dataset) -> tuple[ClassCount, ...]:
-    training, test = (
-        np.bincount(manifest.labels, minlength=len(data.train.classes)).tolist() for manifest in (data.train, data.test)
-    )
+    training, test = (manifest.class_counts().tolist() for manifest in (data.train, data.test))
     return tuple(map(ClassCount, data.train.classes, training, test))

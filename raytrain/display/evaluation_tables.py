@@ -19,6 +19,7 @@ from raytrain.display.key_value_table import key_value_table
 if TYPE_CHECKING:
     from raytrain.inference.classification_metrics import ClassScore
     from raytrain.inference.evaluate import EvaluationResult
+    from raytrain.inference.label_predictions import LabelEvaluation
 
 _NUM_CLASSES_SHOWN = 20
 _BAR_WIDTH = 16
@@ -33,12 +34,25 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
     return Group(key_value_table({**result.summary(), "picture": picture}), Text(), tables)
 
 
+def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
+    """The metrics and the classes, from the worst on, of images that may have several classes each."""
+    table = Table("class", box=box.SIMPLE_HEAD)
+    for name in ("images", "average precision", "threshold", "precision", "recall"):
+        table.add_column(name, justify="right")
+    worst_first = sorted(result.per_class, key=lambda score: _or_infinite(score.average_precision))
+    for score in worst_first[:_NUM_CLASSES_SHOWN]:
+        values = (score.average_precision, score.threshold, score.precision, score.recall)
+        cells = [format_optional(value, ".4f") for value in values]
+        table.add_row(Text(one_line(score.name)), f"{score.images:,}", *cells)
+    return Group(key_value_table(result.summary()), table, *_more(len(result.per_class)))
+
+
 def _classes(scores: Sequence[ClassScore]) -> RenderableType:
     table = Table("class", box=box.SIMPLE_HEAD)
     for name in ("images", "correct", "accuracy"):
         table.add_column(name, justify="right")
     table.add_column(width=_BAR_WIDTH)
-    worst_first = sorted(scores, key=lambda score: math.inf if score.accuracy is None else score.accuracy)
+    worst_first = sorted(scores, key=lambda score: _or_infinite(score.accuracy))
     for score in worst_first[:_NUM_CLASSES_SHOWN]:
         bar = Bar(1, 0, score.accuracy or 0, width=_BAR_WIDTH, color="cyan")
         table.add_row(
@@ -48,10 +62,16 @@ def _classes(scores: Sequence[ClassScore]) -> RenderableType:
             format_optional(score.accuracy, ".4f"),
             bar,
         )
-    num_more = len(scores) - _NUM_CLASSES_SHOWN
-    if num_more <= 0:
-        return table
-    return Group(table, Text(f" and {num_more:,} better classes; --json lists them all", style="dim"))
+    return Group(table, *_more(len(scores)))
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _more(num_classes: int) -> list[RenderableType]:
+    num_more = num_classes - _NUM_CLASSES_SHOWN
+    return [Text(f" and {num_more:,} better classes; --json lists them all", style="dim")] if num_more > 0 else []
 
 
 def _confusions(result: EvaluationResult) -> RenderableType:

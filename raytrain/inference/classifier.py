@@ -13,11 +13,12 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.decode import decode
 from raytrain.inference.trusted_config import read_trusted_config
-from raytrain.runs.checkpoint_files import require_checkpoint
+from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
 from raytrain.runs.documents import open_run
 from raytrain.storage.base import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
+from raytrain.training.label_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
 
 
@@ -29,11 +30,19 @@ class Classifier(nn.Module):
         shape: the shape of the images that the network takes.
         framing: what it sees of an image file.
         checkpoint: the path of the weights within the run.
+        thresholds: the probability of each class from which on an image has it; None if an image has one class.
     """
 
-    def __init__(self, config: ResolvedConfig, classes: tuple[str, ...], checkpoint: str) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        classes: tuple[str, ...],
+        checkpoint: str,
+        thresholds: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
         self.classes = classes
+        self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
         self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.image_size)
@@ -46,16 +55,35 @@ class Classifier(nn.Module):
         return self.network(self._augment.evaluate(images))
 
     @torch.no_grad()
+    def probabilities(self, images: Tensor) -> Tensor:
+        """The probability of each class, float64 (B, num_classes), for ``images`` as in :meth:`forward`."""
+        logits = self(images).double()
+        return logits.softmax(dim=1) if self.thresholds is None else logits.sigmoid()
+
     def classify(self, files: Sequence[str | Path | bytes]) -> list[tuple[str, float]]:
         """Predict the class of each image file, given as a path or as its bytes, and its probability.
 
-        Raises BadImage if a file cannot be decoded.
+        It is the likeliest class, also if an image may have several. Raises BadImage if a file cannot be decoded.
         """
+        scores, labels = self._file_probabilities(files).max(dim=1)
+        return [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
+
+    def classify_all(self, files: Sequence[str | Path | bytes]) -> list[dict[str, float]]:
+        """The classes that each image file has by their thresholds, with their probabilities.
+
+        It is for a run whose images may have several classes. Raises BadImage if a file cannot be decoded.
+        """
+        assert self.thresholds is not None
+        rows = [
+            zip(self.classes, row, self.thresholds, strict=True) for row in self._file_probabilities(files).tolist()
+        ]
+        return [{name: score for name, score, threshold in row if score >= threshold} for row in rows]
+
+    def _file_probabilities(self, files: Sequence[str | Path | bytes]) -> Tensor:
         contents = [file if isinstance(file, bytes) else Path(file).read_bytes() for file in files]
         images = np.stack([decode(content, self.shape, self.framing.frame) for content in contents])
         device = next(self.network.parameters()).device
-        scores, labels = self(torch.from_numpy(images).to(device)).softmax(dim=1).max(dim=1)
-        return [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
+        return self.probabilities(torch.from_numpy(images).to(device))
 
 
 def load(run: str, *, storage: str = "./runs", trust: bool = False) -> Classifier:
@@ -72,6 +100,7 @@ def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:
     config = read_trusted_config(store, trust=trust)
     path = require_checkpoint(store, run)
     checkpoint = read_checkpoint(store, path)
-    classifier = Classifier(config, checkpoint.identity.classes, path)
+    classes = checkpoint.identity.classes
+    classifier = Classifier(config, classes, path, stored_thresholds(store, path, len(classes)))
     classifier.network.load_state_dict(checkpoint.weights or {})
     return classifier.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ from raytrain.data.dataset import label_columns
 from raytrain.data.label_file import read_label_file
 from raytrain.data.labelled_images import evaluated_images
 from raytrain.data.manifest import Manifest, build_manifest
+from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import Scores, score
+from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds, score_labels
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
@@ -36,18 +39,22 @@ def evaluate(
     data: str,
     *,
     labels: str | None = None,
+    threshold: Sequence[float] = (),
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
     trust: bool = False,
-) -> EvaluationResult:
+) -> EvaluationResult | LabelEvaluation:
     """Measure a run's best checkpoint on labelled images, each used exactly once.
 
     Args:
         run: the run's name.
         data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``.
         labels: a label file for the images, with the same columns as the run's; by default their folders are the
-            labels. If it has a column ``split``, its test images are used.
+            labels. If it has a column ``split``, its test images are used. A run whose images may have several
+            classes needs it.
+        threshold: if an image may have several classes: the probability from which on it has a class, one for all
+            classes or one for each; by default those with the best F1 on the run's own test images.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -59,9 +66,12 @@ def evaluate(
             classes.
     """
     trained = open_trained_run(run, storage, trust=trust)
+    thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
     manifest = _labelled(trained, images, labels)
     table = trained.predict(images, manifest, workers=workers, address=address)
+    if trained.config.multi_label:
+        return score_labels(trained, manifest, table, thresholds)
     readable = table.filter(table["error"].is_null())
     truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
     return EvaluationResult(
@@ -74,6 +84,10 @@ def evaluate(
 
 
 def _labelled(trained: TrainedRun, images: Store, labels: str | None) -> Manifest:
+    if labels is None and trained.config.multi_label:
+        raise UsageError(
+            f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
+        )
     if labels is None:
         return build_manifest(images, classes=trained.classes)
     table = read_label_file(labels, label_columns(trained.config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow.compute
 from raytrain.data.manifest import list_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
+from raytrain.inference.label_predictions import chosen_thresholds, label_columns
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import open_store
 from raytrain.storage.output_file import check_output, write_output
@@ -40,6 +42,7 @@ def predict(
     output: str,
     *,
     top_k: int = 1,
+    threshold: Sequence[float] = (),
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -48,13 +51,17 @@ def predict(
     """Predict the class of every image below ``data`` with a run's best checkpoint, and write a row for each.
 
     The columns are key, label and score (name and probability of the likeliest class), label_2, score_2 and so on with
-    ``top_k`` above 1, and error (why an image could not be read, else empty; its other columns are empty then).
+    ``top_k`` above 1, and error (why an image could not be read, else empty; its other columns are empty then). If an
+    image may have several classes, the columns are key, labels (the names of its classes, separated as in the run's
+    label file, or by a bar), score_NAME (the probability) for each class, and error.
 
     Args:
         run: the run's name.
         data: the images, in any folders or packed: a folder or ``s3://bucket/prefix``.
         output: a file (or ``s3://`` object) whose name ends in .parquet or .csv.
         top_k: number of classes for each image.
+        threshold: if an image may have several classes: the probability from which on it has a class, one for all
+            classes or one for each; by default those with the best F1 on the run's own test images.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -70,9 +77,13 @@ def predict(
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
         raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")
+    if trained.config.multi_label and top_k > 1:
+        raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
+    thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
     table = trained.predict(images, list_images(images), workers=workers, address=address, top_k=top_k)
-    write_output(output, encode_table(_output_columns(table), output))
+    columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)
+    write_output(output, encode_table(columns, output))
     num_errors = len(table) - table["error"].null_count
     return PredictionResult(run, images.url, trained.checkpoint, output, images=len(table), errors=num_errors)
 

@@ -38,10 +38,14 @@ class Predictor:
         Returns:
             n rows with the columns label and score (name and probability of the likeliest class), label_2, score_2 and
             so on, truth and answer (the true and the likeliest class as numbers) and loss (cross entropy, which means
-            nothing if the true class is unknown).
+            nothing if the true class is unknown). If an image may have several classes, the columns are truth and
+            probabilities, a list with a number for each class.
         """
         batches = [images[start : start + _BATCH_SIZE] for start in range(0, len(images), _BATCH_SIZE)]
         probabilities = np.concatenate([self._probabilities(batch) for batch in batches])  # (n, num_classes)
+        if self._classifier.thresholds is not None:
+            lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
+            return pa.table({"truth": number_array(labels), "probabilities": lists})
         likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
         rows = np.arange(len(images))
         names = string_array(self._classifier.classes)
@@ -59,6 +63,4 @@ class Predictor:
         """Probabilities (n, num_classes)."""
         import torch
 
-        with torch.no_grad():
-            logits = self._classifier(torch.from_numpy(images.copy()).to(self._device))
-            return logits.double().softmax(dim=1).cpu().numpy()
+        return self._classifier.probabilities(torch.from_numpy(images.copy()).to(self._device)).cpu().numpy()

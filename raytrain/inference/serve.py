@@ -58,6 +58,10 @@ def serve(
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
     trained = open_trained_run(run, storage, trust=trust)
+    if trained.config.multi_label:
+        raise UsageError(
+            f"Images of run {run!r} may have several classes, and an answer has one; use raytrain predict."
+        )
     with connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
         from raytrain.backends.ray.credential_server import serving_credentials  # these import Ray

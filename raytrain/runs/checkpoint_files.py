@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from raytrain.errors import UsageError
 from raytrain.runs.documents import read_json
 from raytrain.runs.layout import CHECKPOINTS
+from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store, StoredObject
@@ -52,6 +53,13 @@ def newest_step(store: Store) -> int:
     """The step from which the run would resume: that of its newest checkpoint, 0 without one."""
     names = (_CHECKPOINT.search(stored.path) for stored in store.list(CHECKPOINTS))
     return max((int(found[1]) for found in names if found), default=0)
+
+
+def stored_thresholds(store: Store, checkpoint: str, num_classes: int) -> list[float] | None:
+    """The threshold of each class, chosen in the last evaluation before a checkpoint; None if there are none."""
+    stored: object = read_json(store, f"{checkpoint}.json").get("thresholds")
+    thresholds = cast(list[float], stored) if matches(stored, list[float]) else []
+    return thresholds if len(thresholds) == num_classes else None
 
 
 def _score(store: Store, checkpoint: str) -> float:

@@ -26,6 +26,7 @@ class Progress:
     score: float | None = None  # by --best, the larger the better
     best_score: float | None = None
     num_worse: int = 0  # evaluations since that one
+    thresholds: tuple[float, ...] | None = None  # of the classes, if an image may have several: see label_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,10 @@ class Batch:
     """
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)
-    labels: Tensor  # (m,), int64
-    targets: Tensor  # what to predict: the labels, or with mixup and CutMix the probabilities of the classes (m, C)
+    labels: Tensor  # (m,), int64; if an image may have several classes, the number of its set of classes
+    targets: (
+        Tensor  # what to predict: the labels, or the classes' probabilities (m, C): mixed ones, or 0 and 1 of a set
+    )
     samples: Tensor  # (m,), int64: indices into the manifest
     step: int  # counted from 0
     epoch: int  # counted from 0
@@ -41,14 +43,20 @@ class Batch:
             start += size
 
 
-def to_batch(local: LocalBatch, augment: Augment, device: torch.device, *, training: bool) -> Batch:
-    """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there."""
+def to_batch(
+    local: LocalBatch, augment: Augment, device: torch.device, *, training: bool, label_sets: Tensor | None = None
+) -> Batch:
+    """Move a local batch to the device as uint8, and augment (if ``training``) and normalise it there.
+
+    ``label_sets``, (K, C) of 0 and 1, says which classes belong to each label; None if a label is a class.
+    """
     arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
     images, labels, samples = (_to_device(array, device) for array in arrays)
     step, epoch = local.batch.step, local.batch.epoch
     draws = local.draws if len(local.draws) else arrays[2]
     images = augment.train(images, draws, epoch) if training else augment.evaluate(images)
-    return Batch(images, labels, labels, samples, step, epoch, len(local.labels), local.part_sizes)
+    targets = labels if label_sets is None else label_sets[labels].to(images.dtype)
+    return Batch(images, labels, targets, samples, step, epoch, len(local.labels), local.part_sizes)
 
 
 def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:

@@ -129,7 +129,8 @@ class Checkpoints:
         path = checkpoint_path(progress.step)
         self.store.put(path, _encode(checkpoint))
         evaluated = progress.evaluated_step == progress.step
-        note = {"step": progress.step, "score": progress.score if evaluated else None}
+        score = progress.score if evaluated else None
+        note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
         self.store.put(path + ".json", json.dumps(note).encode())
         self._delete_old(path)
         self._on_saved(path)

@@ -14,6 +14,6 @@ def train(run: Run) -> None:
             logits = model(part.images)  # (m, C)
             loss = run.loss(logits, part.targets)  # the sum over the images; cross entropy if no option says else
             run.backward(loss)  # divides by the number of used images in the whole global batch
-            run.log(loss=loss, correct=(logits.argmax(dim=1) == part.labels).sum())
+            run.log(loss=loss, correct=run.correct(logits, part))
             run.show(part, logits)  # to whoever watches
         run.step(optimizer)

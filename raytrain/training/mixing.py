@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.data.permutation import mix
@@ -17,7 +16,15 @@ from raytrain.training.batch import Batch
 _KEY = 3  # keeps these random numbers apart from those of augmentation
 
 
-def mix_batch(batch: Batch, num_classes: int, seed: int, *, mixup: float = 0.0, cutmix: float = 0.0) -> Batch:
+def mix_batch(
+    batch: Batch,
+    num_classes: int,
+    seed: int,
+    *,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_sets: Tensor | None = None,
+) -> Batch:
     """Mix each image with the one before it in the plan's global batch, and its target likewise.
 
     Which worker has that image doesn't matter: each sends its last ones to the others, so that every worker calls this.
@@ -31,6 +38,7 @@ def mix_batch(batch: Batch, num_classes: int, seed: int, *, mixup: float = 0.0, 
         mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
         cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
             no CutMix. With both, each step draws which.
+        label_sets: see :func:`raytrain.training.batch.to_batch`.
     """
     random = np.random.default_rng(mix(seed, batch.step, _KEY))
     cuts = cutmix > 0 and (mixup <= 0 or random.random() < 0.5)
@@ -38,8 +46,8 @@ def mix_batch(batch: Batch, num_classes: int, seed: int, *, mixup: float = 0.0, 
     drawn = random.beta(alpha, alpha)
     own = max(drawn, 1 - drawn)
     before = _before(batch)
-    targets = F.one_hot(batch.labels, num_classes).to(batch.images.dtype)
-    others = F.one_hot(before.labels, num_classes).to(batch.images.dtype)
+    classes_of = torch.eye(num_classes, device=batch.labels.device) if label_sets is None else label_sets
+    targets, others = (classes_of[labels].to(batch.images.dtype) for labels in (batch.labels, before.labels))
     if cuts:
         images, own = _paste(batch.images, before.images, own, random)
     else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,6 +65,7 @@ class Run:
     weights: Mapping[str, Tensor] | None = None  # initial weights; None if the seed or a checkpoint decides them
     transforms: Callable[[], Transforms] | None = None  # makes the user's own
     class_weights: tuple[float, ...] | None = None  # in the loss; None if all are equal
+    label_sets: Tensor | None = None  # (K, C), bool: the classes of each label; None if a label is a class
     progress: Progress = field(default_factory=Progress, init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class Run:
         self._validator = LoopValidator()
         self._early_stop = EarlyStop(self.config)
         self._gallery = Gallery(self.config, self.classes, self.checkpoints.store, self.reporter.event)
+        self.thresholds = self.progress.thresholds
         self._evaluating = False
         self._part: Batch | None = None
         self._learning_rate = 0.0
@@ -205,30 +209,48 @@ class Run:
         assert self._part is not None
         self._reduce.log(sums, counts=self._part.num_used > 0)
 
+    def correct(self, logits: Tensor, batch: Batch) -> Tensor:
+        """How many images of a batch, or a part of one, have right answers, (); ``logits`` are (m, C).
+
+        If an image may have several classes, it counts by the fraction of the classes for which the answer is right.
+        """
+        if self.label_sets is None:
+            return (logits.argmax(dim=1) == batch.labels).sum()
+        return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean(dim=1).sum()
+
     def show(self, batch: Batch, logits: Tensor) -> None:
         """Show what the network says to whoever watches the run: ``logits``, (m, C), of a batch or a part of one.
 
         Called in an evaluation, it gives the confusions and the most wrong images; in a loop, the latest batch.
-        It waits for nothing. Raises UsageError if the logits have another shape.
+        It waits for nothing, and shows nothing if an image may have several classes. Raises UsageError if the logits
+        have another shape.
         """
         if logits.shape != (len(batch.labels), self.num_classes):
             raise UsageError(
                 f"run.show got logits of the shape {tuple(logits.shape)} for {len(batch.labels)} images and "
                 f"{self.num_classes} classes; give one row per image, with one number per class."
             )
-        (self._gallery.add if self._evaluating else self._gallery.remember)(batch, logits)
+        if self.label_sets is None:
+            (self._gallery.add if self._evaluating else self._gallery.remember)(batch, logits)
 
     def test_batches(self) -> Iterator[Batch]:
         """This worker's slice of the test images, resized and normalised. Each image is on one worker."""
         for local in self.source.test():
             if len(local.labels):
-                yield to_batch(local, self.augment, self.device, training=False)
+                yield to_batch(local, self.augment, self.device, training=False, label_sets=self.label_sets)
 
     def total(self, sums: Tensor) -> list[float]:
         """``sums``, of shape (n,), added up over the workers, each of which calls this. Changes ``sums``."""
         if self.world_size > 1:
             dist.all_reduce(sums)
         return sums.tolist()
+
+    def gather(self, rows: Tensor) -> npt.NDArray[np.float64]:
+        """The ``rows``, float64 (n, d), of all workers, in their order. Each worker calls this, and has its own n."""
+        gathered: list[Any] = [rows.cpu().numpy()] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(gathered, gathered[0])
+        return np.concatenate(gathered)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -243,6 +265,7 @@ class Run:
         step = self.progress.step + self._validator.stepped  # the current step counts once its optimizer has stepped
         accuracy, loss = measured.get("accuracy"), measured.get("loss")
         progress = replace(self.progress, test_accuracy=accuracy, test_loss=loss, evaluated_step=step)
+        progress = replace(progress, thresholds=self.thresholds)
         self.progress = self._early_stop.evaluated(progress, measured)
         epoch = epoch_of(step, self.plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=measured))
@@ -280,10 +303,17 @@ class Run:
         stop = self.reporter.stop_requested() or (self.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._checkpoint_requested()
         self._reduce.start(StepContribution(len(self._local.labels), wait_s, stop, checkpoint))
-        batch = to_batch(self._local, self.augment, self.device, training=True)
+        batch = to_batch(self._local, self.augment, self.device, training=True, label_sets=self.label_sets)
         config = self.config
         if config.mixup or config.cutmix:
-            batch = mix_batch(batch, self.num_classes, config.seed, mixup=config.mixup, cutmix=config.cutmix)
+            batch = mix_batch(
+                batch,
+                self.num_classes,
+                config.seed,
+                mixup=config.mixup,
+                cutmix=config.cutmix,
+                label_sets=self.label_sets,
+            )
         self._part = batch
         self._models.begin_part(self._part, is_last=True)
         self._validator.begin()

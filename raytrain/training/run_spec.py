@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from raytrain.storage.base import Store
 from raytrain.training import loop
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.evaluation import evaluate
+from raytrain.training.label_evaluation import evaluate_labels
 from raytrain.training.protocols import BatchSource, Reporter
 from raytrain.training.run import Run
 from raytrain.training.transforms import Transforms
@@ -34,6 +37,7 @@ class RunSpec:
     test_plan: BatchPlan
     store: Store  # of the run
     class_weights: tuple[float, ...] | None = None  # in the loss
+    label_sets: npt.NDArray[np.bool_] | None = None  # (K, C), see Manifest.label_sets
 
     @property
     def identity(self) -> Identity:
@@ -64,11 +68,12 @@ class RunSpec:
                 self.config.keep_checkpoints,
                 on_saved=lambda path: reporter.event(f"checkpoint {path} written"),
             ),
-            evaluation=evaluate,
+            evaluation=evaluate if self.label_sets is None else evaluate_labels,
             device=device,
             weights=weights,
             transforms=self.transforms,
             class_weights=self.class_weights,
+            label_sets=None if self.label_sets is None else torch.from_numpy(self.label_sets).to(device),
         )
 
     def train(self, run: Run) -> Outcome:

@@ -29,7 +29,7 @@ from raytrain.display.audit_table import audit_page
 from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
-from raytrain.display.evaluation_tables import evaluation_page
+from raytrain.display.evaluation_tables import evaluation_page, label_evaluation_page
 from raytrain.display.formatting import format_option, format_value, one_line
 from raytrain.display.look import look_html
 from raytrain.display.look_figure import look_figure
@@ -40,6 +40,7 @@ from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
 from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.label_predictions import LabelEvaluation, LabelScore
 from raytrain.runs.documents import write_json
 from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
 from raytrain.runs.snapshot import Event
@@ -151,6 +152,23 @@ def test_class_names_are_shown_and_drawn(text: str, tmp_path: Path) -> None:
     harmless(on_a_terminal(evaluation_page(result)))
     save_png(confusion_figure(result), str(tmp_path / "confusion.png"))
     assert (tmp_path / "confusion.png").stat().st_size > 0
+
+
+@hostile
+def test_names_of_several_classes_are_shown(text: str) -> None:
+    result = LabelEvaluation(
+        run="first",
+        data="d",
+        checkpoint="c",
+        skipped=0,
+        images=3,
+        accuracy=0.5,
+        loss=0.5,
+        mean_average_precision=0.5,
+        macro_f1=None,
+        per_class=(LabelScore(text, 3, None, 0.5, None, 1.0),),
+    )
+    harmless(on_a_terminal(label_evaluation_page(result)))
 
 
 @hostile

@@ -106,12 +106,13 @@ def test_an_image_is_mixed_with_the_one_before_it_and_its_target_by_the_same_sha
     kind: str, images: Path, tmp_path: Path
 ) -> None:
     seen: list[tuple[Any, Any]] = []
+    mixing: dict[str, Any] = {kind: 1.0}
 
     def loop(run: Run) -> None:
         model = run.prepare(run.build_model())
         optimizer = run.prepare(run.build_optimizer(model))
         for batch in run.batches():
-            seen.append((batch, mix_batch(batch, run.num_classes, 0, **{kind: 1.0})))
+            seen.append((batch, mix_batch(batch, run.num_classes, 0, **mixing)))
             run.backward(model(batch.images).sum())
             run.step(optimizer)
 

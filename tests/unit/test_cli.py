@@ -388,7 +388,10 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         assert last_line(capsys) == document
     assert calls == [
         (("first", "m.onnx"), {"data": "d", "storage": "./runs", "trust": False}),
-        (("first", "d", "p.csv"), {"storage": "s", "top_k": 3, "workers": None, "address": None, "trust": False}),
+        (
+            ("first", "d", "p.csv"),
+            {"storage": "s", "top_k": 3, "threshold": (), "workers": None, "address": None, "trust": False},
+        ),
         (("d", "./runs", "auto"), {}),
         (("auto",), {}),
         ((), {"storage": "./runs", "workers": 1}),
@@ -412,7 +415,7 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     calls: list[Any] = []
     stand_in(evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
     assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
-    named = {"labels": None, "storage": "./runs", "workers": 2, "address": None, "trust": False}
+    named = {"labels": None, "threshold": (), "storage": "./runs", "workers": 2, "address": None, "trust": False}
     assert calls == [(("first", "d"), named)]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for words in (["accuracy", "0.8000"], ["images", "5"], ["skipped", "1"], ["picture", "first-confusion.png"]):

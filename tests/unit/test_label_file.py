@@ -87,12 +87,12 @@ def test_columns_are_found_by_option(images: Path, tmp_path: Path) -> None:
     rows = rows_of(images, breed=lambda number: "ab"[number % 2])
     rows["where"] = rows.pop("path")
     labels = write(tmp_path / "labels.csv", rows)
-    train, _ = opened(images, labels, tmp_path, key_column="where", label_column="breed")
+    train, _ = opened(images, labels, tmp_path, key_column="where", label_column=("breed",))
     assert train.classes == ("a", "b")
     with pytest.raises(UsageError, match=r"has none of key, .* among its columns label, breed, where; .*--key-col"):
         opened(images, labels, tmp_path)
     with pytest.raises(UsageError, match=r"no column 'bread' \(did you mean breed\?\) among .*--label-column"):
-        opened(images, labels, tmp_path, key_column="where", label_column="bread")
+        opened(images, labels, tmp_path, key_column="where", label_column=("bread",))
 
 
 def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path) -> None:
@@ -186,5 +186,5 @@ def test_what_is_no_table_is_refused(images: Path, tmp_path: Path) -> None:
     (tmp_path / "labels.xlsx").write_bytes(b"")
     with pytest.raises(UsageError, match=r"must end in .csv or .parquet"):
         opened(images, tmp_path / "labels.xlsx", tmp_path)
-    with pytest.raises(UsageError, match="--group-by is a column of the label file"):
+    with pytest.raises(UsageError, match="--group-by is for the label file; give that with --labels"):
         TrainConfig(group_by="patient", batch_size=1, learning_rate=1)

@@ -15,6 +15,12 @@ Address = Annotated[str | None, arg(help="Ray cluster to use; by default one tha
 Workers = Annotated[
     int | None, arg(help="Networks that share the work; by default one per GPU, or what fits a cluster.")
 ]
+Threshold = Annotated[
+    tuple[float, ...],
+    arg(
+        help="If an image may have several classes: from which probability on, for all or for each; by default best F1."
+    ),
+]
 
 
 def evaluate(
@@ -24,6 +30,7 @@ def evaluate(
         str | None, arg(help="Label file of the images; by default their folders are the labels.")
     ] = None,
     output: Annotated[str | None, arg(help="PNG file for the confusion matrix; by default RUN-confusion.png.")] = None,
+    threshold: Threshold = (),
     storage: Storage = "./runs",
     workers: Workers = None,
     address: Address = None,
@@ -34,13 +41,18 @@ def evaluate(
     Example: raytrain evaluate first --data s3://bucket/test
     """
     from raytrain.display.confusion_figure import confusion_figure
-    from raytrain.display.evaluation_tables import evaluation_page
+    from raytrain.display.evaluation_tables import evaluation_page, label_evaluation_page
     from raytrain.display.png import save_png
+    from raytrain.inference.label_predictions import LabelEvaluation
     from raytrain.storage.output_file import check_output
 
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
-    result = raytrain.evaluate(run, data, labels=labels, storage=storage, workers=workers, address=address, trust=trust)
+    result = raytrain.evaluate(
+        run, data, labels=labels, threshold=threshold, storage=storage, workers=workers, address=address, trust=trust
+    )
+    if isinstance(result, LabelEvaluation):
+        return CommandResult(label_evaluation_page(result), result.summary())
     save_png(confusion_figure(result), picture)
     return CommandResult(evaluation_page(result, picture), {**result.summary(), "picture": picture})
 
@@ -51,6 +63,7 @@ def predict(
     output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
     storage: Storage = "./runs",
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
+    threshold: Threshold = (),
     workers: Workers = None,
     address: Address = None,
     trust: Trust = False,
@@ -62,7 +75,15 @@ def predict(
     from raytrain.display.key_value_table import key_value_table
 
     result = raytrain.predict(
-        run, data, output, storage=storage, top_k=top_k, workers=workers, address=address, trust=trust
+        run,
+        data,
+        output,
+        storage=storage,
+        top_k=top_k,
+        threshold=threshold,
+        workers=workers,
+        address=address,
+        trust=trust,
     )
     return CommandResult(key_value_table(result.summary()), result.summary())
 

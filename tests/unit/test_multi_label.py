@@ -1,0 +1,238 @@
+"""Images that may have several classes each: label files, metrics, the same weights on any workers, and predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import raytrain
+from raytrain import TrainConfig, UsageError
+from raytrain.data.class_weights import class_weights
+from raytrain.data.dataset import Dataset, open_dataset
+from raytrain.data.manifest import Manifest
+from raytrain.diagnostics.look import look_at
+from raytrain.inference.label_predictions import LabelEvaluation
+from raytrain.runs.checkpoint_files import checkpoint_path, stored_thresholds
+from raytrain.runs.documents import run_store, write_json
+from raytrain.training.label_metrics import average_precisions, best_thresholds
+from raytrain.training.loss import Loss
+from raytrain.training.model import build_model
+from tests.helpers.folder_runs import folder_run, largest_difference, train_here, train_runs
+from tests.helpers.small_runs import config as small_config
+from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+
+CLASSES = ("bright", "odd", "rare")
+NUM_IMAGES = 60
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Noise; every second image is odd, a third is bright, every tenth is rare, and some are nothing."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(NUM_IMAGES):
+        pixels = random.integers(0, 128, (12, 12, 3), dtype=np.uint8) + 120 * (number % 3 == 0)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:02d}.png")
+    return folder
+
+
+def classes_of(number: int) -> list[str]:
+    return [name for name, every in (("bright", 3), ("odd", 2), ("rare", 10)) if number % every == (name == "odd")]
+
+
+def write_labels(file: Path, *, joined: bool) -> dict[str, Any]:
+    """A label file, and the options that read it."""
+    keys = [f"{number:02d}.png" for number in range(NUM_IMAGES)]
+    of_each = [classes_of(number) for number in range(NUM_IMAGES)]
+    if joined:
+        table = pa.table({"path": keys, "label": [" | ".join(names) for names in of_each]})
+    else:
+        table = pa.table({"path": keys, **{name: [int(name in names) for names in of_each] for name in CLASSES}})
+    pyarrow.csv.write_csv(table, file)
+    return {"labels": str(file), **({"label_separator": "|"} if joined else {"label_column": CLASSES})}
+
+
+def opened(images: Path, **more: Any) -> Dataset:
+    mean = {"mean": (0.4,) * 3, "std": (0.2,) * 3}
+    config = TrainConfig(data=str(images), batch_size=2, learning_rate=1, **mean, **more)
+    return open_dataset(config, run_store(str(images.parent), "none"))
+
+
+def by_key(manifest: Manifest) -> dict[str, list[str]]:
+    return {
+        key: list(manifest.class_names(label))
+        for key, label in zip(manifest.keys.to_pylist(), manifest.labels, strict=True)
+    }
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_both_kinds_of_label_files_say_the_same(images: Path, tmp_path: Path, joined: bool) -> None:
+    data = opened(images, **write_labels(tmp_path / "labels.csv", joined=joined), test_fraction=0.2)
+    assert data.train.classes == data.test.classes == CLASSES
+    found = by_key(data.train) | by_key(data.test)
+    assert found == {f"{number:02d}.png": classes_of(number) for number in range(NUM_IMAGES)}
+    assert len(data.train) + len(data.test) == NUM_IMAGES
+    for held_out, total in zip(data.test.class_counts(), (20, 30, 6), strict=True):
+        assert held_out == pytest.approx(0.2 * total, abs=2)
+    assert "" in {"".join(names) for names in by_key(data.test).values()}  # images without a class are held out, too
+    again = Manifest.from_parquet(data.train.to_parquet())
+    assert again.digest == data.train.digest and by_key(again) == by_key(data.train)
+    assert class_weights("balanced", data.train) == pytest.approx(
+        [(len(data.train) - n) / n for n in data.train.class_counts()]
+    )
+
+
+def test_groups_are_held_out_as_a_whole(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=True)
+    table = pyarrow.csv.read_csv(tmp_path / "labels.csv")
+    table = table.append_column("patient", pa.array([f"p{number // 3}" for number in range(NUM_IMAGES)]))
+    pyarrow.csv.write_csv(table, tmp_path / "labels.csv")
+    data = opened(images, **columns, group_by="patient", test_fraction=0.2)
+    patients = [{int(key[:2]) // 3 for key in by_key(each)} for each in (data.train, data.test)]
+    assert patients[0].isdisjoint(patients[1]) and 6 <= len(data.test) <= 18
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"sampling": "balanced"}, "--sampling balanced needs images of one class each"),
+        ({"focal_gamma": 2.0}, "--focal-gamma needs images of one class"),
+        ({"label_smoothing": 0.1}, "--label-smoothing needs images of one class"),
+        ({"label_column": ("a", "b")}, "--label-separator is for one column with several classes"),
+        ({"label_separator": ""}, "--label-separator is empty"),
+        ({"labels": None}, "--label-separator is for the label file; give that with --labels"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        TrainConfig(**{"batch_size": 2, "labels": "labels.csv", "label_separator": "|", **given})
+
+
+def test_a_column_with_anything_but_0_and_1_is_refused(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=False)
+    (tmp_path / "labels.csv").write_text((tmp_path / "labels.csv").read_text().replace('"05.png",0', '"05.png",maybe'))
+    with pytest.raises(UsageError, match=r"1 of 60 rows of .* have neither 0 nor 1 in the column 'bright'"):
+        opened(images, **columns)
+
+
+def brute_force(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Average precision and the best F1 of one class, a threshold at a time."""
+    area, recall, best = 0.0, 0.0, 0.0
+    for threshold in sorted(set(scores.tolist()), reverse=True):
+        answers = scores >= threshold
+        right = (answers & truth).sum()
+        area += (right / truth.sum() - recall) * right / answers.sum()
+        recall = right / truth.sum()
+        best = max(best, 2 * right / (answers.sum() + truth.sum()))
+    return area, best
+
+
+def test_average_precision_and_thresholds_are_those_of_their_definitions() -> None:
+    random = np.random.default_rng(0)
+    scores = random.integers(0, 30, (200, 4)) / 30  # with ties
+    truth = random.random((200, 4)) < scores * [1, 0.5, 0.2, 0]
+    precisions, thresholds = average_precisions(scores, truth), best_thresholds(scores, truth)
+    assert np.isnan(precisions[3]) and thresholds[3] == 0.5  # no image has this class
+    for label in range(3):
+        area, best = brute_force(scores[:, label], truth[:, label])
+        answers = scores[:, label] >= thresholds[label]
+        f1 = 2 * (answers & truth[:, label]).sum() / (answers.sum() + truth[:, label].sum())
+        assert (precisions[label], f1) == pytest.approx((area, best))
+
+
+def test_the_loss_is_torchs() -> None:
+    logits, targets = torch.randn(5, 3), torch.tensor([[1.0, 0, 1]] * 5)
+    config = TrainConfig(batch_size=1, labels="labels.csv", label_separator="|")
+    ours = Loss(config, (1.0, 2.0, 3.0), torch.device("cpu"))(logits, targets)
+    theirs = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]))(logits, targets)
+    torch.testing.assert_close(ours / 5, theirs)
+
+
+def test_one_and_three_workers_train_and_measure_the_same(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=False)
+    common = {**columns, "mixup": 0.4, "class_weights": "balanced", "accumulate": 2, "test_fraction": 0.3}
+    one, recorder = train_here(folder_run(images, tmp_path, "one", **common))
+    stopped = folder_run(images, tmp_path, "three", **common, stop_after=3)
+    train_runs(3, stopped)
+    (three,) = train_runs(3, dataclasses.replace(stopped, stop_after=None))
+    assert largest_difference(one, three) < 1e-10
+    (first, *_, last) = [row for row in recorder.rows if row.kind == "evaluation"]
+    assert set(last.metrics) == {"accuracy", "loss", "mean_average_precision", "macro_f1"}
+    assert first.step == 3 and last.step == 6
+    stored = [stored_thresholds(run_store(str(tmp_path), name), checkpoint_path(6), 3) for name in ("one", "three")]
+    assert stored[0] == pytest.approx(stored[1]) and stored[0] != [0.5] * 3
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A storage folder with the run ``first``, whose network has random weights, and grey images."""
+    (tmp_path / "grey").mkdir()
+    random = np.random.default_rng(0)
+    for number in range(12):
+        pixels = random.integers(0, 256, (20, 12), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "grey" / f"{number:02d}.png")
+    config = options(labels="labels.csv", label_separator="|")
+    store = make_run(tmp_path / "runs", config)
+    add_checkpoint(store, build_model(config.model, len(ANIMALS), 1, 0), config)
+    write_json(store, f"{checkpoint_path(1)}.json", {"step": 1, "score": 0.5, "thresholds": [0.0, 0.4, 1.0]})
+    return tmp_path
+
+
+def test_predictions_have_the_classes_by_their_thresholds(trained: Path) -> None:
+    file = trained / "out.parquet"
+    given: dict[str, Any] = {"storage": str(trained / "runs")}
+    (trained / "grey" / "bad.png").write_bytes(b"no image")
+    raytrain.predict("first", str(trained / "grey"), str(file), **given)
+    rows = pq.read_table(file).to_pylist()
+    assert list(rows[0]) == ["key", "labels", "score_cat", "score_dog", "score_fox", "error"]
+    assert rows[-1]["labels"] is rows[-1]["score_cat"] is None and rows[-1]["error"]
+    classifier = raytrain.load("first", **given)
+    answers = classifier.classify_all([trained / "grey" / row["key"] for row in rows[:-1]])
+    for row, answer in zip(rows[:-1], answers, strict=True):
+        assert row["labels"] == "|".join(answer) and "cat" in answer and "fox" not in answer
+        assert answer["cat"] == pytest.approx(row["score_cat"]) and ("dog" in answer) == (row["score_dog"] >= 0.4)
+    raytrain.predict("first", str(trained / "grey"), str(file), threshold=[0.0], **given)
+    assert {row["labels"] for row in pq.read_table(file).to_pylist()} == {"cat|dog|fox", None}
+    with pytest.raises(
+        UsageError, match=r"--threshold has 2 numbers from 0.1 to 0.2; give one, or one for each of the 3"
+    ):
+        raytrain.predict("first", str(trained / "grey"), str(file), threshold=[0.1, 0.2], **given)
+    with pytest.raises(UsageError, match="--top-k is 2, but images of run 'first' may have several classes"):
+        raytrain.predict("first", str(trained / "grey"), str(file), top_k=2, **given)
+
+
+def test_an_evaluation_scores_each_class(trained: Path) -> None:
+    table = pa.table({"path": [f"{number:02d}.png" for number in range(12)], "label": ["cat|dog", "", "dog"] * 4})
+    pyarrow.csv.write_csv(table, trained / "labels.csv")
+    given: dict[str, Any] = {"labels": str(trained / "labels.csv"), "storage": str(trained / "runs")}
+    result = raytrain.evaluate("first", str(trained / "grey"), **given)
+    assert isinstance(result, LabelEvaluation)
+    cat, dog, fox = result.per_class
+    assert (cat.images, cat.recall, cat.precision, cat.threshold) == (4, 1.0, pytest.approx(1 / 3), 0.0)
+    assert (fox.images, fox.average_precision, fox.recall, fox.precision) == (0, None, None, None)
+    assert dog.threshold == 0.4 and cat.average_precision is not None and dog.average_precision is not None
+    assert result.mean_average_precision == pytest.approx((cat.average_precision + dog.average_precision) / 2)
+    with pytest.raises(UsageError, match="give their label file with --labels"):
+        raytrain.evaluate("first", str(trained / "grey"), storage=str(trained / "runs"))
+
+
+def test_a_look_shows_all_classes_of_an_image(images: Path, tmp_path: Path) -> None:
+    columns = write_labels(tmp_path / "labels.csv", joined=True)
+    result = look_at(small_config(images, tmp_path, **columns, test_fraction=0.2))
+    assert [(each.name, each.training + each.test) for each in result.classes] == [
+        ("bright", 20),
+        ("odd", 30),
+        ("rare", 6),
+    ]
+    assert {"bright, odd", "odd", ""} <= set(result.first_images.labels)
