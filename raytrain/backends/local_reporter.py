@@ -6,6 +6,7 @@ import threading
 
 from raytrain.backends.run_watcher import LOOK_EVERY_S, RunWatcher
 from raytrain.errors import OwnerChanged
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.stop_request import StopRequest
@@ -40,6 +41,10 @@ class LocalReporter:
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics."""
         self.monitor.record(row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note how this worker's machine is used."""
+        self.monitor.measured(use)
 
     def event(self, text: str) -> None:
         """Note something worth a line."""

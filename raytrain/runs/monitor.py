@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from raytrain.runs.history import History
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import DIVERGED_HINT, TrainResult
 from raytrain.runs.redact import redact
@@ -65,6 +66,7 @@ class RunMonitor:
         self._num_events = 0
         self._reported_error: str | None = None
         self._attempt = 0
+        self._machines: dict[int, MachineUse] = {}
         self._num_workers = 0
         self._step = 0
         self._latest: MetricRow | None = None
@@ -82,6 +84,7 @@ class RunMonitor:
         with self._lock:
             self._attempt += 1
             self._num_workers = num_workers
+            self._machines.clear()
             self._continue_clock()
             self._restore(step)
             self._status = "running"
@@ -102,6 +105,11 @@ class RunMonitor:
                 self._last_timed = self._clock(), row.step
                 self._first_timed = self._first_timed or self._last_timed
                 self._check_loss(row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note what a worker makes of its machine, in place of what it said before."""
+        with self._lock:
+            self._machines[use.rank] = use
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
         """Note images that could not be used; an image counts once, however often it is reported.
@@ -202,6 +210,7 @@ class RunMonitor:
                 stop_request=self._stop_request,
                 events=tuple(self._events),
                 result=self._result,
+                machines=tuple(use for _, use in sorted(self._machines.items())),
             )
 
     def _report_storage_errors(self) -> None:

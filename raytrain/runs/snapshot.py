@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.stop_request import StopRequest
@@ -72,6 +73,7 @@ class Snapshot:
     stop_request: StopRequest | None
     events: tuple[Event, ...]
     result: TrainResult | None
+    machines: tuple[MachineUse, ...] = ()  # by the ranks of the workers
 
     @property
     def cursor(self) -> RowCursor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from raytrain.data.local_batch import LocalBatch
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 
 
@@ -35,6 +36,10 @@ class Reporter(Protocol):
 
     def record(self, row: MetricRow) -> None:
         """Add a row to the run's metrics history."""
+        ...
+
+    def measured(self, use: MachineUse) -> None:
+        """Note how fast this worker is and how its machine is used. Every worker reports it every few seconds."""
         ...
 
     def event(self, text: str) -> None:

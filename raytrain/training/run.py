@@ -33,6 +33,7 @@ from raytrain.training.early_stop import EarlyStop
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
 from raytrain.training.loss import Loss
+from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.mixing import mix_batch
 from raytrain.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
@@ -87,6 +88,7 @@ class Run:
         self._record = self.reporter.record if self.rank == 0 else lambda row: None
         self._reduce = StepReduce(self.device, self.world_size)
         self._metrics = StepMetrics(self._reduce, self._record, self.world_size, self.progress.samples_seen)
+        self._machine = MachineMeter(self.rank, self.device, self.reporter.measured)
         self._validator = LoopValidator()
         self._early_stop = EarlyStop(self.config)
         self._gallery = Gallery(self.config, self.classes, self.checkpoints.store, self.reporter.event)
@@ -300,6 +302,7 @@ class Run:
         with record_function(WAIT_FOR_DATA):
             self._local = next(local_batches)
         wait_s = time.perf_counter() - started
+        self._machine.step(len(self._local.labels), wait_s)
         stop = self.reporter.stop_requested() or (self.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._checkpoint_requested()
         self._reduce.start(StepContribution(len(self._local.labels), wait_s, stop, checkpoint))

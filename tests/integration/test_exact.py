@@ -20,6 +20,7 @@ from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.class_balance import ClassBalance
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.partition import Partition
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
@@ -105,6 +106,7 @@ class Recorder:
         self.started_after.append(step)
 
     def flush(self) -> None: ...
+    def measured(self, use: MachineUse) -> None: ...
 
     def event(self, text: str) -> None:
         self.events.append(text)

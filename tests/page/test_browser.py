@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,11 +19,13 @@ from playwright.sync_api import Page, expect
 
 from raytrain.demo.digits import render_digits
 from raytrain.display.page.server import PageServer
-from raytrain.display.page.watched_runs import StoredRuns
+from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import EVALUATION, STOP_REQUEST
+from raytrain.runs.machine_use import MachineUse
 from tests.helpers.alone import ALONE
 from tests.helpers.dropping_proxy import DroppingProxy
+from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
 expect.set_options(timeout=120_000)
@@ -88,6 +91,8 @@ def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: 
         assert ink(first, "Loss") > 0
         step = step_shown(first)
         expect_later_step(first, step + 2)  # it goes on without a reload
+        num_workers = int(first.locator(".facts").inner_text().split(" worker")[0])
+        expect(first.locator(".machines tbody tr")).to_have_count(num_workers)
         second = visit(url)
         expect_later_step(second, step)  # a page that is opened late has it all
         first.reload()
@@ -208,3 +213,24 @@ def test_a_page_on_a_phone_needs_no_sideways_scrolling(visit: Visit, tmp_path: P
         expect(page.locator(".pill")).to_have_text("running")
         assert ink(page, "Accuracy") > 0
         assert page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+def test_each_worker_has_a_line_about_its_machine_also_on_a_phone(visit: Visit, tmp_path: Path) -> None:
+    cpu = MachineUse(rank=0, node=NASTY, images_per_s=1234.0, data_wait_fraction=0.25, cpu_fraction=0.5)
+    memory = {"memory_bytes": 8 * 10**9, "memory_total_bytes": 16 * 10**9, "shared_memory_bytes": 2 * 10**9}
+    gpu = {"gpu": "H200", "gpu_fraction": 0.97, "gpu_memory_bytes": 70 * 10**9, "gpu_memory_total_bytes": 140 * 10**9}
+    uses = cpu, replace(cpu, rank=1, node="node-2", **memory, **gpu)
+    rows = [step_row(step, loss=1.0) for step in range(1, 50)]
+    runs = WatchedRuns(str(tmp_path), ["run"])
+    with PageServer(runs, 0) as server:
+        runs.update(snapshot(rows, machines=uses))
+        for width in (1280, 390):
+            page = visit(server.url, viewport={"width": width, "height": 800})
+            lines = page.locator(".machines tbody tr")
+            expect(lines).to_have_count(2)
+            expect(lines.nth(0)).to_contain_text("1,23425.0 %50.0 %")
+            expect(lines.nth(1)).to_contain_text("8.0 of 16.0 GB2.0 of 16.0 GBH20097.0 %70.0 of 140.0 GB")
+            expect(page.locator("img")).to_have_count(0)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        runs.update(snapshot([], first_row=49, status="finished", machines=uses))
+        expect(page.locator(".machines")).to_be_hidden()

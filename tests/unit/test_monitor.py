@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.runs.history import History, read_metrics, read_skipped
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.skipped_images import SkippedImage
@@ -122,6 +123,18 @@ def test_the_time_left_is_estimated_from_the_speed_so_far(monitor: RunMonitor, c
     assert monitor.snapshot().time_left_s == pytest.approx(160)
     clock.now_s += 7
     assert monitor.snapshot().time_left_s == pytest.approx(153)
+
+
+def test_the_latest_use_of_each_machine_is_kept_until_the_workers_are_others(monitor: RunMonitor) -> None:
+    def use(rank: int, images_per_s: float) -> MachineUse:
+        return MachineUse(rank=rank, node="n", images_per_s=images_per_s, data_wait_fraction=0.0)
+
+    monitor.started(num_workers=2, step=0)
+    for rank, speed in ((1, 10.0), (0, 20.0), (1, 30.0)):
+        monitor.measured(use(rank, speed))
+    assert [(use.rank, use.images_per_s) for use in monitor.snapshot().machines] == [(0, 20.0), (1, 30.0)]
+    monitor.started(num_workers=1, step=0)
+    assert monitor.snapshot().machines == ()
 
 
 def test_a_viewer_gets_only_new_rows(monitor: RunMonitor) -> None:

@@ -107,6 +107,7 @@ class LocalSession:
         return {
             "started": monitor.started,
             "record": monitor.record,
+            "measured": monitor.measured,
             "event": monitor.event,
             "skip": monitor.skip,
             "flush": monitor.flush,

@@ -14,6 +14,7 @@ from raytrain.backends.local.job import Job
 from raytrain.backends.prepare import load_loop
 from raytrain.backends.worker_process import collective_backend, train_worker, worker_device
 from raytrain.errors import RaytrainError
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome
 from raytrain.runs.skipped_images import SkippedImage
@@ -75,6 +76,10 @@ class CallingReporter:
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics."""
         self._call("record", row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note how this worker's machine is used."""
+        self._call("measured", use)
 
     def event(self, text: str) -> None:
         """Note something worth a line."""

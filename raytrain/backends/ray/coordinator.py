@@ -25,6 +25,7 @@ from raytrain.backends.ray.stream_queues import Stream, StreamQueues
 from raytrain.errors import UsageError
 from raytrain.runs.documents import run_store
 from raytrain.runs.history import History
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, TrainResult
@@ -121,6 +122,10 @@ class Coordinator:
     def record(self, row: MetricRow) -> None:
         """See :meth:`RunMonitor.record`."""
         self._monitor.record(row)
+
+    def measured(self, use: MachineUse) -> None:
+        """See :meth:`RunMonitor.measured`."""
+        self._monitor.measured(use)
 
     def event(self, text: str) -> None:
         """See :meth:`RunMonitor.event`."""

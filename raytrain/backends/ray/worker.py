@@ -27,6 +27,7 @@ from raytrain.data.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.partition import Partition
 from raytrain.errors import RaytrainError
+from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.runs.process_log import ProcessLog
@@ -133,6 +134,10 @@ class RayReporter:
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics."""
         self._coordinator.record.remote(row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note how this worker's machine is used."""
+        self._coordinator.measured.remote(use)
 
     def event(self, text: str) -> None:
         """Note something worth a line."""

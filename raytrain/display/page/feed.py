@@ -14,6 +14,8 @@ from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot
 
 _NUM_EVENTS = 500
 """Latest events that are shown."""
+_NUM_MACHINES = 64
+"""Most workers whose machines are shown."""
 _MAX_ENCODED = 8
 """Most messages that are kept for viewers who have read equally far."""
 _KINDS: tuple[Kind, ...] = ("step", "evaluation")
@@ -110,13 +112,14 @@ class RunFeed:
 
 def _state(snapshot: Snapshot) -> dict[str, Any]:
     """Everything of a snapshot that is small."""
-    omitted = ("rows", "events", "first_row", "attempt", "result", "latest", "evaluation", "stop_request")
+    omitted = ("rows", "events", "first_row", "attempt", "result", "latest", "evaluation", "stop_request", "machines")
     fields = (field.name for field in dataclasses.fields(snapshot) if field.name not in omitted)
     state = {
         **{name: getattr(snapshot, name) for name in fields},
         "epoch": snapshot.epoch,
         "num_epochs": snapshot.num_epochs,
         "over": snapshot.over,
+        "machines": [dataclasses.asdict(use) for use in snapshot.machines[:_NUM_MACHINES]],
         "latest": snapshot.latest and snapshot.latest.to_json(),
         "evaluation": snapshot.evaluation and snapshot.evaluation.to_json(),
         "stop_reason": snapshot.stop_request and snapshot.stop_request.reason,

@@ -38,7 +38,7 @@ _FILES = {
     **dict.fromkeys(
         (
             *("uPlot.iife.min.js", "page.js", "format.js", "curves.js", "chart.js", "run_view.js", "stop_panel.js"),
-            *("evaluation_view.js", "comparison.js", "parallel_coordinates.js"),
+            *("evaluation_view.js", "machine_table.js", "comparison.js", "parallel_coordinates.js"),
         ),
         "text/javascript",
     ),

@@ -4,6 +4,7 @@ import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
 import { evaluationView } from "./evaluation_view.js";
 import { el, fill, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
+import { machineTable } from "./machine_table.js";
 import { StopPanel } from "./stop_panel.js";
 
 const COLORS = { train: "--train", test: "--test" };
@@ -49,6 +50,7 @@ export class RunView {
     this.large = el("div", { class: "charts large" });
     this.small = el("div", { class: "charts" });
     this.eventList = el("ol", { class: "events" });
+    this.machines = el("div", { class: "columns machines" });
     this.evaluation = el("div", { class: "evaluation" });
     this.config = el("div", { class: "config" });
     this.element = el(
@@ -61,6 +63,7 @@ export class RunView {
       this.controls(),
       this.large,
       this.small,
+      this.machines,
       this.evaluation,
       el("div", { class: "columns" }, el("section", {}, el("h2", {}, "Events"), this.eventList), this.config),
     );
@@ -106,6 +109,7 @@ export class RunView {
     this.stopPanel.show(state, [...this.events.values()]);
     this.showBanner();
     this.showTiles();
+    fill(this.machines, machineTable(state.over ? [] : state.machines));
     this.showEvents();
   }
 

@@ -1,0 +1,121 @@
+"""Measures a worker's speed and the use of its machine, every few seconds, between two steps."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import torch
+
+from raytrain.runs.machine_use import MachineUse
+
+MEASURE_EVERY_S = 5.0
+_PROC = Path("/proc")
+
+
+class _Cpu(NamedTuple):
+    busy: float = 0.0
+    total: float = 0.0
+
+
+class _Memory(TypedDict, total=False):
+    memory_bytes: int
+    memory_total_bytes: int
+    shared_memory_bytes: int
+
+
+class _Gpu(TypedDict, total=False):
+    gpu: str
+    gpu_fraction: float
+    gpu_memory_bytes: int
+    gpu_memory_total_bytes: int
+
+
+class MachineMeter:
+    """Counts the images of a worker, and gives ``report`` what it measures.
+
+    Args:
+        rank: the worker's.
+        device: the worker's.
+        report: gets the measurements.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        report: Callable[[MachineUse], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._device = device
+        self._report = report
+        self._clock = clock
+        self._node = socket.gethostname()
+        self._cpu = _cpu()
+        self._reset()
+
+    def step(self, num_images: int, wait_s: float) -> None:
+        """Count a step, and measure if it is time; between two measurements, this only adds two numbers."""
+        self._num_images += num_images
+        self._wait_s += wait_s
+        seconds = self._clock() - self._since
+        if seconds >= MEASURE_EVERY_S:
+            self._report(self._measure(seconds))
+            self._reset()
+
+    def _reset(self) -> None:
+        self._since = self._clock()
+        self._num_images = 0
+        self._wait_s = 0.0
+
+    def _measure(self, seconds: float) -> MachineUse:
+        before, self._cpu = self._cpu, _cpu()
+        total = self._cpu.total - before.total
+        return MachineUse(
+            rank=self._rank,
+            node=self._node,
+            images_per_s=round(self._num_images / seconds, 1),
+            data_wait_fraction=round(min(self._wait_s / seconds, 1.0), 4),
+            cpu_fraction=round((self._cpu.busy - before.busy) / total, 4) if total > 0 else None,
+            **_memory(),
+            **_gpu(self._device),
+        )
+
+
+def _cpu() -> _Cpu:
+    """What the cores of this machine have done since its start; nothing if the system does not say so as Linux does."""
+    with suppress(OSError, ValueError):
+        with (_PROC / "stat").open() as file:
+            user, nice, system, idle, waiting, *others = map(float, file.readline().split()[1:9])
+        busy = user + nice + system + sum(others)
+        return _Cpu(busy, busy + idle + waiting)
+    return _Cpu()
+
+
+def _memory() -> _Memory:
+    with suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
+        found = {name: 1024 * int(kilobytes) for name, kilobytes, *_ in lines}
+        total = found["MemTotal:"]
+        return _Memory(
+            memory_bytes=total - found["MemAvailable:"],
+            memory_total_bytes=total,
+            shared_memory_bytes=found["Shmem:"],
+        )
+    return _Memory()
+
+
+def _gpu(device: torch.device) -> _Gpu:
+    if device.type != "cuda":
+        return _Gpu()
+    free, total = torch.cuda.mem_get_info(device)
+    use = _Gpu(gpu=torch.cuda.get_device_name(device), gpu_memory_bytes=total - free, gpu_memory_total_bytes=total)
+    with suppress(Exception):  # NVML knows no use of some GPUs, and says so in many ways
+        use["gpu_fraction"] = torch.cuda.utilization(device) / 100
+    return use
