@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
+
+from raytrain.runs.documents import read_json, write_json
+from raytrain.runs.layout import MACHINES
+from raytrain.runs.stored_values import matches
+
+if TYPE_CHECKING:
+    from raytrain.storage.base import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +34,23 @@ class MachineUse:
     gpu_fraction: float | None = None
     gpu_memory_bytes: int | None = None
     gpu_memory_total_bytes: int | None = None
+
+
+def write_machines(store: Store, uses: Sequence[MachineUse]) -> None:
+    """Write what the workers make of their machines, for those who watch the run from elsewhere."""
+    write_json(store, MACHINES, {"workers": [asdict(use) for use in uses]})
+
+
+def read_machines(store: Store) -> tuple[MachineUse, ...]:
+    """What :func:`write_machines` wrote last; what is damaged is left out."""
+    workers = read_json(store, MACHINES).get("workers")
+    documents = cast(list[Any], workers) if isinstance(workers, list) else []
+    return tuple(MachineUse(**document) for document in documents if _is_use(document))
+
+
+def _is_use(document: Any) -> bool:
+    hints = get_type_hints(MachineUse)
+    if not isinstance(document, dict):
+        return False
+    values = cast(dict[str, Any], document)
+    return values.keys() == hints.keys() and all(matches(values[name], hint) for name, hint in hints.items())

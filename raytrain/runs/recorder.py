@@ -14,6 +14,7 @@ from raytrain.errors import StorageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY
+from raytrain.runs.machine_use import write_machines
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
@@ -65,6 +66,8 @@ class RunRecorder:
             self._replace_config(snapshot)
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
+                if snapshot.machines:
+                    write_machines(self._store.fail_fast(), snapshot.machines)
 
     def stop_request(self) -> StopRequest | None:
         """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""

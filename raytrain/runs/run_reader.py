@@ -15,6 +15,7 @@ from raytrain.runs.documents import read_json
 from raytrain.runs.json_lines import parse_line
 from raytrain.runs.layout import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY
 from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
+from raytrain.runs.machine_use import read_machines
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, View
@@ -90,6 +91,7 @@ class RunReader:
             stop_request=read_stop_request(self.store) if status.active else None,
             events=tuple(self._events.parsed),
             result=result,
+            machines=read_machines(self.store) if status.active else (),
         )
 
     def _read_rows(self, since: RowCursor) -> tuple[int, list[MetricRow]]:

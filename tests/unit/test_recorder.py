@@ -11,6 +11,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.runs.documents import read_json, run_names, run_store
 from raytrain.runs.history import History
 from raytrain.runs.layout import SUMMARY
+from raytrain.runs.machine_use import MachineUse, read_machines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, Progress
@@ -44,6 +45,16 @@ def test_a_run_is_listed_once_it_has_started(store: Store, config: ResolvedConfi
     assert run_names(open_store(str(tmp_path))) == ["first"]
     status = read_status(store)
     assert (status.status, status.step, status.num_steps) == ("starting", 40, 100)
+
+
+def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfig, monitor: RunMonitor) -> None:
+    recorder = RunRecorder(store, num_steps=100)
+    recorder.begin(config)
+    use = MachineUse(rank=0, node="n", images_per_s=10.0, data_wait_fraction=0.5)
+    monitor.started(num_workers=1, step=0)
+    monitor.measured(use)
+    recorder.heartbeat(monitor.snapshot())
+    assert read_machines(store) == (use,)
 
 
 def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(

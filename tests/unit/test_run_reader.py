@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from raytrain.runs import run_reader
+from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.history import History
-from raytrain.runs.layout import METRICS
+from raytrain.runs.layout import MACHINES, METRICS
+from raytrain.runs.machine_use import MachineUse, write_machines
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.run_reader import RunReader, follow_run
 from raytrain.runs.snapshot import START, Snapshot
@@ -87,6 +89,25 @@ def test_a_stop_request_and_the_end_of_the_run_are_seen(tmp_path: Path) -> None:
     over = reader.snapshot(asked.cursor)
     assert over.over and over.result is not None
     assert (over.step, over.result.checkpoint) == (11, "checkpoints/step-000000011.pt")
+
+
+def test_the_machines_of_a_run_that_trains_are_seen_and_damaged_lines_about_them_left_out(tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(10, loss=1.0)])
+    assert RunReader(store, "run").snapshot().machines == ()
+    uses = tuple(
+        MachineUse(rank=rank, node="n", images_per_s=10.0, data_wait_fraction=0.5, memory_bytes=1) for rank in range(2)
+    )
+    write_machines(store, uses)
+    assert RunReader(store, "run").snapshot().machines == uses
+    document = read_json(store, MACHINES)
+    document["workers"] += ["a word", {"rank": 2}, {**document["workers"][0], "node": 7}, {"<b>": 1}]
+    write_json(store, MACHINES, document)
+    assert RunReader(store, "run").snapshot().machines == uses
+    write_json(store, MACHINES, {"workers": "many"})
+    assert RunReader(store, "run").snapshot().machines == ()
+    write_machines(store, uses)
+    end_run(store, "finished", 11, "checkpoints/step-000000011.pt")
+    assert RunReader(store, "run").snapshot().machines == ()
 
 
 def test_damaged_documents_hide_only_themselves(tmp_path: Path) -> None:
