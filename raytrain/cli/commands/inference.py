@@ -29,7 +29,9 @@ def evaluate(
     labels: Annotated[
         str | None, arg(help="Label file of the images; by default their folders are the labels.")
     ] = None,
-    output: Annotated[str | None, arg(help="PNG file for the confusion matrix; by default RUN-confusion.png.")] = None,
+    output: Annotated[
+        str | None, arg(help="PNG file for the confusions of single classes; by default RUN-confusion.png.")
+    ] = None,
     threshold: Threshold = (),
     storage: Storage = "./runs",
     workers: Workers = None,
