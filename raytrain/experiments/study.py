@@ -31,7 +31,8 @@ Trainer = Callable[[Sequence[TrainConfig]], None]
 """Trains runs one after the other."""
 
 _NOT_STARTED = RunStatus(status="not started")
-_DECIDED_BY_RUN = {"device", "mean", "std", "precision"}  # unless the options decide them
+# Unless the options decide them.
+_DECIDED_BY_RUN = {"device", "precision", "mean", "std", "image_size", "resize", "crop_fraction", "interpolation"}
 
 
 @dataclass(frozen=True, kw_only=True)

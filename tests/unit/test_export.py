@@ -173,7 +173,9 @@ def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypa
 
 
 def test_the_format_follows_from_the_file_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--output is 'model.pth'; its name must end in \.pt2 or \.onnx\."):
+    with pytest.raises(
+        UsageError, match=r"--output is 'model.pth'; its name must end in \.pt2 or \.onnx or \.safetensors\."
+    ):
         raytrain.export("run", "model.pth", storage=str(tmp_path))
     with pytest.raises(UsageError, match="There is no run 'run'"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
