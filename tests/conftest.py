@@ -64,12 +64,14 @@ def _start_ray() -> Callable[[], None]:
     """Connect to a new cluster; returns what ends it."""
     import ray
 
+    from raytrain.backends.ray.local_cluster import TOO_SLOW
+
     for tries_left in (2, 1, 0):  # Ray gives it 30 s to start, which is little on a busy machine
         try:
             ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             break
         except Exception as error:
-            if "timed out during startup" not in str(error) or not tries_left:
+            if TOO_SLOW not in str(error) or not tries_left:
                 raise
             ray.shutdown()
     return ray.shutdown

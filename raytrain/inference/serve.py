@@ -19,6 +19,7 @@ from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.storage.base import Store
+from raytrain.storage.scoped_credentials import Scope
 
 _LOOK_EVERY_S = 0.5
 
@@ -69,7 +70,8 @@ def serve(
 
         found = cluster_hardware()
         placement = place(recipes.custom(workers=workers, threads_per_worker=trained.config.threads_per_worker), found)
-        with serving_credentials([trained.store]) as (served, lender):
+        scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
+        with serving_credentials([trained.store], scope) as (served, lender):
             model = _model(trained, trained.store.with_lent_credentials(served), top_k)
             with StopSignals() as signals, serving(model, placement, host, port) as url:
                 ready(url)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytrain.backends.ray.local_cluster import TOO_SLOW
 from tests.helpers.ray_head import RAY, free_port, wait_for
 
 _HEAD_IP, _NODE_IP = "127.0.0.2", "127.0.0.1"
@@ -68,7 +69,7 @@ class ClusterWithHeadApart:
     def _start(self, log: str, *words: str) -> subprocess.Popen[bytes]:
         for _ in range(_NUM_TRIES):
             machine = self._try_to_start(log, *words)
-            if "timed out during startup" not in (self._logs / log).read_text():
+            if TOO_SLOW not in (self._logs / log).read_text():
                 break
         assert _started(self._logs / log), (self._logs / log).read_text()
         return machine

@@ -36,7 +36,7 @@ _OF_THE_CLUSTER = {
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
 }
 
-_TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
+TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
 _NUM_TRIES = 3
 
 
@@ -61,7 +61,7 @@ class LocalCluster:
             if line := self._process.stdout.readline().strip():
                 return line
             reason = self._reason()
-            if _TOO_SLOW not in reason or not tries_left:
+            if TOO_SLOW not in reason or not tries_left:
                 break
             self._process = self._start()
         raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")

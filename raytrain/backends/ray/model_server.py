@@ -7,7 +7,7 @@ import logging
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -82,14 +82,20 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int) -> I
     )(Replica)
     name = f"raytrain-{model.run}"
     try:
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
-        serve.run(replica.bind(model, placement.threads), name=name, route_prefix=f"/{model.run}")
+        _start(replica.bind(model, placement.threads), name, model.run, HTTPOptions(host=host, port=port))
         yield _answering(host, port, model.run)
+    finally:
+        with suppress(RayServeException):  # it has not started
+            serve.delete(name)
+
+
+def _start(application: serve.Application, name: str, run: str, http_options: HTTPOptions) -> None:
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=http_options)
+        serve.run(application, name=name, route_prefix=f"/{run}")
     except (RuntimeError, RayServeException, RayError) as error:
         reason = _reason(name) or root_cause(error)
-        raise UsageError(f"Ray Serve could not start run {model.run!r}: {reason.rstrip('.')}.") from error
-    finally:
-        serve.delete(name)
+        raise UsageError(f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}.") from error
 
 
 def _reason(name: str) -> str:
