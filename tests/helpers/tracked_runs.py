@@ -84,7 +84,10 @@ class Recorder:
 
 
 def read_wandb_file(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """The options and, by step, the metrics in the file that ``wandb sync`` uploads, once wandb has finished it."""
+    """The options and, by step, the metrics in the file that ``wandb sync`` uploads, once wandb has finished it.
+
+    Parts of a value are called ``name.part``.
+    """
     config: dict[str, Any] = {}
     history: dict[int, dict[str, Any]] = {}
     for record in _finished(file):
@@ -93,7 +96,7 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any
         if record.HasField("history"):
             step = record.history.step.num
             assert step not in history, f"step {step} was sent twice"
-            history[step] = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            history[step] = {".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
     return config, history
 
 

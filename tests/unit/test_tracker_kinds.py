@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import urllib.request
@@ -15,11 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain.runs.documents import run_store, write_json
+from raytrain.runs.layout import EVALUATION
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.trackers.prometheus import PrometheusTracker
 from raytrain.runs.trackers.protocol import TrackedRun
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from tests.helpers.stored_evaluation import evaluation
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
 
 HOSTILE = "<b>[red]\x1b[2J\x9b31m"
@@ -62,6 +65,15 @@ def test_tensorboard_reads_odd_values_and_names(store: Store) -> None:
     reader = EventAccumulator(f"{store.url}/tensorboard").Reload()
     assert math.isnan(reader.Scalars("train/loss")[0].value)
     assert all(name.isprintable() and "<" not in name for name in reader.Tags()["scalars"])
+
+
+def test_tensorboard_shows_the_images_of_the_last_evaluation(store: Store) -> None:
+    write_json(store, EVALUATION, evaluation(step=4))
+    tracked(store, ["tensorboard"], [*step_rows(1, 4), evaluation_row(4)])
+    reader = EventAccumulator(f"{store.url}/tensorboard").Reload()
+    assert sorted(reader.Tags()["images"]) == ["test/confusion_matrix", "test/most_wrong", "train/last_batch"]
+    [shown] = reader.Images("test/most_wrong")
+    assert (shown.step, shown.width) == (4, 280)
 
 
 def test_tensorboards_files_of_a_run_in_s3_are_beside_it(s3: Any, tmp_path: Path) -> None:
@@ -140,6 +152,15 @@ def test_an_mlflow_server_that_is_not_there_is_reported(store: Store, monkeypatc
     assert "hidden-word" not in report
 
 
+def test_mlflow_shows_the_images_of_the_last_evaluation(store: Store, mlflow: Any) -> None:
+    write_json(store, EVALUATION, evaluation(step=4))
+    [place] = tracked(store, ["mlflow"], [*step_rows(1, 4), evaluation_row(4)])
+    files = [file.path for file in mlflow.list_artifacts(run_id(place), "images")]
+    pictures = [re.findall(r"[a-z]+_[a-z]+|step.\d+", file) for file in files if file.endswith(".png")]
+    names = "confusion_matrix", "last_batch", "most_wrong"
+    assert sorted((name, step[-1]) for name, step in pictures) == [(name, "4") for name in names]
+
+
 # W&B
 
 
@@ -157,6 +178,19 @@ def test_wandb_offline_has_a_run_and_its_resume(store: Store, tmp_path: Path, mo
     assert history[4]["test/accuracy"] == 0.5
     assert sorted(rest) == [5, 6]
     assert str(rest[6]["train/loss"]).lower() == "nan"
+
+
+def test_wandb_has_each_image_of_the_last_evaluation_with_its_caption(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    write_json(store, EVALUATION, evaluation(step=4))
+    [place] = tracked(store, ["wandb"], [*step_rows(1, 4), evaluation_row(4), *step_rows(5, 6)])
+    [file] = Path(place.partition("wandb sync ")[2]).glob("*.wandb")  # wandb remembers the folder of an earlier test
+    _, history = read_wandb_file(file)
+    assert history[6]["test/most_wrong.captions"] == ["cat\npredicted dog 90%"] * 2  # W&B has them at its latest step
+    assert (file.parent / "files" / history[6]["test/most_wrong.filenames"][1]).is_file()
 
 
 # Prometheus

@@ -43,8 +43,12 @@ def metric_name(name: str) -> str:
     return "/".join(parts)[:_MAX_NAME] or "_"
 
 
+def printable(text: str) -> str:
+    """A text from outside without control characters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
 def _scalar(value: object) -> str | int | float:
     if isinstance(value, (bool, int, float)):
         return value
-    text = " ".join(map(str, cast(Iterable[object], value) if isinstance(value, tuple) else (value,)))
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return printable(" ".join(map(str, cast(Iterable[object], value) if isinstance(value, tuple) else (value,))))

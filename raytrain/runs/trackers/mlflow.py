@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from raytrain.runs.trackers.drawing import Pixels, sheet
 from raytrain.runs.trackers.protocol import TrackedRun
 
 _MAX_KEY, _MAX_VALUE = 250, 500  # characters; newer servers take longer values
@@ -65,6 +66,10 @@ class MLflowTracker:
         self._metrics = []
         while group := list(islice(rows, _MAX_METRICS)):
             self._client.log_batch(self.run_id, metrics=group)
+
+    def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
+        """Send images as one, for which MLflow has a slider over the steps."""
+        self._client.log_image(self.run_id, sheet(images, caption), key=key, step=step)
 
     def log_network(self, file: str) -> None:
         """Send the last checkpoint, as an artifact."""

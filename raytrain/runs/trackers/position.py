@@ -16,11 +16,12 @@ from raytrain.storage.base import Store
 
 @dataclass(frozen=True)
 class Position:
-    """The tracker's own ``id`` of the run, the last steps that it was sent, and the last network."""
+    """The tracker's own ``id`` of the run, the last steps that it was sent, the last images, and the last network."""
 
     id: str | None = None
     step: int = 0
     evaluation_step: int = -1
+    picture_step: int = -1
     network: str | None = None
 
     def precedes(self, row: MetricRow) -> bool:

@@ -17,6 +17,8 @@ class Tracker(Protocol):
     A tracker may have more methods, which are called if they exist:
 
     - ``save()`` after each group of calls of ``log_metrics``, to send or flush what it has gathered;
+    - ``log_image(key, images, step, caption)``, as Lightning's, after an evaluation: a list of images, each of uint8,
+      (H, W, 3), and a list of their captions, which may have two lines;
     - ``log_network(file)`` at the end, with the path of the run's last checkpoint.
     """
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
 from raytrain.runs.throttle import Throttle
+from raytrain.runs.trackers.drawing import Pixels, sheet
 from raytrain.runs.trackers.protocol import TrackedRun
 from raytrain.storage.tempdir import TemporaryFolder
 
@@ -42,6 +43,10 @@ class TensorBoardTracker:
         """Write a row."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
+        """Write images as one, for which TensorBoard has a slider over the steps."""
+        self._writer.add_image(key, sheet(images, caption), step, dataformats="HWC")
 
     def save(self) -> None:
         """Flush the event file."""

@@ -113,14 +113,18 @@ class TrackerThread:
     def _feed(self) -> None:
         try:
             tracker = self._open()
-            pause_s = GATHER_S
+            pause_s, seen = GATHER_S, self._position.evaluation_step
             while self._end is None:
                 self._busy_since = None
                 self._ended.wait(pause_s)
                 self._busy_since, worked_s = self._clock(), time.thread_time()
+                if seen < self._position.evaluation_step:  # one look later, when a worker has written its images
+                    seen = self._position.evaluation_step
+                    self._send_pictures(tracker)
                 self._send(tracker)
                 pause_s = gather_s(time.thread_time() - worked_s)
             self._send(tracker)  # what came between the last look and the end
+            self._send_pictures(tracker)
             if self._end.network is not None and hasattr(tracker, "log_network"):
                 self._send_network(tracker, self._end.network)
             tracker.finalize(self._end.status)
@@ -172,6 +176,24 @@ class TrackerThread:
                     if self._position.precedes(row):
                         self._position = self._position.after(row)
                         yield row
+
+    def _send_pictures(self, tracker: Any) -> None:
+        """Send the images of the last evaluation if the tracker has a place for them and lacks them."""
+        if not hasattr(tracker, "log_image"):
+            return
+        from raytrain.runs.trackers.pictures import read_pictures
+
+        before = self._position
+        found = read_pictures(self._store, after=before.picture_step)
+        if found.groups:
+            self._move(dataclasses.replace(before, picture_step=found.step))  # first, as with rows
+        try:
+            for group in found.groups:
+                tracker.log_image(group.key, group.images, found.step, caption=group.captions)
+        except BaseException:
+            with suppress(RaytrainError):
+                self._move(before)
+            raise
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
         if checkpoint == self._position.network:

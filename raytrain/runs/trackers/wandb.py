@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import wandb
 
 from raytrain.runs.trackers.protocol import TrackedRun
+
+if TYPE_CHECKING:
+    from raytrain.runs.trackers.drawing import Pixels
 
 _EXIT_CODES = {"success": 0, "failed": 1}
 
@@ -38,6 +41,11 @@ class WandbTracker:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue a row; wandb sends it in a process of its own."""
         self._run.log(dict(metrics), step=step)
+
+    def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
+        """Queue images. W&B drops what comes for an earlier step than its latest one: they are sent with that."""
+        shown = [wandb.Image(pixels, caption=text) for pixels, text in zip(images, caption, strict=True)]
+        self._run.log({key: shown}, step=max(step, self._run.step))
 
     def log_network(self, file: str) -> None:
         """Send the last checkpoint, as an artifact."""

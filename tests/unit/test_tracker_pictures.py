@@ -1,0 +1,141 @@
+"""Trackers with a place for images get those of the last evaluation, once, whatever its document holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import raytrain
+from raytrain.runs.documents import run_store, write_config, write_json
+from raytrain.runs.layout import EVALUATION
+from raytrain.runs.status import RunStatus, write_status
+from raytrain.runs.trackers import tracker_thread
+from raytrain.runs.trackers.drawing import confusion_matrix, sheet
+from raytrain.runs.trackers.open_trackers import open_trackers
+from raytrain.runs.trackers.pictures import read_pictures
+from raytrain.runs.trackers.tracking import Tracking
+from raytrain.storage.base import Store
+from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
+from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
+
+WORST, BATCH, CONFUSIONS = "test/most_wrong", "train/last_batch", "test/confusion_matrix"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return run_store(str(tmp_path), "first")
+
+
+class Looker(Recorder):
+    """A tracker that keeps images, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images: list[tuple[str, int, int, list[str]]] = []
+        self.complete = threading.Event()
+
+    def log_image(self, key: str, images: Sequence[Any], step: int, caption: list[str]) -> None:
+        assert all(image.dtype == np.uint8 and image.shape[2] == 3 for image in images)
+        self.images.append((key, len(images), step, caption))
+        if key == CONFUSIONS:
+            self.complete.set()
+
+
+def test_the_images_of_the_last_evaluation_are_sent_once(store: Store) -> None:
+    write_json(store, EVALUATION, evaluation(step=3))
+    looker = Looker()
+    for _ in range(2):
+        assert tracked(store, [looker], [*step_rows(1, 3), evaluation_row(3)]) == []
+    assert [(key, count, step) for key, count, step, _ in looker.images] == [
+        (WORST, 2, 3),
+        (BATCH, 1, 3),
+        (CONFUSIONS, 1, 3),
+    ]
+    assert looker.images[0][3][0] == "cat\npredicted dog 90%"
+
+
+def test_the_images_of_an_evaluation_are_sent_while_the_run_trains(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_thread, "GATHER_S", 0.01)
+    looker = Looker()
+    tracking = Tracking(open_trackers([looker]))
+    tracking.begin(options(), store, print)
+    write_json(store, EVALUATION, evaluation(step=3))
+    tracking.update(snapshot([*step_rows(1, 3), evaluation_row(3)]))
+    assert looker.complete.wait(60)
+    tracking.finish(result(store))
+    assert len(looker.images) == 3
+
+
+def test_images_that_a_tracker_refused_are_sent_when_the_run_is_over(tmp_path: Path, store: Store) -> None:
+    class Refusing(Looker):
+        def log_image(self, *_: Any, **__: Any) -> None:
+            raise OSError("no place left")
+
+    write_config(store, options())
+    write_status(store, RunStatus(status="finished", step=3, num_steps=3))
+    write_json(store, EVALUATION, evaluation(step=3))
+    [report] = tracked(store, [Refusing()], step_rows(1, 3))
+    assert "no place left" in report
+    later = type("Refusing", (Looker,), {})()
+    raytrain.track("first", [later], storage=str(tmp_path))
+    assert len(later.images) == 3
+
+
+def test_a_run_without_an_evaluation_has_no_images(store: Store) -> None:
+    looker = Looker()
+    assert tracked(store, [looker], step_rows(1, 3)) == []
+    assert looker.images == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [
+        ({"step": "3"}, []),
+        ({"classes": None}, []),
+        ({"worst": [{"image": "data:image/png;base64,!!", "label": 0, "prediction": 0}, 7]}, [BATCH, CONFUSIONS]),
+        ({"worst": [{"image": png_url(600, 600), "label": 0, "prediction": 1}], "batch": "x"}, [CONFUSIONS]),
+        ({"worst": [{"image": "javascript:alert(1)", "label": 0, "prediction": 1}]}, [BATCH, CONFUSIONS]),
+        ({"confusion": [[0, 1]]}, [WORST, BATCH]),
+        ({"confusion": [[0, 9, 1]]}, [WORST, BATCH]),
+        ({"confusion": [["a", [], {}]]}, [WORST, BATCH]),
+        ({"confusion": [[0, 0, None]]}, [WORST, BATCH]),
+        ({"confusion": [[0, 1, 10**400]]}, [WORST, BATCH]),
+    ],
+)
+def test_what_is_damaged_is_left_out(damage: dict[str, Any], left: list[str], store: Store) -> None:
+    write_json(store, EVALUATION, {**evaluation(step=1), **damage})
+    assert [group.key for group in read_pictures(store, after=-1).groups] == left
+
+
+def test_names_of_classes_hold_no_control_characters(store: Store) -> None:
+    write_json(store, EVALUATION, {**evaluation(step=1), "classes": [HOSTILE_NAME, "b" * 5000]})
+    worst = read_pictures(store, after=-1).groups[0]
+    assert all(line.isprintable() for text in worst.captions for line in text.split("\n"))
+    assert len(worst.captions[0]) < 300
+
+
+def test_images_are_drawn_side_by_side_above_their_captions() -> None:
+    red, green = (np.full((2, 4, 3), color, np.uint8) for color in ([255, 0, 0], [0, 255, 0]))
+    page = sheet([red, green], ["a", "b" * 500])
+    assert page.shape == (128 + 30 + 16, 2 * 136 + 8, 3)
+    assert page[8 + 64, 8 + 64].tolist() == [255, 0, 0]
+    assert page[8 + 64, 8 + 136 + 64].tolist() == [0, 255, 0]
+    assert (page[8 + 128 :, :136] < 255).any()
+
+
+@pytest.mark.parametrize("num_classes", [2, 32, 33, 1000])
+def test_the_confusion_matrix_has_a_cell_for_each_pair(num_classes: int) -> None:
+    names = [f"class {number}" for number in range(num_classes)]
+    picture = confusion_matrix({(0, 0): 5, (1, 0): 5}, names)
+    cell = 34 if num_classes <= 32 else max(1, 512 // num_classes)
+    start = picture.shape[0] - num_classes * cell
+    assert picture.shape == (picture.shape[0], picture.shape[0], 3)
+    corners = [picture[start + row * cell, start + column * cell].tolist() for row, column in [(0, 0), (1, 0), (0, 1)]]
+    assert corners == [[14, 138, 138], [200, 80, 20], [255, 255, 255]]
