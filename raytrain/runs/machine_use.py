@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from raytrain.storage.base import Store
 
 
+MEASURE_EVERY_S = 5.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineUse:
     """One worker's speed, and the use of its node and of its GPU. What is not known, or not there, is None.

@@ -66,7 +66,7 @@ class MetricRow:
 
 
 def _is_measurement(value: object) -> bool:
-    return value is None or type(value) is float or type(value) is int
+    return value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 _COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")

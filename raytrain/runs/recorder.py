@@ -14,7 +14,8 @@ from raytrain.errors import StorageError
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY
-from raytrain.runs.machine_use import write_machines
+from raytrain.runs.machine_history import MachineHistory, read_machine_history, write_machine_history
+from raytrain.runs.machine_use import MEASURE_EVERY_S, write_machines
 from raytrain.runs.outcome import Outcome, Progress, TrainResult
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
@@ -44,6 +45,7 @@ class RunRecorder:
         self._throttle = Throttle()
         self._num_logged = 0
         self._unwritten: ResolvedConfig | None = None
+        self._machines: MachineHistory | None = None
 
     def begin(self, config: ResolvedConfig, *, restarting: bool = False) -> None:
         """Make the run known. A stop request is kept only if this process is ``restarting`` the run.
@@ -64,10 +66,10 @@ class RunRecorder:
         self.log_events(snapshot)
         with suppress(StorageError):
             self._replace_config(snapshot)
+            self._add_machines(snapshot)
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
-                if snapshot.machines:
-                    write_machines(self._store.fail_fast(), snapshot.machines)
+                self._write_machines(self._store.fail_fast(), snapshot)
 
     def stop_request(self) -> StopRequest | None:
         """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""
@@ -106,8 +108,19 @@ class RunRecorder:
         self.log_events(snapshot)
         self._step = result.steps
         self._replace_config(snapshot)
+        self._write_machines(self._store, snapshot)
         write_json(self._store, SUMMARY, result.summary())
         self.write_status(result.status, snapshot)
+
+    def _add_machines(self, snapshot: Snapshot) -> None:
+        if snapshot.machines and self._throttle.due("machines", MEASURE_EVERY_S):
+            self._machines = self._machines or read_machine_history(self._store.fail_fast())  # of a run that resumes
+            self._machines.add(snapshot.elapsed_s, snapshot.machines)
+
+    def _write_machines(self, store: Store, snapshot: Snapshot) -> None:
+        if self._machines is not None:
+            write_machines(store, snapshot.machines)
+            write_machine_history(store, self._machines)
 
     def _replace_config(self, snapshot: Snapshot) -> None:
         if self._unwritten is not None and snapshot.num_workers:

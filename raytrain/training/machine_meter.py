@@ -11,9 +11,8 @@ from typing import NamedTuple, TypedDict
 
 import torch
 
-from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.machine_use import MEASURE_EVERY_S, MachineUse
 
-MEASURE_EVERY_S = 5.0
 _PROC = Path("/proc")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import re
 import subprocess
@@ -14,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from PIL import Image
 from playwright.sync_api import Page, expect
 
 from raytrain.demo.digits import render_digits
@@ -22,21 +19,16 @@ from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import EVALUATION, STOP_REQUEST
+from raytrain.runs.machine_history import MachineHistory, write_machine_history
 from raytrain.runs.machine_use import MachineUse
 from tests.helpers.alone import ALONE
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
+from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
 expect.set_options(timeout=120_000)
 Visit = Callable[..., Page]
-NASTY = "<img src=x onerror=alert(1)>\x1b[31m[red]\u202e"
-
-
-def png(height: int, width: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("L", (width, height)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @contextmanager
@@ -149,12 +141,18 @@ def test_a_wrong_token_shows_nothing_but_what_to_do(visit: Visit, tmp_path: Path
 
 
 def test_text_from_outside_stays_text(visit: Visit, tmp_path: Path) -> None:
-    store = store_run(tmp_path, "run", [step_row(1, loss=1.0, **{NASTY: 1e308}), step_row(2, **{NASTY: None})])
-    add_events(store, NASTY)
-    pixel = "data:image/png;base64," + base64.b64encode(png(1, 1)).decode()
-    worst = [{"image": image, "label": 0, "prediction": 1, "key": NASTY} for image in (pixel, "javascript:alert(1)")]
+    store = store_run(
+        tmp_path, "run", [step_row(1, loss=1.0, **{HOSTILE_NAME: 1e308}), step_row(2, **{HOSTILE_NAME: None})]
+    )
+    add_events(store, HOSTILE_NAME)
+    pixel = png_url(1, 1)
+    worst = [
+        {"image": image, "label": 0, "prediction": 1, "key": HOSTILE_NAME} for image in (pixel, "javascript:alert(1)")
+    ]
     write_json(
-        store, EVALUATION, {"step": 1, "classes": [NASTY, "b"], "worst": worst, "confusion": [[0, 1, 3], [1, 1, 2]]}
+        store,
+        EVALUATION,
+        {"step": 1, "classes": [HOSTILE_NAME, "b"], "worst": worst, "confusion": [[0, 1, 3], [1, 1, 2]]},
     )
     append_rows(tmp_path / "run", [evaluation_row(2, accuracy=0.5, loss=1e300)])
     with page_of(tmp_path, "run") as server:
@@ -216,7 +214,7 @@ def test_a_page_on_a_phone_needs_no_sideways_scrolling(visit: Visit, tmp_path: P
 
 
 def test_each_worker_has_a_line_about_its_machine_also_on_a_phone(visit: Visit, tmp_path: Path) -> None:
-    cpu = MachineUse(rank=0, node=NASTY, images_per_s=1234.0, data_wait_fraction=0.25, cpu_fraction=0.5)
+    cpu = MachineUse(rank=0, node=HOSTILE_NAME, images_per_s=1234.0, data_wait_fraction=0.25, cpu_fraction=0.5)
     memory = {"memory_bytes": 8 * 10**9, "memory_total_bytes": 16 * 10**9, "shared_memory_bytes": 2 * 10**9}
     gpu = {"gpu": "H200", "gpu_fraction": 0.97, "gpu_memory_bytes": 70 * 10**9, "gpu_memory_total_bytes": 140 * 10**9}
     uses = cpu, replace(cpu, rank=1, node="node-2", **memory, **gpu)
@@ -234,3 +232,19 @@ def test_each_worker_has_a_line_about_its_machine_also_on_a_phone(visit: Visit, 
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         runs.update(snapshot([], first_row=49, status="finished", machines=uses))
         expect(page.locator(".machines")).to_be_hidden()
+
+
+def test_the_use_of_the_machines_of_a_run_that_is_over_is_drawn_over_its_time(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(step, loss=1.0) for step in range(1, 50)])
+    history = MachineHistory()
+    worker = MachineUse(rank=0, node=HOSTILE_NAME, images_per_s=1234.0, data_wait_fraction=0.25, cpu_fraction=0.5)
+    for elapsed_s in range(5, 100, 5):
+        history.add(elapsed_s, [worker, replace(worker, rank=1, gpu_fraction=0.9)])
+    write_machine_history(store, history)
+    end_run(store, "finished", 49, "checkpoints/step-000000049.pt")
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        for title in ("Images per second, each worker", "CPU", "GPU use"):
+            assert ink(page, title) > 0
+        expect(page.locator("figure.chart", has_text="each worker")).to_contain_text("worker 1")
+        expect(page.locator("img")).to_have_count(0)

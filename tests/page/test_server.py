@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,12 @@ def test_without_the_token_nothing_is_shown_and_nothing_stops(tmp_path: Path, to
     store_run(tmp_path, "run", [step_row(10, loss=2.0)])
     with page(tmp_path) as server:
         wrong = {TOKEN_HEADER: token.encode().decode("latin1")}
-        for path in ("/api/events", "/api/documents?run=run", "/api/curves?run=run&first=1&last=2"):
+        for path in (
+            "/api/events",
+            "/api/documents?run=run",
+            "/api/curves?run=run&first=1&last=2",
+            "/api/machines?run=run",
+        ):
             assert status_of(server, path, **wrong) == 403
         assert status_of(server, "/api/stop?run=run", "POST", **wrong) == 403
         assert status_of(server, "/") == 200  # the empty page tells nothing
@@ -118,8 +124,10 @@ def test_the_browser_is_told_to_run_nothing_but_the_page(tmp_path: Path) -> None
 
 
 def test_the_page_needs_no_other_server_and_no_fixed_path() -> None:
-    folder = Path(__file__).parents[2] / "raytrain" / "page" / "static"
-    for file in [*folder.glob("*.js"), *folder.glob("*.html"), *folder.glob("*.css")]:
+    folder = Path(__file__).parents[2] / "raytrain" / "display" / "page" / "static"
+    texts = [*folder.glob("*.js"), *folder.glob("*.html"), *folder.glob("*.css")]
+    assert texts
+    for file in texts:
         text = (
             file.read_text().replace("http://www.w3.org/2000/svg", "").replace("https://github.com/leeoniya/uPlot", "")
         )
@@ -142,6 +150,19 @@ def test_a_viewer_that_never_reads_holds_up_nobody(tmp_path: Path) -> None:
             assert next(awake)["state"]["step"] == first + 2_000
         for viewer in asleep:
             viewer.close()
+
+
+def test_a_hundred_viewers_at_once_all_get_the_whole_run_and_what_is_new(tmp_path: Path) -> None:
+    runs = WatchedRuns(str(tmp_path), ["run"])
+    rows = [step_row(step, loss=1 / step) for step in range(1, 5_001)]
+    with PageServer(runs, port=0) as server, ThreadPoolExecutor(100) as threads:
+        runs.update(snapshot(rows[:4_000]))
+        viewers = [run_messages(server) for _ in range(100)]
+        firsts = list(threads.map(lambda viewer: next(viewer), viewers))
+        assert firsts[0]["state"]["step"] == 4_000
+        assert all(first == firsts[0] for first in firsts)
+        runs.update(snapshot(rows[4_000:], 4_000))
+        assert {second["state"]["step"] for second in threads.map(lambda viewer: next(viewer), viewers)} == {5_000}
 
 
 def test_viewers_hear_the_last_word_before_the_server_ends(tmp_path: Path) -> None:

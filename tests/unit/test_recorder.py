@@ -11,6 +11,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.runs.documents import read_json, run_names, run_store
 from raytrain.runs.history import History
 from raytrain.runs.layout import SUMMARY
+from raytrain.runs.machine_history import read_machine_history
 from raytrain.runs.machine_use import MachineUse, read_machines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
@@ -55,6 +56,8 @@ def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfi
     monitor.measured(use)
     recorder.heartbeat(monitor.snapshot())
     assert read_machines(store) == (use,)
+    [worker] = read_machine_history(store).to_json()["workers"]
+    assert worker == {"rank": 0, "node": "n", "values": {"images_per_s": [10.0]}}
 
 
 def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(

@@ -38,7 +38,13 @@ _FILES = {
     **dict.fromkeys(
         (
             *("uPlot.iife.min.js", "page.js", "format.js", "curves.js", "chart.js", "run_view.js", "stop_panel.js"),
-            *("evaluation_view.js", "machine_table.js", "comparison.js", "parallel_coordinates.js"),
+            *(
+                "evaluation_view.js",
+                "machine_table.js",
+                "machine_curves.js",
+                "comparison.js",
+                "parallel_coordinates.js",
+            ),
         ),
         "text/javascript",
     ),
@@ -97,6 +103,7 @@ class PageServer:
         app.router.add_get("/api/events", self._events)
         app.router.add_get("/api/curves", self._curves)
         app.router.add_get("/api/documents", self._documents)
+        app.router.add_get("/api/machines", self._machines)
         app.router.add_post("/api/stop", self._stop_run)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LAST_WORDS_S)
         await self._runner.setup()
@@ -193,6 +200,11 @@ class PageServer:
         """What changes rarely: ``?run=NAME``."""
         name = self._feed(request).name
         return web.json_response(await asyncio.to_thread(self._runs.documents, name))
+
+    async def _machines(self, request: web.Request) -> web.Response:
+        """The use of the machines over the time of a run: ``?run=NAME``."""
+        name = self._feed(request).name
+        return web.json_response(await asyncio.to_thread(self._runs.machine_history, name))
 
     async def _stop_run(self, request: web.Request) -> web.Response:
         """Ask a run to stop with a checkpoint: ``?run=NAME``."""

@@ -16,6 +16,7 @@ from raytrain.errors import RaytrainError, StorageError
 from raytrain.runs.documents import read_config, read_json, run_store
 from raytrain.runs.json_lines import plain
 from raytrain.runs.layout import EVALUATION, TEST_MANIFEST
+from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.run_reader import RunReader
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.stop_request import StopRequest, request_stop
@@ -71,6 +72,13 @@ class WatchedRuns:
             evaluation = read_json(store, EVALUATION)
             self._name_images(evaluation, name, store)
         return plain({"config": config, "evaluation": evaluation})
+
+    def machine_history(self, name: str) -> dict[str, Any]:
+        """The use of the workers' machines over the time of a run; without any if it cannot be read."""
+        history = MachineHistory()
+        with suppress(StorageError):
+            history = read_machine_history(run_store(self.storage, name))
+        return plain(history.to_json())
 
     def _name_images(self, evaluation: dict[str, Any], name: str, store: Store) -> None:
         """Add the keys of the test images in an ``evaluation``, which knows them by their numbers."""

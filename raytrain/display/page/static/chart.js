@@ -11,12 +11,14 @@ export class Chart {
    * @param format shows a value of the y axis.
    * @param onZoom called with [first, last] on the x axis, or null for all of it.
    * @param sync charts with the same key share their cursor.
+   * @param limits the ends of the y axis, or null for those of the values.
    */
-  constructor({ title, format = formatNumber, onZoom = () => {}, sync = "run" }) {
+  constructor({ title, format = formatNumber, onZoom = () => {}, sync = "run", limits = null }) {
     this.title = title;
     this.format = format;
     this.onZoom = onZoom;
     this.sync = sync;
+    this.limits = limits;
     this.log = false;
     this.axis = "step";
     this.series = [];
@@ -115,7 +117,7 @@ export class Chart {
       bands,
       legend: { show: false },
       padding: [8, 10, 0, 0],
-      scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => padded(low, high) } },
+      scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, high) } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => (this.axis === "time" ? formatDuration(tick) : compact(tick))) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },

@@ -34,6 +34,7 @@ async function request(path, options = {}) {
 const api = {
   curves: async (run, first, last) => (await request(`curves?${new URLSearchParams({ run, first, last })}`)).json(),
   documents: async (run) => (await request(`documents?${new URLSearchParams({ run })}`)).json(),
+  machines: async (run) => (await request(`machines?${new URLSearchParams({ run })}`)).json(),
   stop: (run) => request(`stop?${new URLSearchParams({ run })}`, { method: "POST" }),
 };
 

@@ -4,6 +4,7 @@ import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
 import { evaluationView } from "./evaluation_view.js";
 import { el, fill, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
+import { MachineCurves } from "./machine_curves.js";
 import { machineTable } from "./machine_table.js";
 import { StopPanel } from "./stop_panel.js";
 
@@ -16,12 +17,13 @@ const KNOWN = {
   data_wait_fraction: { title: "Waiting for data", format: formatPercent },
 };
 const FIRST = ["loss", "accuracy"];
+const READ_MACHINES_MS = 10_000; // as often as they are written
 const HIDDEN = new Set(["elapsed_s", "samples_seen"]);
 
 export class RunView {
   /**
    * @param name the run's name.
-   * @param api `curves(name, first, last)`, `documents(name)` and `stop(name)` return promises; a missing one hides
+   * @param api `curves(name, first, last)`, `documents(name)`, `machines(name)` and `stop(name)` return promises; a missing one hides
    *   what needs it.
    */
   constructor(name, api) {
@@ -35,6 +37,7 @@ export class RunView {
     this.strength = 0.4;
     this.events = new Map();
     this.charts = new Map();
+    this.machinesReadAt = -Infinity;
     this.build();
   }
 
@@ -51,6 +54,7 @@ export class RunView {
     this.small = el("div", { class: "charts" });
     this.eventList = el("ol", { class: "events" });
     this.machines = el("div", { class: "columns machines" });
+    this.machineCurves = new MachineCurves(`machines of ${this.name}`);
     this.evaluation = el("div", { class: "evaluation" });
     this.config = el("div", { class: "config" });
     this.element = el(
@@ -64,6 +68,7 @@ export class RunView {
       this.large,
       this.small,
       this.machines,
+      this.machineCurves.element,
       this.evaluation,
       el("div", { class: "columns" }, el("section", {}, el("h2", {}, "Events"), this.eventList), this.config),
     );
@@ -92,6 +97,7 @@ export class RunView {
     this.showState();
     this.draw();
     if (isFirst || this.state.evaluation?.step !== evaluatedBefore) this.readDocuments();
+    this.readMachines();
   }
 
   showState() {
@@ -210,6 +216,18 @@ export class RunView {
     if (documents.config) this.showConfig(documents.config);
   }
 
+  /** Read the use of the machines now and then, while somebody looks, and once more when the run is over. */
+  async readMachines() {
+    const isDue = performance.now() - this.machinesReadAt > READ_MACHINES_MS && !this.machinesComplete;
+    if (!this.api.machines || !this.state || this.element.hidden || !isDue) return;
+    this.machinesReadAt = performance.now();
+    const { over } = this.state;
+    const history = await this.api.machines(this.name).catch(() => null);
+    if (!history) return;
+    this.machinesComplete = over;
+    this.machineCurves.show(history);
+  }
+
   showConfig(config) {
     const rows = Object.entries(config).filter(([, value]) => value !== null);
     const table = el("table", {}, ...rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name.replaceAll("_", "-")), el("td", {}, formatOption(value)))));
@@ -219,5 +237,7 @@ export class RunView {
   /** Draw everything anew, as after a change of the theme. */
   redraw() {
     for (const chart of this.charts.values()) chart.rebuild();
+    this.machineCurves.redraw();
+    this.readMachines();
   }
 }

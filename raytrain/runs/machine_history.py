@@ -1,0 +1,126 @@
+"""The use of the workers' machines over the time of a run, in bounded memory and in one small document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from raytrain.runs.documents import read_json, write_json
+from raytrain.runs.layout import MACHINE_HISTORY
+from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.stored_values import matches
+
+if TYPE_CHECKING:
+    from raytrain.storage.base import Store
+
+MAX_POINTS = 400
+MAX_WORKERS = 16
+_DIGITS = 4
+
+
+class _Point(NamedTuple):
+    """Some seconds of a run: values by rank and name."""
+
+    elapsed_s: float
+    values: Mapping[tuple[int, str], float]
+
+
+class MachineHistory:
+    """Measurements of the first 16 workers over the time of a run.
+
+    Each point is the mean of the same number of measurements, which doubles whenever there are 400 points: then two
+    that follow each other become one.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, str] = {}  # by rank
+        self._every = 1  # measurements of a point
+        self._points: list[_Point] = []
+        self._pending: list[_Point] = []
+
+    def add(self, elapsed_s: float, uses: Sequence[MachineUse]) -> None:
+        """Add what the workers measured last, ``elapsed_s`` seconds after the start of the run."""
+        shown = uses[:MAX_WORKERS]
+        self._nodes |= {use.rank: use.node for use in shown}
+        values = {(use.rank, name): value for use in shown for name, value in _measured(use) if value is not None}
+        self._pending.append(_Point(round(elapsed_s, 1), values))
+        if len(self._pending) >= self._every:
+            self._points.append(_mean(self._pending))
+            self._pending.clear()
+        if len(self._points) >= MAX_POINTS:
+            self._points = [_mean(self._points[place : place + 2]) for place in range(0, MAX_POINTS, 2)]
+            self._every *= 2
+
+    def to_json(self) -> dict[str, Any]:
+        """The times of the points, and for each worker its rank, its node, and its values at these times."""
+        names = sorted({key for point in self._points for key in point.values})
+        workers = [
+            {
+                "rank": rank,
+                "node": node,
+                "values": {
+                    name: [point.values.get((rank, name)) for point in self._points] for of, name in names if of == rank
+                },
+            }
+            for rank, node in sorted(self._nodes.items())
+        ]
+        return {"every": self._every, "elapsed_s": [point.elapsed_s for point in self._points], "workers": workers}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> MachineHistory:
+        """The inverse of :meth:`to_json`; of a damaged document, what can be used."""
+        history = cls()
+        every, times = document.get("every"), document.get("elapsed_s")
+        if not matches(every, int) or not matches(times, list[float]) or len(cast(list[float], times)) > MAX_POINTS:
+            return history
+        values: list[dict[tuple[int, str], float]] = [{} for _ in cast(list[float], times)]
+        for rank, node, name, column in _columns(document.get("workers"), len(values)):
+            history._nodes[rank] = node
+            for known, value in zip(values, column, strict=True):
+                known |= {} if value is None else {(rank, name): value}
+        history._every = max(1, cast(int, every))
+        history._points = [_Point(at_s, known) for at_s, known in zip(cast(list[float], times), values, strict=True)]
+        return history
+
+
+def read_machine_history(store: Store) -> MachineHistory:
+    """The history of the run in ``store``; empty if there is none."""
+    return MachineHistory.from_json(read_json(store, MACHINE_HISTORY))
+
+
+def write_machine_history(store: Store, history: MachineHistory) -> None:
+    """Write ``history`` for those who look at the run from elsewhere, or later."""
+    write_json(store, MACHINE_HISTORY, history.to_json())
+
+
+def _measured(use: MachineUse) -> Iterable[tuple[str, float | None]]:
+    return (
+        ("images_per_s", use.images_per_s),
+        ("cpu_fraction", use.cpu_fraction),
+        ("memory_fraction", _fraction(use.memory_bytes, use.memory_total_bytes)),
+        ("shared_memory_fraction", _fraction(use.shared_memory_bytes, use.memory_total_bytes)),
+        ("gpu_fraction", use.gpu_fraction),
+        ("gpu_memory_fraction", _fraction(use.gpu_memory_bytes, use.gpu_memory_total_bytes)),
+    )
+
+
+def _fraction(used: int | None, total: int | None) -> float | None:
+    return None if used is None or not total else used / total
+
+
+def _mean(points: Sequence[_Point]) -> _Point:
+    """The mean of each value over the points that have it, at the time of the last one."""
+    keys = {key for point in points for key in point.values}
+    known = {key: [point.values[key] for point in points if key in point.values] for key in keys}
+    means = {key: round(sum(values) / len(values), _DIGITS) for key, values in known.items()}
+    return _Point(points[-1].elapsed_s, means)
+
+
+def _columns(workers: object, length: int) -> Iterable[tuple[int, str, str, list[float | None]]]:
+    """Rank, node, name and values of each column of a document that is whole."""
+    for worker in cast(list[Any], workers)[:MAX_WORKERS] if isinstance(workers, list) else ():
+        if not matches(worker, dict[str, Any]):
+            continue
+        rank, node, columns = (worker.get(name) for name in ("rank", "node", "values"))
+        if type(rank) is int and isinstance(node, str) and matches(columns, dict[str, list[float | None]]):
+            yield from ((rank, node, name, column) for name, column in columns.items() if len(column) == length)
