@@ -1,45 +1,63 @@
-"""A run's metrics as a table."""
+"""A run's metrics as a table, of any length in a bounded amount of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
-from raytrain.data.table_file import encode_table
+from raytrain.data.table_file import table_writer
+from raytrain.errors import UsageError
 from raytrain.runs.documents import open_run
 from raytrain.runs.history import read_all_metrics
 from raytrain.runs.metric_row import MetricRow
-from raytrain.storage.output_file import check_output, write_output
+from raytrain.storage.output_file import check_output, new_output
+
+_MAX_COLUMNS = 1000
+_CHUNK = 2**15  # rows that are written at once
+_TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
 def export_history(storage: str, name: str, output: str) -> int:
-    """Write the history of a run into the file ``output``, .csv or .parquet; returns the number of rows."""
+    """Write the history of a run into the file ``output``, .csv or .parquet; returns the number of rows.
+
+    Each row of the history is a row, each name that occurs in it a column. What a row lacks is null.
+    """
     check_output(output, (".parquet", ".csv"))
-    table = history_table(read_all_metrics(open_run(storage, name)))
-    write_output(output, encode_table(table, output))
-    return table.num_rows
+    store = open_run(storage, name)
+    num_rows, schema = _survey(_chunks(read_all_metrics(store)))
+    num_left = num_rows
+    with new_output(output) as file, table_writer(file, output, schema) as write:
+        for rows in _chunks(read_all_metrics(store)):
+            write(_table(rows[:num_left], schema))  # a run that trains adds rows meanwhile
+            num_left -= len(rows[:num_left])
+    return num_rows
 
 
-def history_table(blocks: Iterable[Sequence[MetricRow]]) -> pa.Table:
-    """A row for each of those in ``blocks``, a column for each name that occurs in them; what a row lacks is null."""
-    tables = [pa.table({}), *map(_table, blocks)]
-    table = pa.concat_tables(tables, promote_options="permissive")  # int and float become float
-    unknown = [name for name in table.column_names if pa.types.is_null(table[name].type)]
-    for name in unknown:
-        table = table.set_column(table.column_names.index(name), name, table[name].cast(pa.float64()))
-    return table
+def _chunks(blocks: Iterable[Sequence[MetricRow]]) -> Iterator[Sequence[MetricRow]]:
+    return (block[start : start + _CHUNK] for block in blocks for start in range(0, len(block), _CHUNK))
 
 
-def _table(rows: Sequence[MetricRow]) -> pa.Table:
+def _survey(chunks: Iterable[Sequence[MetricRow]]) -> tuple[int, pa.Schema]:
+    """The number of rows, and the columns with their types. Raises UsageError if there are too many of them."""
+    num_rows, found = 0, dict[str, set[type]]()
+    for rows in chunks:
+        num_rows += len(rows)
+        for row in rows:
+            for name, value in row.to_json().items():
+                found.setdefault(name, set()).add(type(value))
+        if len(found) > _MAX_COLUMNS:
+            raise UsageError(f"The history names {len(found):,} metrics; a table has at most {_MAX_COLUMNS:,} columns.")
+    return num_rows, pa.schema([(name, _column_type(types)) for name, types in found.items()])
+
+
+def _column_type(types: set[type]) -> pa.DataType:
+    """Float if a column has whole numbers and others, or if nothing is known of it."""
+    known = types - {type(None)}
+    return _TYPES[known.pop()] if len(known) == 1 else pa.float64()
+
+
+def _table(rows: Sequence[MetricRow], schema: pa.Schema) -> pa.Table:
     documents = [row.to_json() for row in rows]
-    names = list(dict.fromkeys(name for document in documents for name in document))
-    columns = {name: [document.get(name) for document in documents] for name in names}
-    return pa.table({name: pa.array(values, _type_of(values)) for name, values in columns.items()})
-
-
-def _type_of(values: Sequence[Any]) -> pa.DataType | None:
-    """A float if a column has whole numbers and others; otherwise what pyarrow makes of it."""
-    found = {type(value) for value in values if value is not None}
-    return pa.float64() if found == {int, float} else None
+    columns = [pa.array([document.get(field.name) for document in documents], field.type) for field in schema]
+    return pa.table(columns, schema=schema)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -17,11 +19,20 @@ _FORMULA = r"^[=+\-@\t\r\n]"
 def encode_table(table: pa.Table, output: str) -> bytes:
     """The content of the file ``output``, in the format of its suffix, .csv or .parquet."""
     sink = pa.BufferOutputStream()
-    if output.endswith(".csv"):
-        pyarrow.csv.write_csv(_without_formulas(table), sink)
-    else:
-        pyarrow.parquet.write_table(table, sink)
+    with table_writer(sink, output, table.schema) as write:
+        write(table)
     return sink.getvalue().to_pybytes()
+
+
+@contextmanager
+def table_writer(sink: Any, output: str, schema: pa.Schema) -> Generator[Callable[[pa.Table], None]]:
+    """A function that adds tables of ``schema`` to ``sink``, a path or a stream, in the format of ``output``."""
+    if output.endswith(".csv"):
+        with pyarrow.csv.CSVWriter(sink, _without_formulas(schema.empty_table()).schema) as writer:
+            yield lambda table: writer.write_table(_without_formulas(table))
+    else:
+        with pyarrow.parquet.ParquetWriter(sink, schema) as writer:
+            yield writer.write_table
 
 
 def _without_formulas(table: pa.Table) -> pa.Table:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from aiobotocore.credentials import AioCredentials
@@ -111,6 +112,12 @@ def write_object(url: str, content: bytes) -> None:
     """Write or replace the ``s3://`` object ``url``. Raises StorageError if it cannot be written."""
     with _explained(url):
         filesystem(url).pipe_file(url, content)
+
+
+def upload_object(file: Path, url: str) -> None:
+    """Write or replace the ``s3://`` object ``url`` with a file, in parts. Raises StorageError if that fails."""
+    with _explained(url):
+        filesystem(url).put_file(str(file), url)
 
 
 @contextmanager

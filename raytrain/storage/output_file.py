@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
+from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
+from raytrain.storage.tempdir import TemporaryFolder
 
 
 def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output") -> None:
@@ -28,6 +33,27 @@ def write_output(output: str, content: bytes) -> None:
         write_object(output, content)
     else:
         folder.put(name, content)
+
+
+@contextmanager
+def new_output(output: str) -> Generator[Path]:
+    """A new file that, when it has been written, atomically becomes ``output``, a file or an ``s3://`` object.
+
+    Raises StorageError if that fails.
+    """
+    folder, name = _open_folder(output)
+    is_object = "://" in output
+    try:
+        with TemporaryFolder(None if is_object else folder.url) as temporary:
+            yield temporary / name
+            if is_object:
+                from raytrain.storage.filesystem import upload_object  # s3fs takes a second to import
+
+                upload_object(temporary / name, output)
+            else:
+                os.replace(temporary / name, Path(folder.url, name))
+    except OSError as error:
+        raise explain(error, output) from error
 
 
 def _open_folder(output: str) -> tuple[Store, str]:

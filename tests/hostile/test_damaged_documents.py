@@ -101,6 +101,7 @@ def test_a_torn_tail_costs_its_lines_alone(data: bytes, store: Store) -> None:
         ('{"kind": "step", "step": 1e999, "epoch": 1}', [1, 2, 3]),
         ('{"kind": "step", "step": 4, "epoch": 0}', [1, 2, 3]),
         ('{"kind": "step", "step": 4, "epoch": 1, "loss": "small"}', [1, 2, 3]),
+        (f'{{"kind": "step", "step": 4, "epoch": 1, "loss": {10**400}}}', [1, 2, 3]),
         ('{"kind": "step", "step": true, "epoch": 1}', [1, 2, 3]),
         ('{"kind": "dance", "step": 4, "epoch": 1}', [1, 2, 3]),
     ],

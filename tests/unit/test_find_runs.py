@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from raytrain.cli.main import main
+from raytrain.data.history_table import export_history
 from raytrain.display.comparison_table import comparison_page
 from raytrain.display.console import PlainConsole
 from raytrain.errors import UsageError
@@ -111,6 +112,20 @@ def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     assert table["loss"].to_pylist() == [1.0, 0.5, pytest.approx(1 / 3), 2.0]
     assert "=evil()" in table.column_names
+
+
+def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("raytrain.data.history_table._CHUNK", 3)
+    whole, late = step_rows(1, 40, own=1.0), MetricRow(kind="step", step=41, epoch=1, metrics={"own": 0.5, "late": 2.0})
+    put_rows(stored(tmp_path, "first"), [*whole, late])
+    for name in ("out.csv", "out.parquet"):
+        assert export_history(str(tmp_path), "first", str(tmp_path / name)) == 41
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert table["step"].to_pylist() == list(range(1, 42))
+    assert (table["own"][-1].as_py(), table["late"].to_pylist()) == (0.5, [None] * 40 + [2.0])
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 42
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "out.csv", "out.parquet"]
 
 
 def test_the_log_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

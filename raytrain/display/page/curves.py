@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from raytrain.runs.metric_row import MetricRow
 
 MAX_BUCKETS = 1500
 """Most buckets of a curve: a screen has about as many columns of pixels."""
-_MAX_ROWS = 2**18
-"""Most rows of a curve in memory: of more, two that follow each other become one, with their mean and extremes."""
+_MAX_POINTS = 2**18
+"""Most points of a curve in memory, an even number. Of more rows, several become one point, with mean and extremes."""
 _MAX_NAMES = 64
 """Most metrics that are shown: a history of a stranger may name millions."""
 _FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
@@ -28,13 +28,14 @@ Floats = NDArray[np.float64]
 class Curves:
     """All metrics of the rows of one kind. Their steps increase.
 
+    Each point stands for the same number of rows: one at first, then a power of two. Rows wait until they make a point.
+
     Buckets begin at multiples of ``width`` steps, a power of two that doubles when they become too many. What a viewer
     has seen stays valid as long as ``generation`` does: then only buckets from the last one on change.
     """
 
     def __init__(self) -> None:
         self.generation = 0
-        self.width = 1
         self._clear()
 
     def __len__(self) -> int:
@@ -43,15 +44,18 @@ class Curves:
     def clear(self) -> None:
         """Forget all rows: the run resumes from an earlier step, or is another one."""
         self.generation += 1
-        self.width = 1
         self._clear()
 
     def extend(self, rows: Iterable[MetricRow]) -> None:
         """Add rows. One whose step does not follow the last one's is left out."""
         for row in rows:
-            if not self._steps or row.step > self._steps[-1]:
-                self._add(row)
-            if len(self._steps) > _MAX_ROWS:
+            if row.step > self._last_step:
+                self._last_step = row.step
+                self._waiting.append(row)
+                if len(self._waiting) == self._rows_per_point:
+                    self._add_point(self._waiting)
+                    self._waiting.clear()
+            if len(self._steps) >= _MAX_POINTS:
                 self._merge_pairs()
         while self._steps and self._steps[-1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
             self.width *= 2
@@ -75,70 +79,78 @@ class Curves:
         return self._buckets(first, end, width)
 
     def _clear(self) -> None:
+        self.width = 1
+        self._last_step = -1
+        self._rows_per_point = 1
+        self._waiting: list[MetricRow] = []
         self._steps = array("q")
-        self._weights = array("d")  # how many rows of the history each is
         self._columns: dict[str, array[float]] = {}
-        # Of the first ones, which are several rows each. Of the others, a value is its own minimum and maximum.
-        self._lows: dict[str, Floats] = {}
-        self._highs: dict[str, Floats] = {}
+        # As long as a point is one row, its value is its own minimum and maximum.
+        self._lows: dict[str, array[float]] = {}
+        self._highs: dict[str, array[float]] = {}
+
+    def _add_point(self, rows: Sequence[MetricRow]) -> None:
+        """Add a point for ``rows``; its step is that of the last one."""
+        measured = [{name: getattr(row, name) for name in _FIELDS} | dict(row.metrics) for row in rows]
+        for name in {name for values in measured for name in values} - self._columns.keys():
+            if len(self._columns) < _MAX_NAMES:
+                for columns in self._curves():
+                    columns[name] = array("d", [math.nan]) * len(self._steps)
+        self._steps.append(rows[-1].step)
+        for name, column in self._columns.items():
+            values = [values.get(name) for values in measured]
+            if len(rows) == 1:
+                column.append(math.nan if values[0] is None else values[0])
+            else:
+                known = [value for value in values if value is not None and math.isfinite(value)] or [math.nan]
+                column.append(sum(known) / len(known))
+                self._lows[name].append(min(known))
+                self._highs[name].append(max(known))
+
+    def _curves(self) -> Sequence[dict[str, array[float]]]:
+        """The means, and the minima and maxima if they are kept."""
+        return (self._columns,) if self._rows_per_point == 1 else (self._columns, self._lows, self._highs)
 
     def _merge_pairs(self) -> None:
-        """Make one row of every two. The last row of all stays out of it if their number is odd."""
-        num_rows = len(self._steps) // 2 * 2
-        weights = np.array(self._weights)[:num_rows].reshape(-1, 2)
+        """Make one point of every two."""
         for name, column in self._columns.items():
-            values, low, high = (part.reshape(-1, 2) for part in self._values(name, 0, num_rows))
-            self._lows[name], self._highs[name] = np.fmin.reduce(low, axis=1), np.fmax.reduce(high, axis=1)
-            column[:num_rows] = array("d", _mean_of_pairs(values, weights))
-        self._weights[:num_rows] = array("d", weights.sum(axis=1))
-        self._steps[:num_rows] = self._steps[1:num_rows:2]
+            values, low, high = (part.reshape(-1, 2) for part in self._values(name, 0, len(column)))
+            self._columns[name] = array("d", _mean_of_pairs(values))
+            self._lows[name] = array("d", np.fmin.reduce(low, axis=1))
+            self._highs[name] = array("d", np.fmax.reduce(high, axis=1))
+        self._steps = self._steps[1::2]
+        self._rows_per_point *= 2
         self.generation += 1
 
     def _values(self, name: str, first: int, end: int) -> tuple[Floats, Floats, Floats]:
         """The values of a metric, and the minimum and maximum that each of them stands for."""
         values = np.array(self._columns[name][first:end])
-        low, high = (np.where(np.isfinite(values), values, np.nan) for _ in range(2))
-        for part, merged in ((low, self._lows), (high, self._highs)):
-            known = merged.get(name, values[:0])[first:end]
-            part[: len(known)] = known
-        return values, low, high
-
-    def _add(self, row: MetricRow) -> None:
-        values = {name: getattr(row, name) for name in _FIELDS} | dict(row.metrics)
-        for name in values.keys() - self._columns.keys():
-            if len(self._columns) < _MAX_NAMES:
-                self._columns[name] = array("d", [math.nan]) * len(self._steps)
-        self._steps.append(row.step)
-        self._weights.append(1)
-        for name, column in self._columns.items():
-            value = values.get(name)
-            column.append(math.nan if value is None else value)
+        if self._rows_per_point > 1:
+            return values, np.array(self._lows[name][first:end]), np.array(self._highs[name][first:end])
+        known = np.where(np.isfinite(values), values, np.nan)
+        return values, known, known
 
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
         steps = np.array(self._steps[first:end], np.int64)
         starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
         ends = np.append(starts[1:], len(steps)) - 1
-        weights = np.array(self._weights[first:end])
-        several = len(starts) < len(steps) or any(weights > 1)
+        several = len(starts) < len(steps) or self._rows_per_point > 1
         return {
             "width": width,
             "step": steps[ends[: len(starts)]].tolist(),
-            "metrics": {
-                name: _summarize(*self._values(name, first, end), weights, starts, several) for name in self._columns
-            },
+            "metrics": {name: _summarize(*self._values(name, first, end), starts, several) for name in self._columns},
         }
 
 
 def _summarize(
-    values: Floats, low: Floats, high: Floats, weights: Floats, starts: NDArray[np.int64], several: bool
+    values: Floats, low: Floats, high: Floats, starts: NDArray[np.int64], several: bool
 ) -> dict[str, list[float | None]]:
     """Mean, minimum and maximum of ``values`` from each of ``starts`` up to the next."""
     if not several:
         return {"mean": _plain(values)}
     known = np.isfinite(values)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        total = np.add.reduceat(np.where(known, values * weights, 0), starts)
-        mean = total / np.add.reduceat(np.where(known, weights, 0), starts)
+        mean = np.add.reduceat(np.where(known, values, 0), starts) / np.add.reduceat(known.astype(float), starts)
     return {
         "mean": _plain(mean),
         "low": _plain(np.fmin.reduceat(low, starts)),
@@ -146,11 +158,11 @@ def _summarize(
     }
 
 
-def _mean_of_pairs(values: Floats, weights: Floats) -> Floats:
+def _mean_of_pairs(values: Floats) -> Floats:
     """The means of (N, 2) values, of those that are finite."""
     known = np.isfinite(values)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        return np.where(known, values * weights, 0).sum(axis=1) / np.where(known, weights, 0).sum(axis=1)
+        return np.where(known, values, 0).sum(axis=1) / known.sum(axis=1)
 
 
 def _plain(values: Floats) -> list[float | None]:
