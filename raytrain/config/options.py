@@ -143,6 +143,8 @@ class TrainConfig:
     """Store images and weights in channels-last memory format, which is faster on most hardware."""
     compile: bool = False
     """Compile the network with torch.compile."""
+    flip_test: bool = False
+    """Evaluate and predict with the mean of the logits for an image and for its mirror image."""
     seed: int = 0
     """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
 

@@ -18,6 +18,7 @@ from raytrain.runs.documents import open_run
 from raytrain.storage.base import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
+from raytrain.training.flip_test import flip_test
 from raytrain.training.label_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
 
@@ -30,6 +31,7 @@ class Classifier(nn.Module):
         shape: the shape of the images that the network takes.
         framing: what it sees of an image file.
         checkpoint: the path of the weights within the run.
+        flip_test: whether the logits are the mean of those for an image and for its mirror image.
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
     """
 
@@ -45,6 +47,7 @@ class Classifier(nn.Module):
         self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
         self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
+        self.flip_test = config.flip_test
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.image_size)
         self._augment = Augment(config)
         if config.precision == "float64":
@@ -52,7 +55,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of ``images``, uint8 (B, H, W, C), resized and normalised as in training."""
-        return self.network(self._augment.evaluate(images))
+        inputs = self._augment.evaluate(images)
+        return flip_test(self.network, inputs) if self.flip_test else self.network(inputs)
 
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def evaluate(
     *,
     labels: str | None = None,
     threshold: Sequence[float] = (),
+    flip_test: bool = False,
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -55,6 +56,8 @@ def evaluate(
             classes needs it.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
             classes or one for each; by default those with the best F1 on the run's own test images.
+        flip_test: whether images are predicted with their mirror images, as those of a run trained with it always are:
+            by the mean of the logits.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -69,7 +72,7 @@ def evaluate(
     thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
     manifest = _labelled(trained, images, labels)
-    table = trained.predict(images, manifest, workers=workers, address=address)
+    table = trained.predict(images, manifest, workers=workers, address=address, flip_test=flip_test)
     if trained.config.multi_label:
         return score_labels(trained, manifest, table, thresholds)
     readable = table.filter(table["error"].is_null())

@@ -56,6 +56,7 @@ In the order of the outputs:
 ```
 """
 
+_FLIP_TEST = "; the logits are the mean of those for an image and for its mirror image"
 _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, on black"}
 
 
@@ -71,7 +72,7 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
         channels=config.channels,
         step=progress.step,
         samples=progress.samples_seen,
-        result=_result(checkpoint),
+        result=_result(checkpoint) + (_FLIP_TEST if config.flip_test else ""),
         digest=_one_line(identity.manifest_digest),
         preprocessing=_preprocessing(config),
         classes=json.dumps([_one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),

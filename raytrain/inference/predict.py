@@ -43,6 +43,7 @@ def predict(
     *,
     top_k: int = 1,
     threshold: Sequence[float] = (),
+    flip_test: bool = False,
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -62,6 +63,8 @@ def predict(
         top_k: number of classes for each image.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
             classes or one for each; by default those with the best F1 on the run's own test images.
+        flip_test: whether images are predicted with their mirror images, as those of a run trained with it always are:
+            by the mean of the logits.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -81,7 +84,8 @@ def predict(
         raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
     thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
-    table = trained.predict(images, list_images(images), workers=workers, address=address, top_k=top_k)
+    manifest = list_images(images)
+    table = trained.predict(images, manifest, workers=workers, address=address, flip_test=flip_test, top_k=top_k)
     columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)
     write_output(output, encode_table(columns, output))
     num_errors = len(table) - table["error"].null_count

@@ -20,9 +20,20 @@ class Predictor:
     """Predicts the ``top_k`` likeliest classes of images: on the GPU of number ``gpu``, if there are any."""
 
     def __init__(
-        self, store: Store, num_threads: int, gpu: int = 0, *, run: str, top_k: int, trust: bool = False
+        self,
+        store: Store,
+        num_threads: int,
+        gpu: int = 0,
+        *,
+        run: str,
+        top_k: int,
+        flip_test: bool = False,
+        trust: bool = False,
     ) -> None:
-        """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load."""
+        """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
+
+        With ``flip_test``, or if the run was trained with it, images are predicted with their mirror images.
+        """
         import torch
 
         from raytrain.inference.classifier import load_classifier
@@ -30,6 +41,7 @@ class Predictor:
         torch.set_num_threads(num_threads)
         self._device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
+        self._classifier.flip_test |= flip_test
         self._top_k = top_k
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:

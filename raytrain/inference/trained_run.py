@@ -43,7 +43,14 @@ class TrainedRun:
     trust: bool
 
     def predict(
-        self, images: Store, manifest: Manifest, *, workers: int | None, address: str | None, top_k: int = 1
+        self,
+        images: Store,
+        manifest: Manifest,
+        *,
+        workers: int | None,
+        address: str | None,
+        flip_test: bool,
+        top_k: int = 1,
     ) -> pa.Table:
         """Predict the classes of the manifest's images, which are in the store ``images``.
 
@@ -57,7 +64,7 @@ class TrainedRun:
         Raises:
             UsageError: there is no cluster at ``address``, or it is too small for ``workers``.
         """
-        load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust)
+        load_predictor = partial(Predictor, run=self.name, top_k=top_k, flip_test=flip_test, trust=self.trust)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
         if uses_cluster(address):
             return self._predict_on_cluster(request, workers, address)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from raytrain.training.class_metrics import balanced_accuracy, macro_f1
+from raytrain.training.flip_test import Network
 from raytrain.training.run import Run
 
 
-def evaluate(run: Run, model: nn.Module) -> dict[str, float]:
+def evaluate(run: Run, model: Network) -> dict[str, float]:
     """Accuracy, mean cross entropy, balanced accuracy and macro F1 of ``model`` on the test images, each image once.
 
     Sums are reduced, never means, and no image is padded or repeated. All are NaN if no image could be used.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from raytrain.training.class_metrics import macro_f1
+from raytrain.training.flip_test import Network
 from raytrain.training.label_metrics import DEFAULT_THRESHOLD, average_precisions, best_thresholds, mean_of_known
 from raytrain.training.run import Run
 
 
-def evaluate_labels(run: Run, model: nn.Module) -> dict[str, float]:
+def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
     """Measure ``model`` on the test images, each image once, and choose the threshold of each class by its F1.
 
     Returns the accuracy (over all images and classes) and macro F1 of predicting the classes with a probability of at

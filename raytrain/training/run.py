@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from raytrain.training.batch import Batch, to_batch
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.early_stop import EarlyStop
+from raytrain.training.flip_test import Network, flip_test
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
 from raytrain.training.loss import Loss
@@ -61,7 +63,7 @@ class Run:
     source: BatchSource
     reporter: Reporter
     checkpoints: Checkpoints
-    evaluation: Callable[[Run, nn.Module], dict[str, float]]  # of the first prepared network, by default
+    evaluation: Callable[[Run, Network], dict[str, float]]  # of the first prepared network, by default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     weights: Mapping[str, Tensor] | None = None  # initial weights; None if the seed or a checkpoint decides them
     transforms: Callable[[], Transforms] | None = None  # makes the user's own
@@ -99,7 +101,7 @@ class Run:
         self._exhausted = False  # the loop has got all batches that it gets
         self._start_reported = False
         torch.manual_seed(mix(self.config.seed) >> 1)  # a loop's own networks start the same on every worker
-        self._evaluate: Callable[[], dict[str, float]] = lambda: self.evaluation(self, self._models.evaluated)
+        self._evaluate = self._built_in_evaluation
 
     # What a loop calls.
 
@@ -296,6 +298,10 @@ class Run:
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
     # What happens between two batches.
+
+    def _built_in_evaluation(self) -> dict[str, float]:
+        network = self._models.evaluated
+        return self.evaluation(self, partial(flip_test, network) if self.config.flip_test else network)
 
     def _begin_step(self, step: int, local_batches: Iterator[LocalBatch]) -> Batch:
         started = time.perf_counter()

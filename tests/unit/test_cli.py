@@ -390,7 +390,10 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         (("first", "m.onnx"), {"data": "d", "storage": "./runs", "trust": False}),
         (
             ("first", "d", "p.csv"),
-            {"storage": "s", "top_k": 3, "threshold": (), "workers": None, "address": None, "trust": False},
+            {
+                "storage": "s", "top_k": 3, "threshold": (), "flip_test": False,
+                "workers": None, "address": None, "trust": False,
+            },
         ),
         (("d", "./runs", "auto"), {}),
         (("auto",), {}),

@@ -22,6 +22,10 @@ Threshold = Annotated[
     ),
 ]
 
+FlipTest = Annotated[
+    bool, arg(help="Predict each image with its mirror image, as runs trained with --flip-test always do.")
+]
+
 
 def evaluate(
     run: RunName,
@@ -33,6 +37,7 @@ def evaluate(
         str | None, arg(help="PNG file for the confusions of single classes; by default RUN-confusion.png.")
     ] = None,
     threshold: Threshold = (),
+    flip_test: FlipTest = False,
     storage: Storage = "./runs",
     workers: Workers = None,
     address: Address = None,
@@ -51,7 +56,15 @@ def evaluate(
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
     result = raytrain.evaluate(
-        run, data, labels=labels, threshold=threshold, storage=storage, workers=workers, address=address, trust=trust
+        run,
+        data,
+        labels=labels,
+        threshold=threshold,
+        flip_test=flip_test,
+        storage=storage,
+        workers=workers,
+        address=address,
+        trust=trust,
     )
     if isinstance(result, LabelEvaluation):
         return CommandResult(label_evaluation_page(result), result.summary())
@@ -66,6 +79,7 @@ def predict(
     storage: Storage = "./runs",
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
     threshold: Threshold = (),
+    flip_test: FlipTest = False,
     workers: Workers = None,
     address: Address = None,
     trust: Trust = False,
@@ -83,6 +97,7 @@ def predict(
         storage=storage,
         top_k=top_k,
         threshold=threshold,
+        flip_test=flip_test,
         workers=workers,
         address=address,
         trust=trust,

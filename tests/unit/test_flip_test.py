@@ -1,0 +1,105 @@
+"""Test-time flips: in a run's evaluations, in evaluate and predict, and in exported programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+import raytrain
+from raytrain import Run
+from raytrain.inference.classification_metrics import Scores
+from raytrain.training.evaluation import evaluate
+from raytrain.training.flip_test import flip_test
+from raytrain.training.model import build_model
+from tests.helpers.folder_runs import folder_run, train_here
+from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
+
+SEVERAL: dict[str, Any] = {"labels": "labels.csv", "label_separator": "|"}
+
+
+def add_run(storage: Path, **given: Any) -> dict[str, Any]:
+    """A run whose network has random weights; the arguments that open it."""
+    config = options(**given)
+    add_checkpoint(make_run(storage, config), build_model(config.model, len(ANIMALS), 1, 0), config)
+    return {"run": "first", "storage": str(storage)}
+
+
+def mirror_pairs(folder: Path) -> Path:
+    """Grey noise of three classes, each image with its mirror image."""
+    random = np.random.default_rng(0)
+    for name in ANIMALS:
+        (folder / name).mkdir(parents=True)
+        for number in range(4):
+            image = Image.fromarray(random.integers(0, 256, (20, 12), dtype=np.uint8))
+            image.save(folder / name / f"{number}-a.png")
+            image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(folder / name / f"{number}-b.png")
+    return folder
+
+
+def scores_of_pairs(images: Path, **given: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """What is predicted for the images, and for their mirror images."""
+    file = images.parent / "predictions.parquet"
+    raytrain.predict(data=str(images), output=str(file), **given)
+    rows = pq.read_table(file).to_pylist()
+    columns = [name for name in rows[0] if name.startswith("score")]
+    scores = np.array([[row[name] for name in columns] for row in rows])
+    return scores[::2], scores[1::2]
+
+
+@pytest.mark.parametrize("kind", [{}, SEVERAL])
+def test_an_image_and_its_mirror_image_have_the_same_predictions(kind: dict[str, Any], tmp_path: Path) -> None:
+    images, plain = mirror_pairs(tmp_path / "images"), add_run(tmp_path / "plain", **kind)
+    ours, mirrored = scores_of_pairs(images, **plain)
+    assert np.abs(ours - mirrored).max() > 1e-3
+    ours, mirrored = scores_of_pairs(images, **plain, flip_test=True)
+    np.testing.assert_allclose(ours, mirrored, atol=1e-6)
+    by_option, _ = scores_of_pairs(images, **add_run(tmp_path / "option", **kind, flip_test=True))
+    np.testing.assert_array_equal(ours, by_option)
+
+
+def test_evaluate_measures_the_mean_of_the_logits(tmp_path: Path) -> None:
+    images, run = mirror_pairs(tmp_path / "images"), add_run(tmp_path / "plain")
+    result = raytrain.evaluate(data=str(images), **run, flip_test=True)
+    model = raytrain.load(**run)
+    files = sorted(images.rglob("*.png"))
+    decoded = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))[..., None]
+    with torch.no_grad():
+        logits = (model(decoded) + model(decoded.flip(2))) / 2
+    labels = torch.tensor([ANIMALS.index(file.parent.name) for file in files])
+    assert isinstance(result, Scores)
+    assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+    model.flip_test = True
+    torch.testing.assert_close(model(decoded), logits)
+
+
+def test_an_exported_program_does_it_too(tmp_path: Path) -> None:
+    run = add_run(tmp_path / "runs", flip_test=True)
+    raytrain.export(output=str(tmp_path / "model.pt2"), **run)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    images = torch.randint(0, 256, (3, 20, 12, 1), dtype=torch.uint8)
+    torch.testing.assert_close(program(images), program(images.flip(2)))
+
+
+def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_path: Path) -> None:
+    def by_hand(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for batch in run.batches(evaluate=lambda: evaluate(run, partial(flip_test, model))):
+            loss = run.loss(model(batch.images), batch.targets)
+            run.backward(loss)
+            run.log(loss=loss)
+            run.step(optimizer)
+
+    def losses(name: str, **given: Any) -> list[float | None]:
+        _, recorder = train_here(folder_run(images, tmp_path, name, **given))
+        return [row.metrics["loss"] for row in recorder.rows if row.kind == "evaluation"]
+
+    by_option = losses("option", flip_test=True)
+    assert by_option == pytest.approx(losses("hand", loop=by_hand)) and by_option != pytest.approx(losses("plain"))
