@@ -238,11 +238,13 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     for that alone.
     """
     from raytrain.training import transfer
+    from raytrain.training.model import check_growing_size
 
     config, num_classes = spec.config, len(spec.classes)
     weights = transfer.initial_weights(config, spec.classes, first_step)
     model = transfer.initial_model(config, num_classes, weights)
     if spec.loop is None:  # a loop of the user's may train another network
+        check_growing_size(model, config)
         transfer.freeze(model, config.freeze, num_classes)
         transfer.parameter_groups(model, num_classes, config.learning_rate, config.head_learning_rate_factor)
     return weights

@@ -7,6 +7,7 @@ The hook is private. Therefore pyproject.toml limits tyro to 1.0, only this file
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -50,8 +51,8 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
     if isinstance(event, events.InstantiationFailure) and event.argument is not None:
         reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
         reason = reason.rpartition("]: ")[2]  # without the type of an option that may be none
-        if reason.startswith("input length "):
-            return _too_few(event.argument)
+        if "input length " in reason:
+            return f"{_name(event.argument)} must be {_form(event.argument)}."
         return f"{_name(event.argument)} must be {_form(event.argument)} ({reason})."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
 
@@ -66,7 +67,7 @@ def _name(argument: ArgumentDefinition) -> str:
 
 def _form(argument: ArgumentDefinition) -> str:
     """What the values of an argument look like, as the help shows it: ``INT INT``."""
-    return (argument.lowered.metavar or "").removeprefix(f"{NONE}|").strip("{}")
+    return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
 
 
 def _unknown(words: Sequence[str], flags: Iterable[str]) -> str:

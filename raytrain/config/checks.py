@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from raytrain.config.image_size import DEFAULT, check_image_size, first_and_full_size
 from raytrain.errors import UsageError, flag
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def _check_crops(config: TrainConfig) -> None:
             "--cache is memory, and --random-resized-crop reads the original images in every epoch; add --cache-side "
             "1.15 to cut the crops from images in memory, or omit --cache memory."
         )
-    if config.image_size is not None and config.translate >= min(config.image_size):
-        height, width = config.image_size
+    check_image_size(config.image_size, config.epochs)
+    height, width = first_and_full_size(config.image_size or DEFAULT)[0]
+    if config.image_size is not None and config.translate >= min(height, width):
         raise UsageError(
             f"--translate is {config.translate}, and images have {height}x{width} pixels; it must be less than each "
             "side."

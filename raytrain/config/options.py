@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Interval
 
 from raytrain.config.checks import check_combinations, check_given
+from raytrain.config.image_size import DEFAULT, first_and_full_size
 from raytrain.config.limits import check_limits
 from raytrain.errors import UsageError
 
@@ -72,8 +73,8 @@ class TrainConfig:
     """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
-    image_size: ImageSize | None = None
-    """Height and width in pixels to which images are resized; by default as timm's weights want it, or 224 224."""
+    image_size: ImageSize | str | None = None
+    """Height and width in pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     resize: Resize | None = None
     """stretch (mostly the default) distorts an image to --image-size; crop shows its centre; pad puts it on black."""
     crop_fraction: CropFraction | None = None
@@ -232,6 +233,11 @@ class TrainConfig:
         return (int(fewest), int(most)) if dots else None
 
     @property
+    def full_image_size(self) -> ImageSize:
+        """The height and width for which the network is trained, also if training starts with smaller images."""
+        return first_and_full_size(self.image_size or DEFAULT)[1]
+
+    @property
     def target(self) -> tuple[str, float] | None:
         """The metric that ``until`` names, and its value."""
         name, _, value = (self.until or "").partition("=")
@@ -315,7 +321,7 @@ class ResolvedConfig(TrainConfig):
     precision: Precision = field()
     mean: tuple[float, ...] = field()
     std: tuple[float, ...] = field()
-    image_size: ImageSize = (224, 224)
+    image_size: ImageSize | str = DEFAULT
     resize: Resize = "stretch"
     crop_fraction: CropFraction = 0.875
     interpolation: Interpolation = "bilinear"

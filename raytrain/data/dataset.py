@@ -123,7 +123,7 @@ def evaluation_format(config: TrainConfig) -> ImageFormat:
         config.crop_fraction or ResolvedConfig.crop_fraction,
         interpolation=config.interpolation or ResolvedConfig.interpolation,
     )
-    return ImageFormat(ImageShape(*(config.image_size or ResolvedConfig.image_size), config.channels), framing)
+    return ImageFormat(ImageShape(*config.full_image_size, config.channels), framing)
 
 
 def training_format(config: TrainConfig) -> ImageFormat:

@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raytrain.config.image_size import Size
 from raytrain.config.options import Interpolation, Resize
 from raytrain.data.permutation import Int64s, mix
 from raytrain.data.random_numbers import Floats, uniform
-
-Size = tuple[int, int]
-"""Height and width in pixels."""
 
 _AREA, _ASPECT, _TOP, _LEFT, NUM_CROP_DRAWS = range(5)
 _MIN_AREA = 0.08

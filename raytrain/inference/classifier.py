@@ -48,7 +48,7 @@ class Classifier(nn.Module):
         self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
         self.flip_test = config.flip_test
-        self.network = build_model(config.model, len(classes), config.channels, config.seed, config.image_size)
+        self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
         self._augment = Augment(config)
         if config.precision == "float64":
             self.network.double()

@@ -89,7 +89,7 @@ def _result(checkpoint: Checkpoint) -> str:
 
 
 def _preprocessing(config: ResolvedConfig) -> str:
-    height, width = config.image_size
+    height, width = config.full_image_size
     seen = _RESIZE.get(config.resize, f"the central {config.crop_fraction:g} of the image")
     colours = "grey" if config.channels == 1 else "RGB"
     return (

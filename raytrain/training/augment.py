@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.image_size import Size, training_size
 from raytrain.data.dataset import training_format
 from raytrain.data.framing import crop_boxes, crop_draws
 from raytrain.data.permutation import Int64s, mix
@@ -18,9 +19,10 @@ _FLIP, _DOWN, _RIGHT, _NUM_DRAWS = range(4)
 
 
 class Augment:
-    """Turns images, uint8 (B, H, W, C) with B at least 1, into the network's input (B, C, *image_size).
+    """Turns images, uint8 (B, H, W, C) with B at least 1, into the network's input (B, C, *size).
 
-    Images are resized, augmented for training, with ``transforms`` too, and normalised. The result is float32 (float64
+    Images are resized, augmented for training, with ``transforms`` too, and normalised. The size depends on the epoch
+    if ``--image-size`` says so. The result is float32 (float64
     with that precision), in the configured memory format, on the device of the images.
 
     The random numbers of an image depend only on the seed, the epoch and the sample. So an image looks the same in any
@@ -43,6 +45,7 @@ class Augment:
         if self.config.cache_side is not None:
             draws = crop_draws(self.config.seed, epoch, samples)
             pixels = _crop(pixels.to(self.dtype), draws, self.config)
+        pixels = self._resize(pixels, training_size(self.config.image_size, epoch, self.config.epochs))
         if self.transforms is not None:
             pixels = pixels.round().to(torch.uint8)  # no change if they are already
             pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
@@ -53,13 +56,13 @@ class Augment:
 
     def evaluate(self, images: Tensor) -> Tensor:
         """Resize and normalise the images."""
-        return self._normalise(self._resize(images.permute(0, 3, 1, 2)))
+        return self._normalise(self._resize(images.permute(0, 3, 1, 2), self.config.full_image_size))
 
-    def _resize(self, pixels: Tensor) -> Tensor:
-        if pixels.shape[2:] == self.config.image_size:
+    def _resize(self, pixels: Tensor, size: Size) -> Tensor:
+        if pixels.shape[2:] == size:
             return pixels
         mode = self.config.interpolation
-        return F.interpolate(pixels.to(self.dtype), self.config.image_size, mode=mode, antialias=True).clamp(0, 255)
+        return F.interpolate(pixels.to(self.dtype), size, mode=mode, antialias=True).clamp(0, 255)
 
     def _flip_and_shift(self, pixels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """The pixels, of the same dtype, and a mask, bool (B, 1, H, W), of those that come from inside the image."""
@@ -98,6 +101,6 @@ def _crop(pixels: Tensor, draws: Floats, config: ResolvedConfig) -> Tensor:
     across = [(right - left) / width, zero, (left + right) / width - 1]  # -1 and 1 are the edges of the image
     down = [zero, (bottom - top) / height, (top + bottom) / height - 1]
     boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels)  # (B, 2, 3)
-    grid = F.affine_grid(boxes, [*pixels.shape[:2], *config.image_size], align_corners=False)
+    grid = F.affine_grid(boxes, [*pixels.shape[:2], *config.full_image_size], align_corners=False)
     crops = F.grid_sample(pixels, grid, mode=config.interpolation, padding_mode="border", align_corners=False)
     return crops.clamp(0, 255)  # bicubic goes beyond

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.config import TrainConfig
+from raytrain.config.image_size import first_and_full_size
 from raytrain.config.timm_name import timm_name
 from raytrain.config.user_function import load_function
 from raytrain.errors import StorageError, UsageError
@@ -61,6 +63,22 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
         if in_timm is not None:
             return build_pretrained_timm_model(in_timm, channels, image_size)
         return _build_pretrained_classifier(name)
+
+
+@torch.no_grad()
+def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
+    """Raise UsageError if the network cannot take the images that a growing ``--image-size`` starts with."""
+    if not isinstance(config.image_size, str):
+        return
+    (height, width), _ = first_and_full_size(config.image_size)
+    try:
+        model.eval()(torch.zeros(1, config.channels, height, width))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"--image-size is {config.image_size}, and --model {config.model} cannot take images of {height}x{width} "
+            f"pixels ({reason}); start with larger ones, or give one size."
+        ) from None
 
 
 def _build_pretrained_classifier(name: str) -> nn.Module:

@@ -34,7 +34,7 @@ def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int
     if config.weights is None or first_step:
         return None
     if config.weights == DEFAULT:
-        weights = build_pretrained(config.model, config.channels, config.image_size).state_dict()
+        weights = build_pretrained(config.model, config.channels, config.full_image_size).state_dict()
         # Networks here have no auxiliary classifier, which comes with the weights of inception_v3.
         return {name: value for name, value in weights.items() if not name.startswith("AuxLogits.")}
     weights, old_classes = _read(config.weights)
@@ -205,7 +205,7 @@ def _shape(value: Tensor) -> str:
 
 
 def _build(config: TrainConfig, num_classes: int) -> nn.Module:
-    return build_model(config.model, num_classes, config.channels, config.seed, config.image_size)
+    return build_model(config.model, num_classes, config.channels, config.seed, config.full_image_size)
 
 
 def _head_weights(model: nn.Module, num_classes: int) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.image_size import first_and_full_size
 from raytrain.data.permutation import Int64s, mix
 from raytrain.errors import UsageError
 
@@ -90,7 +91,8 @@ def _colours(config: ResolvedConfig) -> list[Transform]:
     if config.color_jitter:
         chain.append(v2.ColorJitter(*[config.color_jitter] * 3))
     if config.blur:
-        largest = min(config.image_size) // 10 * 2 + 1  # a fifth of the image, odd
+        smallest_image, _ = first_and_full_size(config.image_size)
+        largest = min(smallest_image) // 10 * 2 + 1  # a fifth of the image, odd
         chain.append(v2.RandomApply([v2.GaussianBlur(largest, _BLUR_SIGMA)], config.blur))
     return chain
 

@@ -233,7 +233,7 @@ def test_the_package_runs_as_a_module() -> None:
         ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); at least one number must be above 0."),
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),
         ("train cifar10 --epochs many", "--epochs must be INT (invalid literal for int() with base 10: 'many')."),
-        ("train cifar10 --image-size 3", "--image-size has too few values; give INT INT."),
+        ("train cifar10 --image-size 3", "--image-size is '3'; give height and width, such as 224 224, or a range"),
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?)"),
         ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
         ("stop", "`raytrain stop` needs NAME; see `raytrain stop --help`."),
@@ -391,8 +391,13 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         (
             ("first", "d", "p.csv"),
             {
-                "storage": "s", "top_k": 3, "threshold": (), "flip_test": False,
-                "workers": None, "address": None, "trust": False,
+                "storage": "s",
+                "top_k": 3,
+                "threshold": (),
+                "flip_test": False,
+                "workers": None,
+                "address": None,
+                "trust": False,
             },
         ),
         (("d", "./runs", "auto"), {}),
@@ -418,7 +423,8 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     calls: list[Any] = []
     stand_in(evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
     assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
-    named = {"labels": None, "threshold": (), "storage": "./runs", "workers": 2, "address": None, "trust": False}
+    named = {"labels": None, "threshold": (), "flip_test": False, "storage": "./runs"}
+    named |= {"workers": 2, "address": None, "trust": False}
     assert calls == [(("first", "d"), named)]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for words in (["accuracy", "0.8000"], ["images", "5"], ["skipped", "1"], ["picture", "first-confusion.png"]):

@@ -40,7 +40,7 @@ def make_run(storage: str, config: TrainConfig, classes: tuple[str, ...] = ANIMA
     write_config(store, resolved)
     store.put(CLASSES, json.dumps(classes).encode())
     model = build_model(config.model, len(classes), config.channels, config.seed)
-    model(torch.randn(16, config.channels, *resolved.image_size))
+    model(torch.randn(16, config.channels, *resolved.full_image_size))
     checkpoints = Checkpoints(store, Identity(config.model, classes, "digest-of-data", 8, 0), keep=1)
     progress = Progress(step=1, evaluated_step=1, test_accuracy=0.75, test_loss=0.5)
     checkpoints.save({"model": model.state_dict()}, progress)

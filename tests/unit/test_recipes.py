@@ -68,8 +68,7 @@ def test_a_recipe_is_a_complete_configuration(name: str) -> None:
 def test_the_network_of_a_recipe_takes_its_images(name: str) -> None:
     config = RECIPES[name]()
     model = build_model(config.model, 10, config.channels, config.seed)
-    assert config.image_size is not None
-    assert model(torch.zeros(2, config.channels, *config.image_size)).shape == (2, 10)
+    assert model(torch.zeros(2, config.channels, *config.full_image_size)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("recipe", [digits, digits_lstm, cifar10, flowers, alexnet_transfer, custom])
