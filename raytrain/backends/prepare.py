@@ -238,7 +238,9 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     for that alone.
     """
     from raytrain.training import transfer
+    from raytrain.training.gradient_checkpointing import checkpoint_gradients
     from raytrain.training.model import check_growing_size
+    from raytrain.training.optimizer import build_optimizer
 
     config, num_classes = spec.config, len(spec.classes)
     weights = transfer.initial_weights(config, spec.classes, first_step)
@@ -246,7 +248,9 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     if spec.loop is None:  # a loop of the user's may train another network
         check_growing_size(model, config)
         transfer.freeze(model, config.freeze, num_classes)
-        transfer.parameter_groups(model, num_classes, config.learning_rate, config.head_learning_rate_factor)
+        build_optimizer(config, model, num_classes)
+        if config.gradient_checkpointing:
+            checkpoint_gradients(model)
     return weights
 
 
@@ -277,7 +281,7 @@ def _shown(labels_digest: str) -> str:
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     """On another number of workers, a run keeps the global batch and the learning rate that it started with."""
-    for option in ("freeze", "head_learning_rate_factor", "decay_norms_and_biases", "ema_decay", "best"):
+    for option in ("freeze", "head_learning_rate_factor", "layer_decay", "decay_norms_and_biases", "ema_decay", "best"):
         now, then = getattr(config, option), getattr(before, option)
         if now != then:  # the state in its checkpoints is laid out by them
             raise UsageError(

@@ -102,6 +102,8 @@ class TrainConfig:
     """Images per step and worker."""
     accumulate: PositiveInt = 1
     """Compute each global batch in this many parts, one after the other, to need less memory."""
+    gradient_checkpointing: bool = False
+    """Compute parts of the network twice, to need less memory."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """SGD with momentum, or AdamW."""
     learning_rate: NonNegativeFloat | None = None
@@ -110,6 +112,8 @@ class TrainConfig:
     """Peak learning rate, multiplied by the number of workers."""
     head_learning_rate_factor: NonNegativeFloat = 1.0
     """Multiplies the learning rate of the head, the layer that outputs one number per class."""
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Multiplies the learning rate once more for each layer nearer to the images, such as 0.75; for timm's networks."""
     momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
     weight_decay: NonNegativeFloat = 0.0

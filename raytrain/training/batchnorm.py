@@ -17,6 +17,8 @@ with torch's lazy modules), so that hooks and references to it stay valid.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -59,6 +61,19 @@ def set_num_used(model: nn.Module, num_used: int) -> None:
     for layer in model.modules():
         if isinstance(layer, _ConvertedBatchNorm):
             layer.placeholder = num_used == 0
+
+
+@contextmanager
+def keep_statistics(model: nn.Module) -> Iterator[None]:
+    """In this context a forward in training mode changes no statistics: it repeats one, for gradient checkpointing."""
+    layers = [layer for layer in model.modules() if isinstance(layer, SynchronisedBatchNorm)]
+    for layer in layers:
+        layer.repeats = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.repeats = False
 
 
 @torch.no_grad()
@@ -172,17 +187,25 @@ class FrozenBatchNorm(_ConvertedBatchNorm):
 class SynchronisedBatchNorm(_ConvertedBatchNorm):
     """Normalises with the statistics of the global batch, and differentiates through them."""
 
+    repeats: bool = False
+    """Whether a forward repeats an earlier one."""
+
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""
         count = 0 if self.placeholder else input.numel() // input.shape[1]
         if not self.training or (_world_size() == 1 and count > 1):
-            return super().forward(input)
+            return self._forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
         return self._forward_together(input, count)
 
+    def _forward_again(self, input: Tensor) -> Tensor:
+        """What nn.BatchNorm does, on copies of the running statistics: as many tensors are saved for the backward."""
+        mean, variance = (None if each is None else each.clone() for each in (self.running_mean, self.running_var))
+        return _batch_norm(self, input, mean, variance, training=True)
+
     def _forward_together(self, input: Tensor, count: int) -> Tensor:
         mean, variance, total = _global_statistics(input.detach(), count, self)
-        if self.running_mean is not None:
+        if self.running_mean is not None and not self.repeats:
             counts = total > 1
             self.update_running(mean, _unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight

@@ -9,13 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raytrain.config import ResolvedConfig
+from raytrain.training.layer_decay import layer_scales, split_by_layer
 from raytrain.training.transfer import parameter_groups
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
-    """SGD with momentum or AdamW over the trainable parameters of ``model``, at the peak learning rates."""
+    """SGD with momentum or AdamW over the trainable parameters of ``model``, at the peak learning rates.
+
+    Raises UsageError if the network lacks a head or layers that learn at a rate of their own.
+    """
     rate, decay = config.learning_rate, config.weight_decay
     groups = parameter_groups(model, num_classes, rate, config.head_learning_rate_factor)
+    if config.layer_decay < 1:
+        scales = layer_scales(model, config.layer_decay)
+        groups = [part for group in groups for part in split_by_layer(group, scales, rate)]
     if not config.decay_norms_and_biases:
         groups = [part for group in groups for part in _with_and_without_decay(group)]
     if config.optimizer == "adamw":

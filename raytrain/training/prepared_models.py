@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,13 @@ class PreparedModels:
             batchnorm.set_num_used(model, part.num_used)
             dropout.begin(model, part.samples, mix(self._config.seed, number), part.step)
             model.require_backward_grad_sync = is_last  # pyright: ignore[reportArgumentType]
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate ``loss``; what gradient checkpointing computes again changes no statistics."""
+        with ExitStack() as stack:
+            for model in self.wrapped:
+                stack.enter_context(batchnorm.keep_statistics(model))
+            loss.backward()
 
     def end_part(self) -> None:
         """The forward and backward are done: update the running statistics of batch norm from all workers' images."""

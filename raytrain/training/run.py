@@ -181,7 +181,7 @@ class Run:
         assert self._part is not None
         self._validator.backward(loss)
         weight = self.world_size / self._reduce.num_used().clamp(min=1) * (self._part.num_used > 0)
-        self._scaler.scale(loss * weight.to(loss.dtype)).backward()
+        self._models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
 
     def step(self, optimizer: Optimizer, *, learning_rate: float | None = None, clip_norm: float | None = None) -> None:
         """Step the optimizer and clear its gradients.

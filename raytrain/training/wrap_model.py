@@ -1,4 +1,4 @@
-"""Wrap a model with autocast, torch.compile and DistributedDataParallel."""
+"""Wrap a model with gradient checkpointing, autocast, torch.compile and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain.config import TrainConfig
+from raytrain.training.gradient_checkpointing import checkpoint_gradients
 
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def wrap_model(model: nn.Module, config: TrainConfig, device: torch.device, world_size: int) -> nn.Module:
     """Wrap ``model``, which is on ``device`` already, for training on ``world_size`` workers."""
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
     if config.precision in AUTOCAST_DTYPES:
         model.forward = _autocast(model.forward, device.type, AUTOCAST_DTYPES[config.precision])
     if config.compile:
