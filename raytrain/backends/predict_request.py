@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +54,10 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A network that answers requests with its ``top_k`` likeliest classes: that of ``run``, loaded from ``store``."""
+    """A network that answers requests with its ``top_k`` likeliest classes: that of ``run``, loaded from ``store``.
+
+    ``thresholds`` are the probability of each class from which on an image has it; None if an image has one class.
+    """
 
     run: str
     checkpoint: str
@@ -63,6 +66,21 @@ class ServedModel:
     store: Store
     load_predictor: LoadPredictor
     top_k: int
+    thresholds: tuple[float, ...] | None = None
+
+    def answer(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What is said of an image, as JSON: ``label`` and ``score``, or ``labels`` if it may have several classes, and
+        the likeliest ``classes``. ``row`` is one of the predictor's.
+        """
+        if self.thresholds is None:
+            suffixes = ["", *(f"_{rank}" for rank in range(2, self.top_k + 1))]
+            likeliest = [{"label": row[f"label{suffix}"], "score": row[f"score{suffix}"]} for suffix in suffixes]
+            return {**likeliest[0], "classes": likeliest}
+        columns = zip(self.classes, row["probabilities"], self.thresholds, strict=True)
+        ranked = sorted(columns, key=lambda column: column[1], reverse=True)
+        labels = [label for label, score, threshold in ranked if score >= threshold]
+        keys = ("label", "score", "threshold")
+        return {"labels": labels, "classes": [dict(zip(keys, each, strict=True)) for each in ranked[: self.top_k]]}
 
 
 def samples_of_block(number: int, rows_per_block: int, num_images: int) -> Int64s:

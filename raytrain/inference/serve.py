@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
@@ -16,6 +16,7 @@ from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.data.dataset import evaluation_format
 from raytrain.errors import UsageError
+from raytrain.inference.label_predictions import Floats, chosen_thresholds
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.storage.base import Store
@@ -32,6 +33,7 @@ def serve(
     port: int = 8000,
     workers: int = 1,
     top_k: int = 5,
+    threshold: Sequence[float] = (),
     address: str | None = None,
     trust: bool = False,
     ready: Callable[[str], object] = print,
@@ -39,7 +41,8 @@ def serve(
     """Serve the best checkpoint of ``run`` with Ray Serve, until Ctrl-C or SIGTERM.
 
     POST an image file to ``http://host:port/run``, and get JSON with its likeliest class (``label``, ``score``) and the
-    ``top_k`` likeliest ones (``classes``). Whoever reaches the port may ask.
+    ``top_k`` likeliest ones (``classes``). If an image may have several classes, it says in ``labels`` which it has.
+    Whoever reaches the port may ask.
 
     Args:
         run: the run's name.
@@ -48,6 +51,8 @@ def serve(
         port: the port to listen on.
         workers: copies of the network, each on a GPU of its own if the cluster has any.
         top_k: number of classes in an answer, or all if there are fewer.
+        threshold: if an image may have several classes: the probability from which on it has a class, one for all
+            classes or one for each; by default those with the best F1 on the run's own test images.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else a new one.
         trust: whether a network that is a function of the run's author may run.
         ready: called with the URL when it answers.
@@ -59,10 +64,7 @@ def serve(
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
     trained = open_trained_run(run, storage, trust=trust)
-    if trained.config.multi_label:
-        raise UsageError(
-            f"Images of run {run!r} may have several classes, and an answer has one; use raytrain predict."
-        )
+    thresholds = chosen_thresholds(trained, threshold)
     with connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
         from raytrain.backends.ray.credential_server import serving_credentials  # these import Ray
@@ -72,7 +74,7 @@ def serve(
         placement = place(recipes.custom(workers=workers, threads_per_worker=trained.config.threads_per_worker), found)
         scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
         with serving_credentials([trained.store], scope) as (served, lender):
-            model = _model(trained, trained.store.with_lent_credentials(served), top_k)
+            model = served_model(trained, trained.store.with_lent_credentials(served), top_k, thresholds)
             with StopSignals() as signals, serving(model, placement, host, port) as url:
                 ready(url)
                 while signals.stop_request is None:
@@ -81,7 +83,8 @@ def serve(
                         lender.lend_if_due()
 
 
-def _model(trained: TrainedRun, store: Store, top_k: int) -> ServedModel:
+def served_model(trained: TrainedRun, store: Store, top_k: int, thresholds: Floats) -> ServedModel:
+    """The network of a run, with the thresholds of its classes, (C,). Whoever serves it loads it from ``store``."""
     num_shown = min(top_k, len(trained.classes))
     return ServedModel(
         run=trained.name,
@@ -91,6 +94,7 @@ def _model(trained: TrainedRun, store: Store, top_k: int) -> ServedModel:
         store=store,
         load_predictor=partial(Predictor, run=trained.name, top_k=num_shown, trust=trained.trust),
         top_k=num_shown,
+        thresholds=tuple(thresholds.tolist()) if trained.config.multi_label else None,
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import raytrain
+from raytrain.cli.main import main
 from raytrain.data.arrow_arrays import string_array
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.manifest import Manifest
@@ -24,9 +25,10 @@ from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_html
 from raytrain.runs.documents import run_store
 from raytrain.storage.local import FolderStore
+from raytrain.storage.open import open_store
 from raytrain.training.gallery import screen_pixels
 from tests.helpers.folder_runs import folder_run, train_here
-from tests.helpers.small_runs import CLASSES, config, make_images
+from tests.helpers.small_runs import CLASSES, config, make_images, put_images
 
 COMMAND = """
 import sys
@@ -78,6 +80,23 @@ def test_classes_files_and_problems_are_told(images: Path) -> None:
         ("red/copy.png", "red", "blue/003.png", "blue")
     ]
     assert json.dumps(result.summary())
+
+
+def test_a_bucket_is_looked_at_as_a_folder_is(
+    images: Path, s3_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train", "test"):
+        put_images(images / name, open_store(f"{s3_url}/{name}"))
+    here = look_at(options(images)).summary()
+    there = look_at(config(f"{s3_url}/train", images / "runs", test_data=f"{s3_url}/test"))
+    assert {**there.summary(), "data": here["data"], "test_data": here["test_data"]} == here
+    assert (there.data, there.test_data) == (f"{s3_url}/train", f"{s3_url}/test")
+    assert len(there.first_images.labels) == 20 and there.first_images.pixels.std() > 10
+    monkeypatch.chdir(images)
+    given = f"--data {s3_url}/train --test-data {s3_url}/test --batch-size 8 --learning-rate 1 --image-size 12 12"
+    assert main(["look", "custom", *given.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["training_images"] == len(there.summary()["classes"]) * 10 + 2
+    assert (images / "custom-look.png").is_file()
 
 
 def test_without_time_a_part_is_looked_at_and_that_is_said(tmp_path: Path) -> None:

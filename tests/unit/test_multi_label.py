@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import raytrain
 from raytrain import TrainConfig, UsageError
 from raytrain.data.class_weights import class_weights
 from raytrain.data.dataset import Dataset, open_dataset
+from raytrain.data.decode import decode
 from raytrain.data.manifest import Manifest
 from raytrain.diagnostics.look import look_at
-from raytrain.inference.label_predictions import LabelEvaluation
+from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds
+from raytrain.inference.serve import served_model
+from raytrain.inference.trained_run import open_trained_run
 from raytrain.runs.checkpoint_files import checkpoint_path, stored_thresholds
 from raytrain.runs.documents import run_store, write_json
 from raytrain.training.label_metrics import average_precisions, best_thresholds
@@ -236,3 +240,22 @@ def test_a_look_shows_all_classes_of_an_image(images: Path, tmp_path: Path) -> N
         ("rare", 6),
     ]
     assert {"bright, odd", "odd", ""} <= set(result.first_images.labels)
+
+
+def test_an_answer_over_http_has_all_classes_of_an_image(trained: Path) -> None:
+    run = open_trained_run("first", str(trained / "runs"), trust=False)
+    model = served_model(run, run.store, 2, chosen_thresholds(run))
+    files = sorted((trained / "grey").glob("*.png"))
+    pixels = np.stack([decode(file.read_bytes(), model.format.shape, model.format.framing.frame) for file in files])
+    table = model.load_predictor(model.store, 1, 0)(pixels, np.full(len(files), -1))
+    answers = [json.loads(json.dumps(model.answer(row))) for row in table.to_pylist()]
+    expected = raytrain.load("first", storage=str(trained / "runs")).classify_all(files)
+    for answer, scores in zip(answers, expected, strict=True):
+        assert sorted(answer["labels"]) == sorted(scores)
+        first, second = answer["classes"]
+        assert first["score"] >= second["score"] and len(answer["classes"]) == 2
+        for each in answer["classes"]:
+            assert each["threshold"] == {"cat": 0.0, "dog": 0.4, "fox": 1.0}[each["label"]]
+            assert (each["label"] in answer["labels"]) == (each["score"] >= each["threshold"])
+    every = served_model(run, run.store, 3, chosen_thresholds(run, [0.0]))
+    assert sorted(every.answer(table.to_pylist()[0])["labels"]) == ["cat", "dog", "fox"]

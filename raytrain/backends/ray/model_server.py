@@ -30,11 +30,9 @@ _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S = 30.0
 
-Answer = list[dict[str, Any]]
-
 
 class Replica:
-    """One copy of the network. POST an image file, and get its likeliest classes; GET says what is served."""
+    """One copy of the network. POST an image file, and get its classes; GET says what is served."""
 
     def __init__(self, model: ServedModel, num_threads: int) -> None:
         self._model = model
@@ -55,15 +53,14 @@ class Replica:
             image = await asyncio.to_thread(decode, content, shape, framing.frame)
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        answer = await self._classify(image)
-        return JSONResponse({**answer[0], "classes": answer})
+        return JSONResponse(await self._classify(image))
 
     @serve.batch(max_batch_size=_MAX_BATCH, batch_wait_timeout_s=_BATCH_WAIT_S)
-    async def _classify(self, images: list[Pixels]) -> list[Answer]:
-        """The likeliest classes of each image, uint8 (H, W, C)."""
+    async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:
+        """What is said of each image, uint8 (H, W, C)."""
         unknown = np.full(len(images), -1)
         table = await asyncio.to_thread(self._predict, np.stack(images), unknown)
-        return [_answer(row, self._model.top_k) for row in table.to_pylist()]
+        return [self._model.answer(row) for row in table.to_pylist()]
 
 
 @contextmanager
@@ -128,8 +125,3 @@ async def _body(request: Request) -> bytes | None:
         if len(content) > _MAX_BYTES:
             return None
     return bytes(content)
-
-
-def _answer(row: dict[str, Any], top_k: int) -> Answer:
-    suffixes = ["", *(f"_{rank}" for rank in range(2, top_k + 1))]
-    return [{"label": row[f"label{suffix}"], "score": row[f"score{suffix}"]} for suffix in suffixes]

@@ -112,6 +112,7 @@ def serve(
     port: Annotated[int, arg(help="Port to listen on.")] = 8000,
     workers: Annotated[int, arg(help="Copies of the network; each has a GPU of its own if there are any.")] = 1,
     top_k: Annotated[int, arg(help="Number of most likely classes in an answer.")] = 5,
+    threshold: Threshold = (),
     address: Annotated[
         str | None, arg(help="Ray cluster to use; by default one that runs already, or a new one.")
     ] = None,
@@ -132,6 +133,7 @@ def serve(
         port=port,
         workers=workers,
         top_k=top_k,
+        threshold=threshold,
         address=address,
         trust=trust,
         ready=ready,
