@@ -52,6 +52,7 @@ class MachineBatches:
         *,
         isolated: bool,
     ) -> None:
+        data = data.kept_on(cache.disk)
         test_plan = data.test_plan(len(loads))
         train = _ImageSet(data.train_store, data.train, data.train_format, isolated, on_skipped)
         test = _ImageSet(data.test_store, data.test, data.test_format, isolated, on_skipped)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 
 _LOG = logging.getLogger("raytrain")
 
+GPU_TYPE = "accelerator_type:"
+"""Ray's resource that stands for a type of GPU begins with this."""
 _WORKERS_PER_CPU = 4
 """CPU workers that may share a core of a single machine."""
 _ELASTIC_CPUS = 0.99
@@ -19,12 +22,16 @@ _ELASTIC_CPUS = 0.99
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the nodes of a cluster have together, and the smallest object store among them."""
+    """What the nodes of a cluster have together, and the smallest object store among them.
+
+    ``gpu_types``: how many of the GPUs are of each type, as Ray names it; None without Ray.
+    """
 
     num_nodes: int
     cpus: float
     gpus: float
     object_store_bytes: int
+    gpu_types: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class Placement:
     data_cpus: float
     task_cpus: float
     threads: int
+    gpu: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What a worker asks Ray for, besides its CPUs."""
 
 
 def place(config: TrainConfig, found: Hardware) -> Placement:
@@ -49,7 +58,7 @@ def place(config: TrainConfig, found: Hardware) -> Placement:
     Logs a warning if CPU workers have to share the cores of a single machine.
     """
     device, fewest, most = wanted(config, found)
-    available = available_workers(device, found)
+    available = available_workers(config, device, found)
     check_room(config, found)
     if fewest > available:
         _LOG.warning("%d workers share %d CPU cores; that is slower than %d workers.", fewest, available, available)
@@ -60,7 +69,8 @@ def place(config: TrainConfig, found: Hardware) -> Placement:
         cpus = _ELASTIC_CPUS
     data_cpus = _floor((found.cpus - cpus * now) / now)
     threads = config.threads_per_worker or max(1, int(found.cpus / now))
-    return Placement(most, fewest, device, cpus, data_cpus, min(1.0, data_cpus), threads)
+    gpu = gpu_resources(config, device)
+    return Placement(most, fewest, device, cpus, data_cpus, min(1.0, data_cpus), threads, gpu)
 
 
 def check_room(config: TrainConfig, found: Hardware) -> None:
@@ -69,7 +79,13 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
     On a single machine, CPU workers may share cores: a loop can be tried with more workers than there are.
     """
     device, fewest, _ = wanted(config, found)
-    available = available_workers(device, found)
+    available = available_workers(config, device, found)
+    if config.accelerator_type and found.gpu_types is not None and not available:
+        there = ", ".join(f"{number:g} {name}" for name, number in found.gpu_types.items()) or "no GPUs"
+        raise UsageError(
+            f"--accelerator-type is {config.accelerator_type}, and the cluster has {there}; name a type that it has, "
+            "or give --wait-for-machines-s if an autoscaler starts such machines."
+        )
     if device == "cuda" and not available:
         raise UsageError(
             f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
@@ -77,7 +93,7 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
         )
     limit = available * (_WORKERS_PER_CPU if device == "cpu" and found.num_nodes == 1 else 1)
     if fewest > limit:
-        kind = "GPUs" if device == "cuda" else "CPUs"
+        kind = device_kind(config, device)
         raise UsageError(
             f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {limit}, or give "
             "--wait-for-machines-s if an autoscaler starts more."
@@ -86,20 +102,39 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
 
 def wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
     """The device, and the least and the most workers."""
-    device = ("cuda" if found.gpus >= 1 else "cpu") if config.device == "auto" else config.device
+    any_gpu = found.gpus >= 1 or config.accelerator_type is not None
+    device = ("cuda" if any_gpu else "cpu") if config.device == "auto" else config.device
     fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
     return device, fewest, most
 
 
-def available_workers(device: str, found: Hardware) -> int:
+def available_workers(config: TrainConfig, device: str, found: Hardware) -> int:
     """How many workers find a device of their own."""
-    return int(found.gpus if device == "cuda" else found.cpus)
+    if device == "cpu":
+        return int(found.cpus)
+    if config.accelerator_type is None or found.gpu_types is None:
+        return int(found.gpus)
+    return int(found.gpu_types.get(config.accelerator_type, 0.0))
+
+
+def gpu_resources(config: TrainConfig, device: str) -> dict[str, float]:
+    """What a worker asks Ray for, besides its CPUs."""
+    if device == "cpu":
+        return {}
+    # A thousandth, as Ray itself asks for: the mark of a node is 1, for however many GPUs.
+    marked = {} if config.accelerator_type is None else {f"{GPU_TYPE}{config.accelerator_type}": 0.001}
+    return {"GPU": 1.0, **marked}
+
+
+def device_kind(config: TrainConfig, device: str) -> str:
+    """What workers compute with, as messages name it."""
+    return "CPUs" if device == "cpu" else f"{config.accelerator_type or ''} GPUs".strip()
 
 
 def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:
     if config.workers != "auto":
         return int(config.workers)
-    return int(found.gpus) if device == "cuda" else max(1, int(found.cpus * 3 / 4))
+    return available_workers(config, device, found) if device == "cuda" else max(1, int(found.cpus * 3 / 4))
 
 
 def _floor(cpus: float) -> float:

@@ -18,6 +18,7 @@ def check_combinations(config: TrainConfig) -> None:
     _check_workers(config)
     _check_loads(config)
     _check_gpus(config)
+    _check_accelerator_type(config)
     _check_crops(config)
     _check_early_stop(config)
     _check_labels(config)
@@ -91,6 +92,11 @@ def _check_gpus(config: TrainConfig) -> None:
         )
 
 
+def _check_accelerator_type(config: TrainConfig) -> None:
+    if config.accelerator_type is not None and config.device == "cpu":
+        raise UsageError(f"--accelerator-type is {config.accelerator_type}, and --device is cpu; omit one of them.")
+
+
 def _check_labels(config: TrainConfig) -> None:
     for name in ("key_column", "label_column", "label_separator", "group_by"):
         if getattr(config, name) not in (None, ()) and config.labels is None:
@@ -129,6 +135,8 @@ def _check_backend(config: TrainConfig) -> None:
         raise UsageError("--scope-keys limits what a Ray cluster is lent; with --backend local, leave it out.")
     if config.wait_for_machines_s:
         raise UsageError("--wait-for-machines-s is for a Ray cluster with an autoscaler; omit it with --backend local.")
+    if config.accelerator_type is not None:
+        raise UsageError("--accelerator-type chooses among the machines of a Ray cluster; on one, use --gpus.")
 
 
 def _check_channels(config: TrainConfig) -> None:

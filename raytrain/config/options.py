@@ -192,10 +192,16 @@ class TrainConfig:
     """auto uses GPUs if the cluster has any."""
     gpus: str | None = None
     """GPUs of this machine to train on, such as 0,2, as numbered by `raytrain devices`; by default all."""
+    accelerator_type: str | None = None
+    """The type of GPU to train on if a cluster has several, as Ray names it, such as A100 or L4; by default any."""
     threads_per_worker: PositiveInt | None = None
     """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
-    cache: Literal["auto", "memory", "none"] = "auto"
-    """memory keeps decoded images in Ray's object store; none streams them in each epoch; auto: memory if they fit."""
+    cache: Literal["auto", "memory", "disk", "none"] = "auto"
+    """memory keeps decoded images; disk keeps a bucket's files on each machine; auto: what fits; none: neither."""
+    cache_folder: str | None = None
+    """Where --cache disk keeps files on each machine; by default raytrain-cache-UID in the temporary folder."""
+    cache_limit_gb: Annotated[float, Interval(gt=0)] | None = None
+    """Most of the disk that --cache disk takes on each machine; by default half of what is free there."""
     prefetch: PositiveInt = 2
     """Batches that each worker prepares ahead of the loop."""
     max_failures: NonNegativeInt = 3

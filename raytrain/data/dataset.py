@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from raytrain.data.split import check_can_split, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
 from raytrain.storage.base import Store
+from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store
 
 _NUM_MEASURED_IMAGES = 1024
@@ -61,6 +62,11 @@ class Dataset:
         """The batches in which ``num_workers`` workers evaluate."""
         batch_size = _TEST_BATCH_PER_WORKER * num_workers
         return BatchPlan(len(self.test), batch_size, 1, 0, shuffle=False, shard_shuffle=self.test.shard_shuffle)
+
+    def kept_on(self, disk: DiskCache | None) -> Dataset:
+        """The same images, whose files are kept on a disk of each machine that reads them."""
+        train_store, test_store = self.train_store.kept_on(disk), self.test_store.kept_on(disk)
+        return replace(self, train_store=train_store, test_store=test_store)
 
     def write(self, run_store: Store) -> None:
         """Write the manifests into the run's folder, unless they were read from there."""

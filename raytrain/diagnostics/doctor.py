@@ -16,12 +16,14 @@ from raytrain.diagnostics.cluster_probe import Node, probe_nodes
 from raytrain.diagnostics.findings import (
     Finding,
     Versions,
+    different_nvidia_drivers,
     folder_on_many_nodes,
     group_by_sentence,
     node_failures,
     node_warnings,
     too_few_data_cpus,
 )
+from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
 from raytrain.diagnostics.node_probe import ProbeRequest, versions
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
@@ -42,7 +44,7 @@ class DoctorReport:
     """What :func:`diagnose` found. Contains no secret.
 
     ``failures`` prevent training, ``warnings`` do not. ``placement`` is that of ``--workers auto``, None if the cluster
-    is too small for any.
+    is too small for any. ``all_reduce`` is None on a single node, and if a node did not answer.
     """
 
     data: str | None
@@ -50,6 +52,7 @@ class DoctorReport:
     versions: Versions
     placement: Placement | None
     nodes: tuple[Node, ...]
+    all_reduce: AllReduce | None
     failures: tuple[Finding, ...]
     warnings: tuple[Finding, ...]
 
@@ -76,20 +79,31 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
         cluster.connect()
         with _lending_credentials([store for store in (data_store, run_store) if store is not None]) as lent:
             nodes = probe_nodes(lent.to_request(data_store, run_store))
+        all_reduce = _measure_all_reduce(nodes)
         found = cluster_hardware()
     placement, too_small = _place_workers(found)
     own_versions = versions()
-    cluster_warnings = too_few_data_cpus(found, placement), folder_on_many_nodes(run_store, found.num_nodes)
+    cluster_warnings = (
+        too_few_data_cpus(found, placement),
+        folder_on_many_nodes(run_store, found.num_nodes),
+        different_nvidia_drivers(nodes),
+    )
     return DoctorReport(
         data=data_store and data_store.url,
         storage=run_store.url,
         versions=own_versions,
         placement=placement,
         nodes=nodes,
-        failures=_findings(lent.problem, too_small) + group_by_sentence(nodes, node_failures),
-        warnings=_findings(*cluster_warnings)
-        + group_by_sentence(nodes, lambda node: node_warnings(node, own_versions)),
+        all_reduce=all_reduce,
+        failures=_findings(lent.problem, too_small, all_reduce and all_reduce.problem)
+        + group_by_sentence(nodes, lambda node: node_failures(node, own_versions)),
+        warnings=_findings(*cluster_warnings) + group_by_sentence(nodes, node_warnings),
     )
+
+
+def _measure_all_reduce(nodes: Sequence[Node]) -> AllReduce | None:
+    reports = [node.report for node in nodes if node.report is not None]
+    return measure_all_reduce([len(report.gpus) for report in reports]) if len(reports) == len(nodes) else None
 
 
 @dataclass(frozen=True)

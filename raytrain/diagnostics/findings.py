@@ -9,6 +9,9 @@ from raytrain.backends.placement import Hardware, Placement
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.storage.base import Store
 
+_CLOCK_TOLERANCE_S = 5.0  # a run counts as lost if its heartbeat is three of them old
+_SPILLS_BELOW = 0.95  # RAY_local_fs_capacity_threshold's default
+
 Versions = dict[str, str | None]
 """Version of each package; None for one that is not installed."""
 
@@ -29,13 +32,17 @@ def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterato
     return tuple(Finding(sentence, tuple(found)) for sentence, found in addresses.items())
 
 
-def node_failures(node: Node) -> Iterator[str]:
-    """What prevents training on a node."""
+def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
+    """What prevents training on a node, or the same numbers on all of them."""
     if node.report is None:
         assert node.error is not None
         yield node.error
         return
     yield from node.report.problems
+    for name, version in node.report.versions.items():
+        if version != driver_versions[name]:
+            here = driver_versions[name] or "missing"
+            yield f"{name} is {version or 'missing'} on the node but {here} here; install the same version."
     if node.gpus >= 1 and not node.report.gpus:
         yield (
             f"The NVIDIA driver reports no GPU, but Ray counts {node.gpus:g}; check the driver, and that a container "
@@ -43,8 +50,8 @@ def node_failures(node: Node) -> Iterator[str]:
         )
 
 
-def node_warnings(node: Node, driver_versions: Versions) -> Iterator[str]:
-    """What is unusual on a node, compared with Ray's count and the driver's versions."""
+def node_warnings(node: Node) -> Iterator[str]:
+    """What is unusual on a node, compared with Ray's count and this machine's clock."""
     if node.report is None:
         return
     if node.gpus < (num_gpus := len(node.report.gpus)):
@@ -58,10 +65,25 @@ def node_warnings(node: Node, driver_versions: Versions) -> Iterator[str]:
             f"{_gigabytes(node.object_store_bytes)}, so images are written to disk; run the container with --shm-size "
             f"{node.object_store_bytes / 2**30:.0f}g or more."
         )
-    for name, version in node.report.versions.items():
-        if version != driver_versions[name]:
-            here = driver_versions[name] or "missing"
-            yield f"{name} is {version or 'missing'} on the node but {here} here; install the same version."
+    if abs(node.clock_ahead_s) > _CLOCK_TOLERANCE_S:
+        direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
+        yield (
+            f"The node's clock is at least {abs(node.clock_ahead_s):.0f} s {direction} this machine's; keep both right "
+            "with chrony or another NTP client: heartbeats, leases and S3's signatures count on it."
+        )
+    if node.report.disk.used_fraction > _SPILLS_BELOW:
+        yield (
+            f"The disk of the temporary folder is {node.report.disk.used_fraction:.0%} full, and Ray writes images to "
+            f"it, if memory is short, only below {_SPILLS_BELOW:.0%}; make room there."
+        )
+
+
+def different_nvidia_drivers(nodes: Iterable[Node]) -> str | None:
+    """Whether the nodes' GPUs have different drivers."""
+    found = sorted({gpu.driver for node in nodes if node.report for gpu in node.report.gpus})
+    if len(found) < 2:
+        return None
+    return f"The nodes have NVIDIA drivers {', '.join(found)}; install the same one, for NCCL depends on it."
 
 
 def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | None:

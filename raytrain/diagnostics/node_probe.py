@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,10 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import TypeVar
 
+import psutil
+
 from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.gpus import Gpu, gpus
+from raytrain.backends.ray.on_each_node import ClusterNode
 from raytrain.data.manifest import SUFFIXES, open_packed
 from raytrain.data.packing import Packing
+from raytrain.diagnostics.network_probe import Interface, interface_of
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import CredentialSource, own_role
@@ -59,6 +64,19 @@ class ReadSpeed:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """The disk that Ray writes images to if the object store is full."""
+
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def used_fraction(self) -> float:
+        """How full it is, from 0 to 1."""
+        return 1 - self.free_bytes / self.total_bytes
+
+
+@dataclass(frozen=True)
 class NodeReport:
     """What a node found; None for what failed or was not checked. ``problems`` are sentences that say what to do."""
 
@@ -72,14 +90,20 @@ class NodeReport:
     problems: tuple[str, ...]
     precision: str
     """The fastest precision that trains well on the node's GPUs, or else on its CPU."""
+    interface: Interface | None
+    """The network interface through which the other nodes reach this one."""
+    disk: Disk
+    clock_s: tuple[float, float]
+    """The node's clock when the check began, and when it ended, in seconds since 1970."""
 
 
-def probe_node(request: ProbeRequest, num_gpus: float) -> NodeReport:
-    """Check this node, which has ``num_gpus`` GPUs according to Ray."""
+def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
+    """Check this node, which Ray describes as ``node``."""
+    started = time.time()
     problems: dict[str, None] = {}  # ordered, each sentence once
     data, storage = request.data, request.storage
     found = gpus()
-    if found and num_gpus >= 1:
+    if found and node.gpus >= 1:
         _attempt(_check_torch, "torch", problems)
     return NodeReport(
         versions=versions(),
@@ -90,6 +114,9 @@ def probe_node(request: ProbeRequest, num_gpus: float) -> NodeReport:
         writable=bool(storage and _attempt(lambda: _check_writable(storage), storage.url, problems)),
         problems=tuple(problems),
         precision=fastest_precision("cuda" if found else "cpu"),
+        interface=interface_of(node.address),
+        disk=_disk(),
+        clock_s=(started, time.time()),
     )
 
 
@@ -182,6 +209,11 @@ def _shm_bytes() -> int | None:
     with suppress(OSError):
         return shutil.disk_usage("/dev/shm").total
     return None
+
+
+def _disk() -> Disk:
+    found = psutil.disk_usage(tempfile.gettempdir())  # where Ray has its folder, unless it was started with another
+    return Disk(found.free, found.total)
 
 
 def _check_torch() -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raytrain.diagnostics.cluster_probe import Node
     from raytrain.diagnostics.doctor import DoctorReport
     from raytrain.diagnostics.findings import Finding
+    from raytrain.diagnostics.network_probe import AllReduce
     from raytrain.diagnostics.node_probe import NodeReport
 
 _NUM_NODES_NAMED = 3
@@ -30,6 +31,7 @@ def doctor_page(report: DoctorReport) -> RenderableType:
         "data": report.data,
         "storage": report.storage,
         "--workers auto": report.placement and _placement_text(report.placement),
+        "all-reduce": report.all_reduce and _all_reduce_text(report.all_reduce),
     }
     return Group(key_value_table(about), _node_table(report), _findings(report))
 
@@ -38,7 +40,7 @@ def _node_table(report: DoctorReport) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("node", no_wrap=True)
     hardware = "CPUs, memory,\nobject store,\n--precision auto"
-    for heading in (hardware, "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
+    for heading in (hardware, "network,\nfree disk", "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
         table.add_column(heading)
     for node in report.nodes:
         memory, object_store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
@@ -46,10 +48,19 @@ def _node_table(report: DoctorReport) -> RenderableType:
         table.add_row(
             f"{node.address}\n{node.id}",
             f"{format_count(node.cpus, 'CPU')}\n{memory}\n{object_store}\n{precision}",
+            _network_and_disk(node.report),
             _gpu_text(node),
             *_access(node.report, checks_data=report.data is not None),
         )
     return table
+
+
+def _network_and_disk(report: NodeReport | None) -> str:
+    if report is None:
+        return "unknown"
+    interface = report.interface
+    speed = f"{interface.bits_per_s / 1e9:g} Gbit/s" if interface and interface.bits_per_s else "unknown speed"
+    return f"{interface.name if interface else 'unknown'}\n{speed}\n{format_gigabytes(report.disk.free_bytes)}"
 
 
 def _gpu_text(node: Node) -> str:
@@ -80,6 +91,12 @@ def _read_speed_text(report: NodeReport, checks_data: bool) -> Text:
 def _placement_text(placement: Placement) -> str:
     workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}"
     return f"{workers}; CPUs for each: {placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
+
+
+def _all_reduce_text(found: AllReduce) -> str:
+    if found.bytes_per_s is None:
+        return f"failed with {found.backend}"
+    return f"{found.bytes_per_s / 1e6:,.0f} MB/s between {found.num_nodes} nodes with {found.backend}"
 
 
 def _findings(report: DoctorReport) -> RenderableType:

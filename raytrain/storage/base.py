@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from raytrain.storage.credentials import CredentialSource, OwnRoleOr
+from raytrain.storage.disk_cache import DiskCache
 
 MAX_THREADS = 64
 """Most requests that one process has in flight at a time, over all of its stores."""
@@ -102,6 +103,13 @@ class Store(ABC):
     @abstractmethod
     def with_credentials(self, credentials: CredentialSource) -> Store:
         """Return the same store with other credentials (a folder needs none)."""
+
+    def kept_on(self, disk: DiskCache | None) -> Store:
+        """Return the same store that keeps what :meth:`get` gives on a disk of the machine; a folder is on one already.
+
+        For objects that do not change, or are asked for with their ETag.
+        """
+        return self
 
     def with_lent_credentials(self, lent: CredentialSource) -> Store:
         """Return the same store with the credentials of the node's own role, or those of ``lent`` if there is no role.

@@ -20,6 +20,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionErr
 
 from raytrain.storage.base import ObjectChanged, S3Settings, Store, StoredObject, threads
 from raytrain.storage.credentials import CredentialSource, required
+from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy
 from raytrain.storage.s3_client import S3Client, UnusableNames
 from raytrain.storage.s3_errors import http_status
@@ -49,8 +50,16 @@ class BucketStore(Store):
     retry_policy: RetryPolicy = DEFAULT
     multipart: bool = False
     """Upload in parts, each of which obstore retries."""
+    disk: DiskCache | None = None
+    """Keeps what was read."""
 
     def get(self, path: str, etag: str = "") -> bytes:
+        if self.disk is None:
+            return self._fetch(path, etag)
+        name = "\0".join([self.settings.endpoint_url or "", self.url, path, _normalized(etag)])
+        return self.disk.get(name, lambda: self._fetch(path, etag))
+
+    def _fetch(self, path: str, etag: str) -> bytes:
         found, data = self._call(path, lambda client: _content(client.get(path)))
         if etag and found and _normalized(found) != _normalized(etag):
             raise ObjectChanged(f"{self.url}/{path}")
@@ -101,6 +110,9 @@ class BucketStore(Store):
                 f"{self.url}/{prefix}".rstrip("/"),
                 unusable[0],
             )
+
+    def kept_on(self, disk: DiskCache | None) -> BucketStore:
+        return dataclasses.replace(self, disk=disk)
 
     def with_credentials(self, credentials: CredentialSource) -> BucketStore:
         return dataclasses.replace(self, credentials=credentials, connection_id=uuid.uuid4().hex)

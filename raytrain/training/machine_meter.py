@@ -6,25 +6,12 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
+import psutil
 import torch
 
 from raytrain.runs.machine_use import MEASURE_EVERY_S, MachineUse
-
-_PROC = Path("/proc")
-
-
-class _Cpu(NamedTuple):
-    busy: float = 0.0
-    total: float = 0.0
-
-
-class _Memory(TypedDict, total=False):
-    memory_bytes: int
-    memory_total_bytes: int
-    shared_memory_bytes: int
 
 
 class _Gpu(TypedDict, total=False):
@@ -56,7 +43,7 @@ class MachineMeter:
         self._report = report
         self._clock = clock
         self._node = socket.gethostname()
-        self._cpu = _cpu()
+        psutil.cpu_percent()  # from now on
         self._reset()
 
     def step(self, num_images: int, wait_s: float) -> None:
@@ -74,40 +61,18 @@ class MachineMeter:
         self._wait_s = 0.0
 
     def _measure(self, seconds: float) -> MachineUse:
-        before, self._cpu = self._cpu, _cpu()
-        total = self._cpu.total - before.total
+        memory = psutil.virtual_memory()
         return MachineUse(
             rank=self._rank,
             node=self._node,
             images_per_s=round(self._num_images / seconds, 1),
             data_wait_fraction=round(min(self._wait_s / seconds, 1.0), 4),
-            cpu_fraction=round((self._cpu.busy - before.busy) / total, 4) if total > 0 else None,
-            **_memory(),
+            cpu_fraction=psutil.cpu_percent() / 100,
+            memory_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            shared_memory_bytes=getattr(memory, "shared", None),  # Linux knows it
             **_gpu(self._device),
         )
-
-
-def _cpu() -> _Cpu:
-    """What the cores of this machine have done since its start; nothing if the system does not say so as Linux does."""
-    with suppress(OSError, ValueError):
-        with (_PROC / "stat").open() as file:
-            user, nice, system, idle, waiting, *others = map(float, file.readline().split()[1:9])
-        busy = user + nice + system + sum(others)
-        return _Cpu(busy, busy + idle + waiting)
-    return _Cpu()
-
-
-def _memory() -> _Memory:
-    with suppress(OSError, ValueError, KeyError):
-        lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
-        found = {name: 1024 * int(kilobytes) for name, kilobytes, *_ in lines}
-        total = found["MemTotal:"]
-        return _Memory(
-            memory_bytes=total - found["MemAvailable:"],
-            memory_total_bytes=total,
-            shared_memory_bytes=found["Shmem:"],
-        )
-    return _Memory()
 
 
 def _gpu(device: torch.device) -> _Gpu:

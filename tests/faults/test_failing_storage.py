@@ -136,7 +136,7 @@ def test_a_run_on_a_full_or_read_only_disk_keeps_its_last_checkpoint(
     before, after = sentence.split("{}")
     assert said.startswith(f"Run 'run' failed: {before}{disk}/runs/run/") and after in said and "\n" not in said
     assert said.endswith(f"Its last checkpoint is kept: resume with --name run --storage {disk}/runs --resume.")
-    assert max(whole_steps(options.storage)) in (3, 6)  # The disk fails while the checkpoint of step 6 is written.
+    assert max(whole_steps(options.storage)) in (5, 6)  # The disk fails while the checkpoint of step 6 is written.
     free(disk)
     resumed = raytrain.train(dataclasses.replace(options, resume=True))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)

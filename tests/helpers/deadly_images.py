@@ -53,8 +53,9 @@ def main(images: str, storage: str) -> None:
     trained: Any = {"storage": storage, "trust": True}
     results["evaluate"] = raytrain.evaluate("memory", images, **trained).summary()
     results["predict"] = raytrain.predict("memory", images, f"{storage}/predictions.parquet", **trained).summary()
-    print(json.dumps(results), flush=True)
     ray.shutdown()
+    # Not before: Ray prints its complaints to standard output, too.
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

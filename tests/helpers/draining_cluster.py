@@ -80,9 +80,11 @@ def main(images: str, storage: str) -> None:
     options = config(images, storage, workers="1..2", trace=True, checkpoint_every_epochs=0)
     loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore
     result = raytrain.train(options, loop=loop, view=look)
-    print(json.dumps({**result.summary(), "events": list(events.values())}), flush=True)
     ray.shutdown()
     cluster.shutdown()
+    print(
+        json.dumps({**result.summary(), "events": list(events.values())})
+    )  # not before: Ray prints its complaints to standard output, too
 
 
 if __name__ == "__main__":

@@ -58,9 +58,11 @@ def main(images: str, storage: str) -> None:
     loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore
     result = raytrain.train(options, loop=loop, view=look)
     numbers = [number for number, before in zip(workers, [None, *workers], strict=False) if number != before]
-    print(json.dumps({**result.summary(), "num_workers_seen": numbers}), flush=True)
     ray.shutdown()
     cluster.shutdown()
+    print(
+        json.dumps({**result.summary(), "num_workers_seen": numbers})
+    )  # not before: Ray prints its complaints to standard output, too
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
     )
     spec = run_spec(resolved, data, store, run.loop, world_size)
     origin = None if resolved.crops_originals else Cursor()
-    cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), origin, test=True)
+    cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), origin, test=True, disk=None)
     source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, lambda skipped: None, isolated=False)
     recorder = Recorder(run.stop_after)
     part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))

@@ -65,9 +65,11 @@ def main(images: str, storage: str) -> None:
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         result = raytrain.train(config(images, storage, trace=True), loop=heavy_loop, view=loss.look)
-        print(json.dumps({**result.summary(), "lost_at": loss.whole_steps}), flush=True)
         ray.shutdown()
     cluster.shutdown()
+    print(
+        json.dumps({**result.summary(), "lost_at": loss.whole_steps})
+    )  # not before: Ray prints its complaints to standard output, too
 
 
 if __name__ == "__main__":

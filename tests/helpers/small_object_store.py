@@ -57,9 +57,10 @@ def main(num_bytes: str, images: str, storage: str) -> None:
             results[cache] = {"status": "refused", "error": str(error)}
         spilled = re.search(r"Spilled (\d+) MiB", memory_summary(cluster.address, stats_only=True))
         results[cache]["spilled_mib"] = int(spilled[1]) if spilled else 0  # Since the start of the cluster.
-    print(json.dumps(results), flush=True)
     ray.shutdown()
     cluster.shutdown()
+    # Not before: Ray prints its complaints to standard output, too.
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

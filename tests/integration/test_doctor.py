@@ -6,9 +6,11 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -25,17 +27,15 @@ from raytrain.diagnostics import cluster_probe, doctor, findings, node_probe
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.diagnostics.doctor import DoctorReport, diagnose
 from raytrain.diagnostics.findings import Finding
-from raytrain.diagnostics.node_probe import NodeReport, ProbeRequest, probe_node
+from raytrain.diagnostics.node_probe import Disk, ProbeRequest, probe_node
 from raytrain.display.doctor_tables import doctor_page
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
 from tests.helpers import fake_nvml
+from tests.helpers.node_reports import HEALTHY, HERE
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-HEALTHY = NodeReport(
-    node_probe.versions(), (), None, None, read_speed=None, writable=True, problems=(), precision="bfloat16"
-)
 H200 = Gpu("NVIDIA H200", 150 * 10**9, "570.86.15", "9.0")
 
 
@@ -54,8 +54,9 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replace the report of the node by one with the given fields."""
 
     def report(**fields: Any) -> None:
-        found = dataclasses.replace(HEALTHY, **fields)
-        monkeypatch.setattr(cluster_probe, "probe_node", lambda request, num_gpus: found)
+        now = time.time()
+        found = dataclasses.replace(HEALTHY, **{"clock_s": (now, now), **fields})
+        monkeypatch.setattr(cluster_probe, "probe_node", lambda request, node: found)
 
     return report
 
@@ -168,7 +169,7 @@ def test_a_wrong_address_is_a_usage_error_at_once() -> None:
 
 def test_a_node_that_does_not_answer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_probe, "_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(cluster_probe, "probe_node", lambda request, num_gpus: threading.Event().wait())
+    monkeypatch.setattr(cluster_probe, "probe_node", lambda request, node: threading.Event().wait())
     report = diagnose(None, str(tmp_path), None)
     (failure,) = report.failures
     assert failure.sentence.startswith("The node did not answer within 0.1 s;")
@@ -179,7 +180,7 @@ def test_a_node_that_does_not_answer_is_reported(tmp_path: Path, monkeypatch: py
 
 def test_a_node_without_raytrain_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here_only = types.ModuleType("only_on_this_node")
-    exec("def probe_node(request, num_gpus): ...", here_only.__dict__)
+    exec("def probe_node(request, node): ...", here_only.__dict__)
     monkeypatch.setitem(sys.modules, "only_on_this_node", here_only)
     monkeypatch.setattr(cluster_probe, "probe_node", here_only.probe_node)
     (failure,) = diagnose(None, str(tmp_path), None).failures
@@ -218,20 +219,42 @@ def test_a_cluster_without_cpus_is_reported(tmp_path: Path, counting: Callable[.
 def test_gpus_are_shown_and_those_that_ray_does_not_count_reported(
     tmp_path: Path, reporting: Callable[..., None]
 ) -> None:
-    reporting(gpus=(H200, H200), shm_bytes=64 << 20, versions={**node_probe.versions(), "torch": "1.0"})
+    reporting(gpus=(H200, dataclasses.replace(H200, driver="550.54.14")), shm_bytes=64 << 20)
     report = diagnose(None, str(tmp_path), None)
     text = shown(report)
-    assert "2 × H200" in text and "150 GB" in text and "driver 570.86.15" in text
+    assert "1 × H200" in text and "150 GB" in text and "driver 570.86.15" in text
     warnings = words(" ".join(finding.sentence for finding in report.warnings))
     assert report.ok
     assert "Ray counts 0 of the 2 GPUs that the NVIDIA driver reports; start Ray with --num-gpus 2" in warnings
     assert "/dev/shm has 0.1 GB and the object store" in warnings
-    assert f"torch is 1.0 on the node but {node_probe.versions()['torch']} here" in warnings
+    assert "The nodes have NVIDIA drivers 550.54.14, 570.86.15; install the same one" in warnings
+
+
+def test_another_version_on_a_node_is_a_failure(tmp_path: Path, reporting: Callable[..., None]) -> None:
+    reporting(versions={**node_probe.versions(), "torch": "1.0"})
+    (failure,) = diagnose(None, str(tmp_path), None).failures
+    here = node_probe.versions()["torch"]
+    assert failure.sentence == f"torch is 1.0 on the node but {here} here; install the same version."
+
+
+def test_a_wrong_clock_and_a_full_disk_are_reported(tmp_path: Path, reporting: Callable[..., None]) -> None:
+    reporting(clock_s=(time.time() + 100, time.time() + 101), disk=Disk(10**9, 50 * 10**9))
+    report = diagnose(None, str(tmp_path), None)
+    clock, disk = (words(finding.sentence) for finding in report.warnings)
+    assert re.match(r"The node's clock is at least (9\d|10[01]) s ahead of this machine's; ", clock)
+    assert disk.startswith("The disk of the temporary folder is 98% full, and Ray writes images to it")
+    assert report.ok
+
+
+def test_a_clock_that_is_behind_is_reported() -> None:
+    node = Node("10.0.0.1", "0" * 8, 8, 0, 10**9, 10**9, HEALTHY, clock_ahead_s=-42)
+    (warning,) = findings.node_warnings(node)
+    assert warning.startswith("The node's clock is at least 42 s behind this machine's")
 
 
 def test_gpus_that_ray_counts_and_the_driver_does_not_are_a_failure() -> None:
     node = Node("10.0.0.1", "0" * 8, 8, 2, 10**9, 10**9, HEALTHY)
-    (failure,) = findings.group_by_sentence([node], findings.node_failures)
+    (failure,) = findings.group_by_sentence([node], lambda node: findings.node_failures(node, node_probe.versions()))
     assert failure == (
         "The NVIDIA driver reports no GPU, but Ray counts 2; check the driver, and that a container runs with --gpus "
         "all.",
@@ -243,7 +266,7 @@ def test_a_finding_about_many_nodes_is_shown_once() -> None:
     nodes = tuple(Node(f"10.0.0.{i}", f"{i:08x}", 4, 0, 10**9, 10**9, error="The node sleeps.") for i in range(9))
     some = Finding("It is dark.", tuple(node.address for node in nodes[:5]))
     everywhere = Finding("It is late.", tuple(node.address for node in nodes))
-    text = shown(DoctorReport(None, "/runs", {"ray": None}, None, nodes, (some, everywhere), ()))
+    text = shown(DoctorReport(None, "/runs", {"ray": None}, None, nodes, None, (some, everywhere), ()))
     assert "10.0.0.0, 10.0.0.1, 10.0.0.2 and 2 more: It is dark." in text
     assert "All 9 nodes: It is late." in text
     assert "ray not installed" in text
@@ -256,7 +279,7 @@ def request(storage: Path) -> ProbeRequest:
 def test_gpus_are_those_that_the_driver_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gb10 = Gpu("NVIDIA GB10", 0, "570.86.15", "12.1")
     fake_nvml.install(monkeypatch, [H200, gb10])
-    report = probe_node(request(tmp_path / "runs"), num_gpus=0)
+    report = probe_node(request(tmp_path / "runs"), HERE)
     assert (report.gpus, report.problems) == ((H200, gb10), ())
 
 
@@ -264,7 +287,7 @@ def test_torch_that_cannot_use_the_gpus_is_reported(tmp_path: Path, monkeypatch:
     fake_nvml.install(monkeypatch, [H200])
     too_old = "raise RuntimeError('The NVIDIA driver on your system is too old.')"
     monkeypatch.setattr(node_probe, "_TORCH_CHECK", too_old)
-    (problem,) = probe_node(request(tmp_path / "runs"), num_gpus=1).problems
+    (problem,) = probe_node(request(tmp_path / "runs"), dataclasses.replace(HERE, gpus=1)).problems
     assert problem == (
         "torch cannot compute on the GPUs (RuntimeError: The NVIDIA driver on your system is too old); "
         "install an NVIDIA driver and a torch that fit each other."
@@ -275,8 +298,10 @@ def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
         from raytrain.storage.open import open_store
+        from raytrain.backends.ray.on_each_node import ClusterNode, NodeResult
         from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
-        assert probe_node(ProbeRequest(storage=open_store({str(tmp_path)!r})), 0).writable
+        node = ClusterNode("127.0.0.1", "0", 1, 0, 1, 1)
+        assert probe_node(ProbeRequest(storage=open_store({str(tmp_path)!r})), node).writable
         print([name for name in ("torch", "ray") if name in sys.modules])
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

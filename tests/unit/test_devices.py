@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from raytrain.backends.ray.connection import Connection
 from raytrain.config import TrainConfig
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.diagnostics.devices import Devices, node_devices
-from raytrain.diagnostics.node_probe import NodeReport, ProbeRequest, probe_node
+from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
 from raytrain.display.device_tables import devices_page
 from raytrain.errors import UsageError
 from tests.helpers import fake_nvml
+from tests.helpers.node_reports import HEALTHY, HERE
 
 GPUS = (Gpu("NVIDIA H200", 143771 << 20, "580.65.06", "9.0"), Gpu("NVIDIA GB10", 0, "580.65.06", "12.1"))
 
@@ -31,14 +33,14 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_node_reports_its_devices_without_opening_stores() -> None:
-    report = probe_node(ProbeRequest(), num_gpus=0)
+    report = probe_node(ProbeRequest(), HERE)
     assert (report.gpus, report.problems, report.identity, report.read_speed) == (GPUS, (), None, None)
 
 
 @pytest.fixture
 def two_nodes() -> Devices:
     """The devices of a node with GPUs and of one that did not answer."""
-    report = NodeReport({}, GPUS, None, None, None, False, ("torch cannot compute on the GPUs.",), "bfloat16")
+    report = replace(HEALTHY, gpus=GPUS, problems=("torch cannot compute on the GPUs.",))
     first = Node("10.0.0.1", "a1b2c3d4", 16, 2, 64 * 10**9, 10**9, report)
     second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, error="The node sleeps.")
     return Devices((node_devices(first), node_devices(second)))

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from ray.autoscaler._private.node_provider_availability_tracker import (
+    NodeAvailabilityRecord,
+    NodeAvailabilitySummary,
+    UnavailableNodeInformation,
+)
+from ray.experimental import internal_kv
 
 from raytrain import TrainConfig, UsageError
 from raytrain.backends.placement import Hardware
 from raytrain.backends.ray import wait_for_machines as module
+from raytrain.backends.ray.private_api import autoscaler_problems
 from raytrain.backends.ray.wait_for_machines import wait_for_machines
 
 
@@ -21,10 +30,11 @@ class Cluster:
         self.gpus = gpus
         self.asked: list[dict[str, float]] = []
         self.removed = 0
+        self.problems: list[str] = []
 
     def hardware(self) -> Hardware:
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
-        return Hardware(num_nodes=1 + gpus, cpus=float(gpus), gpus=float(gpus), object_store_bytes=1)
+        return Hardware(1 + gpus, float(gpus), float(gpus), object_store_bytes=1, gpu_types={"L4": gpus})
 
     def placement_group(self, bundles: list[dict[str, float]]) -> Any:
         self.asked = bundles
@@ -41,6 +51,7 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     made = Cluster([0, 0, 1, 1, 2])
     monkeypatch.setattr(module, "cluster_hardware", made.hardware)
+    monkeypatch.setattr(module, "autoscaler_problems", lambda: made.problems)
     monkeypatch.setattr(module.ray.util, "placement_group", made.placement_group)
     monkeypatch.setattr(module.ray.util, "remove_placement_group", made.remove_placement_group)
     monkeypatch.setattr(module.time, "monotonic", map(float, itertools.count()).__next__)
@@ -78,9 +89,35 @@ def test_an_elastic_run_waits_for_its_smallest_size(cluster: Cluster) -> None:
 
 
 def test_it_gives_up_at_the_limit(cluster: Cluster) -> None:
-    sentence = "--workers is 9, and after 5 s the cluster has 2 GPUs; `ray status` says why no more machines came"
+    sentence = "--workers is 9, and after 5 s the cluster has 2 GPUs. `ray status` says why no more machines came"
     with pytest.raises(UsageError, match=sentence):
         wait_for_machines(config(workers=9, wait_for_machines_s=5.0), lambda: False)
+
+
+def test_the_clouds_reason_is_passed_on(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    cluster.problems = ["gpu_8x: You have requested more vCPU capacity than your current vCPU limit of 64 allows."]
+    sentence = r"has 2 GPUs\. The autoscaler cannot start machines \(gpu_8x: You have requested .* allows\)\. Ask for"
+    with pytest.raises(UsageError, match=sentence):
+        wait_for_machines(config(workers=9, wait_for_machines_s=5.0), lambda: False)
+    assert "vCPU limit of 64" in caplog.messages[0]
+
+
+def test_it_asks_for_gpus_of_a_type(cluster: Cluster) -> None:
+    wait_for_machines(config(accelerator_type="L4"), lambda: False)
+    assert cluster.asked == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:L4": 0.001}] * 2
+
+
+def test_the_autoscalers_problems_are_those_that_ray_status_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = UnavailableNodeInformation("VcpuLimitExceeded", "You have requested more vCPU capacity than allowed.")
+    records = {
+        "gpu": NodeAvailabilityRecord("gpu", False, 0.0, quota),
+        "cpu": NodeAvailabilityRecord("cpu", True, 0.0, None),
+    }
+    report = {"autoscaler_report": {"node_availability_summary": asdict(NodeAvailabilitySummary(records))}}
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key: json.dumps(report).encode())
+    assert autoscaler_problems() == ["gpu: You have requested more vCPU capacity than allowed."]
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key: None)
+    assert autoscaler_problems() == []
 
 
 def test_without_a_cluster_there_is_nothing_to_wait_for() -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import ray
 
-from raytrain.backends.cache_choice import choose_cached
+from raytrain.backends.cache_choice import choose_cache
 from raytrain.backends.placement import Placement
 from raytrain.backends.ray.block_cache import CacheFiller
 from raytrain.backends.ray.coordinator import CoordinatorHandle
@@ -38,12 +38,13 @@ class DataFeed:
         first_step: int,
         object_store_bytes: int,
     ) -> None:
+        choice = choose_cache(config, data, plan, first_step, object_store_bytes)
         self._config = config
-        self._data = data
+        self._data = data.kept_on(choice.disk)
         self._plan = plan
         self._test_plan = test_plan
         self._first_step = first_step
-        self.train_cached, self.test_cached = choose_cached(config, data, plan, first_step, object_store_bytes)
+        self.train_cached, self.test_cached = choice.train, choice.test
 
     @property
     def origin(self) -> Cursor | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from raytrain.backends.fastest_precision import common_precision, fastest_precision
-from raytrain.backends.placement import Hardware
+from raytrain.backends.placement import GPU_TYPE, Hardware
 from raytrain.backends.ray.on_each_node import run_on_each_node
 from raytrain.config.options import Precision
 
@@ -23,7 +24,18 @@ def cluster_hardware() -> Hardware:
         cpus=sum(each.get("CPU", 0.0) for each in resources),
         gpus=sum(each.get("GPU", 0.0) for each in resources),
         object_store_bytes=int(min(each.get("object_store_memory", 0.0) for each in resources)),
+        gpu_types=_gpu_types(resources),
     )
+
+
+def _gpu_types(resources: list[dict[str, float]]) -> dict[str, float]:
+    """How many GPUs there are of each type. Ray marks a node with its type by a resource of that name."""
+    found: Counter[str] = Counter()
+    for each in resources:
+        for name in each:
+            if name.startswith(GPU_TYPE):
+                found[name.removeprefix(GPU_TYPE)] += int(each.get("GPU", 0.0))
+    return dict(found)
 
 
 def fastest_on_nodes(device: str) -> Precision:

@@ -7,6 +7,7 @@ Nothing is imported before it is used: ``ray.train`` alone takes seconds, and mo
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ ASHA_RESULT = PrivateApi(
     "ASHAScheduler.on_trial_result",
     "compare trials with those of an earlier start, which Ray Tune does not know: of a trial, it reads trial_id alone",
 )
+AUTOSCALER_STATUS = PrivateApi(
+    "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", "say why no more machines come, such as a cloud's quota"
+)
 JOB_SERVER_REQUEST = PrivateApi(
     "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
 )
@@ -107,6 +111,7 @@ PRIVATE_APIS = (
     WORKER,
     TRIAL_ERROR,
     ASHA_RESULT,
+    AUTOSCALER_STATUS,
     JOB_SERVER_REQUEST,
 )
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
@@ -147,6 +152,17 @@ def is_repeated_task() -> bool:
     import ray
 
     return ray.is_initialized() and WORKER.load().core_worker.get_current_task_attempt_number() > 0
+
+
+def autoscaler_problems() -> list[str]:
+    """Why machines do not start, in the cloud's words, for each type of them; empty if Ray's autoscaler knows none."""
+    from ray.experimental.internal_kv import _internal_kv_get  # pyright: ignore
+
+    written: bytes | None = _internal_kv_get(AUTOSCALER_STATUS.load().encode())
+    report: Any = json.loads(written or b"{}").get("autoscaler_report") or {}
+    types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
+    problems = [(each["node_type"], each.get("unavailable_node_information")) for each in types]
+    return [f"{name}: {problem['description']}" for name, problem in problems if problem]
 
 
 def keep_aws_keys_out_of_trials() -> None:

@@ -51,7 +51,6 @@ class TrainerThread:
         self._coordinator = coordinator
         self._own_cluster = own_cluster
         self._controller: Any = None
-        gpu = {"GPU": 1.0} if placement.device == "cuda" else {}
         fewest, most = placement.min_workers, placement.num_workers
         self._trainer = _Trainer(
             work,
@@ -59,8 +58,8 @@ class TrainerThread:
             own_cluster=own_cluster,
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
-                use_gpu=bool(gpu),
-                resources_per_worker={"CPU": placement.cpus, **gpu},
+                use_gpu=placement.device == "cuda",
+                resources_per_worker={"CPU": placement.cpus, **placement.gpu},
                 elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
             ),
             run_config=RunConfig(

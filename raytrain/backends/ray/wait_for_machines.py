@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import ray
 
-from raytrain.backends.placement import available_workers, wanted
+from raytrain.backends.placement import available_workers, device_kind, gpu_resources, wanted
 from raytrain.backends.ray.hardware import cluster_hardware
+from raytrain.backends.ray.private_api import autoscaler_problems
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 
@@ -27,33 +28,40 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
         return
     found = cluster_hardware()
     device, fewest, _ = wanted(config, found)
-    if fewest <= available_workers(device, found):
+    if fewest <= available_workers(config, device, found):
         return
-    worker = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+    worker = {"CPU": 1.0, **gpu_resources(config, device)}
     # The autoscaler sees a group that has no room as a request for machines. It ends with this process at the latest.
     group = ray.util.placement_group([worker] * fewest)
     try:
         started = said = time.monotonic()
-        seen = None
+        seen: tuple[int, list[str]] | None = None
         while not group.wait(_LOOK_EVERY_S):
-            now, num_devices = time.monotonic(), available_workers(device, cluster_hardware())
+            now, num_devices = time.monotonic(), available_workers(config, device, cluster_hardware())
+            problems = autoscaler_problems()
             if is_stopped():
                 raise KeyboardInterrupt
             if now - started > config.wait_for_machines_s:
-                raise UsageError(_too_few(config, num_devices, device))
-            if num_devices != seen or now - said > _SAY_EVERY_S:
-                seen, said = num_devices, now
+                raise UsageError(_too_few(config, num_devices, device, problems))
+            if (num_devices, problems) != seen or now - said > _SAY_EVERY_S:
+                seen, said = (num_devices, problems), now
                 _LOG.warning(
-                    "Waiting for machines: there is room for %d of %d workers after %.0f of %.0f s.",
+                    "Waiting for machines: there is room for %d of %d workers after %.0f of %.0f s.%s",
                     *(min(num_devices, fewest), fewest, now - started, config.wait_for_machines_s),
+                    _in_the_clouds_words(problems),
                 )
     finally:
         ray.util.remove_placement_group(group)
 
 
-def _too_few(config: TrainConfig, num_devices: int, device: str) -> str:
-    kind = "GPUs" if device == "cuda" else "CPUs"
+def _too_few(config: TrainConfig, num_devices: int, device: str, problems: list[str]) -> str:
+    why = _in_the_clouds_words(problems) or " `ray status` says why no more machines came."
     return (
         f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has {num_devices} "
-        f"{kind}; `ray status` says why no more machines came. Ask for fewer workers, or raise --wait-for-machines-s."
+        f"{device_kind(config, device)}.{why} Ask for fewer workers, or raise --wait-for-machines-s."
     )
+
+
+def _in_the_clouds_words(problems: list[str]) -> str:
+    listed = "; ".join(each.rstrip(".") for each in problems)
+    return f" The autoscaler cannot start machines ({listed})." if problems else ""

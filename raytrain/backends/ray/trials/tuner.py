@@ -51,8 +51,7 @@ class TunerThread:
         keep_aws_keys_out_of_trials()
         self._num_trials = len(specs)
         self._supervisor = _Supervisor(coordinator)
-        gpu = {"GPU": 1.0} if placement.device == "cuda" else {}
-        resources = tune.PlacementGroupFactory([{"CPU": placement.cpus, **gpu}])
+        resources = tune.PlacementGroupFactory([{"CPU": placement.cpus, **placement.gpu}])
         self._tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, specs=dict(specs)), resources),
             param_space={"trial": tune.grid_search(list(specs))},

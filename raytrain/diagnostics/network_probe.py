@@ -1,0 +1,101 @@
+"""The network between the nodes of a cluster: each node's interface, and how fast all of them add up tensors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from raytrain.backends.ray.on_each_node import ClusterNode, NodeResult, run_on_each_node
+from raytrain.errors import UsageError
+
+_TIMEOUT_S = 90.0  # torch alone may take 30 s to import
+_OPEN_THE_PORTS = (
+    "open all TCP ports between the nodes, and if a node has several interfaces, name the right one in "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there."
+)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The network interface that has a node's address, and its speed in bits/s, if the driver knows it."""
+
+    name: str
+    bits_per_s: int | None
+
+
+def interface_of(address: str) -> Interface | None:
+    """This machine's interface with ``address``; None if it has none, as behind address translation."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            megabits = psutil.net_if_stats()[name].speed
+            return Interface(name, megabits * 10**6 if megabits > 0 else None)
+    return None
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """How fast all nodes together added up a tensor with ``backend``, as a bus bandwidth; else why they could not."""
+
+    backend: str
+    num_nodes: int
+    bytes_per_s: float | None = None
+    problem: str | None = None
+
+
+def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
+    """Let all nodes of the connected cluster add up a tensor; None if there is only one.
+
+    ``num_gpus``: how many GPUs each node reported. With one GPU at least in each, they do it with NCCL, else with gloo.
+    """
+    if len(num_gpus) < 2:
+        return None
+    device, backend = ("cuda", "nccl") if min(num_gpus) else ("cpu", "gloo")
+    ports = {each.node.id: each.result for each in run_on_each_node(_free_port, _TIMEOUT_S)}
+    first = next((node for node in ports), "")
+    results = run_on_each_node(_Part(device, tuple(ports), ports.get(first)), _TIMEOUT_S)
+    return _summed_up(backend, results)
+
+
+def _free_port(node: ClusterNode) -> tuple[str, int]:
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        return node.address, opened.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What each node does: it runs its rank in a process of its own, which may hang, and sees all GPUs."""
+
+    device: str
+    node_ids: tuple[str, ...]
+    meet_at: tuple[str, int] | None
+
+    def __call__(self, node: ClusterNode) -> float:
+        host, port = self.meet_at or (node.address, 0)
+        rank = self.node_ids.index(node.id)
+        words = [str(rank), str(len(self.node_ids)), host, str(port), self.device]
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        done = subprocess.run(
+            [sys.executable, "-m", "raytrain.diagnostics.all_reduce_check", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S - 5,
+            check=False,
+        )
+        if done.returncode:
+            raise UsageError((done.stderr.strip().splitlines() or ["no error message"])[-1].rstrip("."))
+        return float(done.stdout.splitlines()[-1])
+
+
+def _summed_up(backend: str, results: Sequence[NodeResult[float]]) -> AllReduce:
+    if failed := next((each for each in results if each.result is None), None):
+        problem = f"The nodes could not add up a tensor over the network with {backend} ({failed.error}); "
+        return AllReduce(backend, len(results), problem=problem + _OPEN_THE_PORTS)
+    return AllReduce(backend, len(results), bytes_per_s=min(each.result for each in results if each.result))

@@ -1,0 +1,209 @@
+"""Files of a bucket, kept on a disk of the machine, for all processes and runs on it.
+
+An entry's name is a digest of what it is called in the bucket, with its ETag, so that no entry ever changes. It ends
+with a checksum: a crash leaves at worst one that counts as missing. What a run has used itself is not removed for its
+sake. So a part of a data set that is larger than the cache stays, while each file would go just before its next use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+_CHECKSUM_BYTES = 4
+_MIN_GRANT_BYTES = 1 << 20
+_GRANTS = 256  # a process looks what lies in the cache when it has written this part of the limit
+_FREE_FRACTION = 0.05  # of the disk, which others need
+_ABANDONED_AFTER_S = 3600.0
+_NUM_TIMED, _TRY_EVERY = 64, 16
+
+
+@dataclass(frozen=True)
+class DiskCache:
+    """A folder with at most about ``limit_bytes`` of files. Sent to all processes of a run.
+
+    ``run_started_at``, seconds since 1970: what was used since then is in use.
+    """
+
+    folder: str
+    limit_bytes: int
+    run_started_at: float
+
+    def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
+        """The content of ``name``, from the disk or else from ``fetch``, whose errors are raised.
+
+        If this disk turns out to be slower than ``fetch``, only every 16th call looks at it.
+        """
+        path = self._path(name)
+        speed = _speed(self)
+        if speed.disk_is_worth_it():
+            started = time.perf_counter()
+            if (kept := self._read(path)) is not None:
+                speed.read(time.perf_counter() - started)
+                return kept
+        started = time.perf_counter()
+        data = fetch()
+        speed.fetched(time.perf_counter() - started)
+        self._keep(path, data)
+        return data
+
+    def _path(self, name: str) -> Path:
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        return Path(self.folder, digest[:2], digest[2:40])
+
+    def _read(self, path: Path) -> bytes | None:
+        with suppress(OSError):
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_mtime < self.run_started_at:
+                    os.utime(file.fileno())  # the time of the last run that used it
+                content = file.read()
+            data, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+            if checksum == _checksum(data):
+                return data
+            path.unlink()
+        return None
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        """Write an entry, unless there is no room for it, or the disk refuses."""
+        if not _room(self).take(len(data) + _CHECKSUM_BYTES):
+            return
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            number, unfinished = tempfile.mkstemp(dir=self.folder)
+            try:
+                with os.fdopen(number, "wb") as file:
+                    file.write(data + _checksum(data))
+                os.replace(unfinished, path)
+            except BaseException:
+                os.unlink(unfinished)
+                raise
+        except OSError:
+            _room(self).close()
+
+
+class _Entry(NamedTuple):
+    used_at: float
+    num_bytes: int
+    path: str
+
+
+class _Room:
+    """How much this process may still write before it has to look again."""
+
+    def __init__(self, disk: DiskCache) -> None:
+        self._disk = disk
+        self._grant_bytes = max(_MIN_GRANT_BYTES, disk.limit_bytes // _GRANTS)
+        self._left_bytes = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether there is room for so many bytes, which are then taken."""
+        with self._lock:
+            if self._left_bytes < num_bytes and not self._closed:
+                self._left_bytes = max(self._grant_bytes, num_bytes) if self._make_room(num_bytes) else 0
+                self._closed = not self._left_bytes
+            if self._closed or self._left_bytes < num_bytes:
+                return False
+            self._left_bytes -= num_bytes
+            return True
+
+    def close(self) -> None:
+        """Write no more in this process."""
+        self._closed = True
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove entries that no run has used for longest, until there is room; whether there is."""
+        wanted = max(self._grant_bytes, num_bytes)
+        try:
+            Path(self._disk.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            too_many = kept_bytes(self._disk.folder) + wanted - self._disk.limit_bytes
+            excess = max(too_many, wanted - usable_bytes(self._disk.folder))
+            unused = self._unused() if excess > 0 else []
+        except OSError:
+            return False
+        for each in unused:
+            if excess <= 0:
+                break
+            with suppress(FileNotFoundError):  # another process removed it
+                os.unlink(each.path)
+            excess -= each.num_bytes
+        return excess <= 0
+
+    def _unused(self) -> list[_Entry]:
+        """The entries that this run has not used, those first that no run has used for longest."""
+        return sorted(each for each in _entries(self._disk.folder) if each.used_at < self._disk.run_started_at)
+
+
+class _Speed:
+    """Whether reading from this disk takes less time than fetching, as this process sees it."""
+
+    def __init__(self) -> None:
+        self._read = self._fetched = (0, 0.0)
+        self._asked = 0
+
+    def disk_is_worth_it(self) -> bool:
+        """Whether to look at the disk at all."""
+        self._asked += 1
+        (num_read, read_s), (num_fetched, fetched_s) = self._read, self._fetched
+        if min(num_read, num_fetched) < _NUM_TIMED:
+            return True
+        return read_s / num_read < fetched_s / num_fetched or self._asked % _TRY_EVERY == 0
+
+    def read(self, seconds: float) -> None:
+        """Count a file that was read from the disk."""
+        self._read = self._read[0] + 1, self._read[1] + seconds
+
+    def fetched(self, seconds: float) -> None:
+        """Count a file that was fetched."""
+        self._fetched = self._fetched[0] + 1, self._fetched[1] + seconds
+
+
+@cache
+def _room(disk: DiskCache) -> _Room:
+    return _Room(disk)
+
+
+@cache
+def _speed(disk: DiskCache) -> _Speed:
+    return _Speed()
+
+
+def kept_bytes(folder: str) -> int:
+    """The size of a cache; 0 if there is none."""
+    with suppress(OSError):
+        return sum(each.num_bytes for each in _entries(folder))
+    return 0
+
+
+def _entries(folder: str) -> Iterator[_Entry]:
+    """All entries, in no order. Removes unfinished ones that a process left behind."""
+    for found in os.scandir(folder):
+        if found.is_dir(follow_symlinks=False):
+            for entry in os.scandir(found.path):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    yield _Entry(status.st_mtime, status.st_blocks * 512, entry.path)
+        elif found.stat(follow_symlinks=False).st_mtime < time.time() - _ABANDONED_AFTER_S:
+            with suppress(FileNotFoundError):
+                os.unlink(found.path)
+
+
+def usable_bytes(folder: str) -> int:
+    """Free bytes of the disk that ``folder`` is on, but for a part that is left to others."""
+    status = os.statvfs(folder)
+    return int((status.f_bavail - _FREE_FRACTION * status.f_blocks) * status.f_frsize)
+
+
+def _checksum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little")

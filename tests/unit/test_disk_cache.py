@@ -1,0 +1,217 @@
+"""Files of a bucket that are kept on a disk of the machine."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raytrain import TrainConfig, UsageError
+from raytrain.backends import cache_choice
+from raytrain.backends.cache_choice import CacheChoice, choose_cache
+from raytrain.data.dataset import Dataset
+from raytrain.data.decode import ImageFormat, ImageShape
+from raytrain.data.image_reader import ImageReader
+from raytrain.data.manifest import build_manifest
+from raytrain.demo.s3_server import S3Server
+from raytrain.storage.disk_cache import DiskCache, kept_bytes
+from raytrain.storage.open import open_store
+from tests.helpers.faulty_s3 import faulty_s3
+
+KB, MB = 1 << 10, 1 << 20
+FORMAT = ImageFormat(ImageShape(8, 8, 3))
+
+
+class Bucket:
+    """Contents that each consist of one number; counts what is fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def get(self, disk: DiskCache, number: int, num_bytes: int = 10 * KB) -> None:
+        content = bytes([number]) * num_bytes
+
+        def fetch() -> bytes:
+            self.fetched.append(number)
+            return content
+
+        assert disk.get(f"name {number}", fetch) == content
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket()
+
+
+def cache(folder: Path, limit_bytes: int = 1 << 30, started_s_ago: float = 1.0) -> DiskCache:
+    return DiskCache(str(folder), limit_bytes, time.time() - started_s_ago)
+
+
+def entries(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_what_was_fetched_once_is_read_from_the_disk_by_later_runs_too(bucket: Bucket, tmp_path: Path) -> None:
+    for _ in range(2):
+        bucket.get(cache(tmp_path), 1)
+        bucket.get(cache(tmp_path), 2)
+    assert bucket.fetched == [1, 2]
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"x" + data[1:]])
+def test_an_entry_that_a_crash_left_incomplete_is_fetched_again(
+    damage: Callable[[bytes], bytes], bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.get(cache(tmp_path), 1)
+    (entry,) = entries(tmp_path)
+    entry.write_bytes(damage(entry.read_bytes()))
+    bucket.get(cache(tmp_path), 1)
+    bucket.get(cache(tmp_path), 1)
+    assert bucket.fetched == [1, 1]
+
+
+def test_files_that_no_run_has_used_for_longest_make_room_for_others(bucket: Bucket, tmp_path: Path) -> None:
+    first, second = cache(tmp_path, started_s_ago=7200), cache(tmp_path, limit_bytes=10 * MB)
+    for number in range(100):
+        bucket.get(first, number, 100 * KB)
+    hour_ago = time.time() - 3600
+    for path in entries(tmp_path):
+        os.utime(path, (hour_ago, hour_ago))
+    for number in [*range(50), *range(100, 150)]:
+        bucket.get(second, number, 100 * KB)
+    bucket.fetched.clear()
+    for number in range(50):
+        bucket.get(second, number, 100 * KB)
+    assert bucket.fetched == []
+    assert kept_bytes(str(tmp_path)) <= 10 * MB
+
+
+def test_a_run_keeps_a_part_of_what_does_not_fit(bucket: Bucket, tmp_path: Path) -> None:
+    disk = cache(tmp_path, limit_bytes=5 * MB)
+    for number in [*range(100)] * 2:
+        bucket.get(disk, number, 100 * KB)
+    assert 140 < len(bucket.fetched) < 170
+    assert kept_bytes(str(tmp_path)) <= 5 * MB
+
+
+def test_a_disk_that_refuses_is_done_without(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    bucket.get(cache(tmp_path / "file"), 1)
+
+    def full(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    disk = cache(tmp_path / "cache")
+    bucket.get(disk, 2)
+    bucket.get(disk, 2)
+    assert bucket.fetched == [1, 2, 2]
+    assert entries(tmp_path / "cache") == []
+
+
+def test_a_disk_slower_than_the_bucket_is_hardly_used(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = cache(tmp_path)
+    for number in range(200):
+        bucket.get(disk, number)
+    seconds = iter(range(10**6))
+    monkeypatch.setattr("raytrain.storage.disk_cache.time.perf_counter", lambda: float(next(seconds)))
+    bucket.fetched.clear()
+    for number in [*range(200)] * 4:
+        bucket.get(disk, number)
+    assert 600 < len(bucket.fetched) < 740
+
+
+def test_unfinished_files_of_a_killed_process_are_removed(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "tmpkilled").write_bytes(b"half of an image")
+    os.utime(tmp_path / "tmpkilled", (0, 0))
+    bucket.get(cache(tmp_path), 1)
+    assert not (tmp_path / "tmpkilled").exists()
+
+
+def put_image(url: str, path: str, value: int) -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8), (value, value, value)).save(data, "PNG")
+    open_store(url).put(path, data.getvalue())
+
+
+@pytest.fixture
+def url(s3_url: str) -> str:
+    """Twenty images in a bucket."""
+    for number in range(20):
+        put_image(s3_url, f"class-{number % 2}/{number}.png", number)
+    return s3_url
+
+
+def test_images_are_fetched_once_and_anew_if_they_were_replaced(
+    url: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gets: list[str] = []
+
+    def count(request: Any, body: bytes) -> None:
+        if request.command == "GET" and request.path.endswith(".png"):
+            gets.append(request.path)
+
+    with faulty_s3(s3.endpoint_url, interfere=count) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        store = open_store(url)
+        reader = ImageReader(store.kept_on(cache(tmp_path)), *FORMAT)
+        first, bad = reader.read(build_manifest(store))
+        again, _ = reader.read(build_manifest(store))
+        assert (len(gets), bad) == (20, {}) and np.array_equal(first, again)
+        put_image(url, "class-0/0.png", 99)
+        assert 99 in reader.read(build_manifest(store))[0]
+        assert len(gets) == 21
+
+
+def choice(url: str, memory_bytes: int = 0, **options: Any) -> CacheChoice:
+    """What is kept of a run of three epochs with the images of ``url``."""
+    store = open_store(url)
+    manifest = build_manifest(store)
+    data = Dataset(store, store, manifest, manifest, FORMAT, FORMAT, (0.0,) * 3, (1.0,) * 3)
+    given = TrainConfig(data=url, batch_size=2, **{"epochs": 3, **options})
+    config = given.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
+    return choose_cache(config, data, data.plan(config), 0, memory_bytes)
+
+
+def test_auto_takes_memory_if_the_images_fit_else_the_disk_if_they_are_used_again(url: str, tmp_path: Path) -> None:
+    fits = choice(url, memory_bytes=1 << 30, cache_folder=str(tmp_path))
+    assert fits.train and fits.test and fits.disk is None
+    too_large = choice(url, cache_folder=str(tmp_path))
+    assert not too_large.train and too_large.disk is not None and too_large.disk.folder == str(tmp_path)
+    assert choice(url, cache_folder=str(tmp_path), epochs=1).disk is None
+    assert choice(url, cache="none").disk is None
+
+
+def test_images_of_a_folder_are_on_a_disk_already(images: Path, tmp_path: Path) -> None:
+    assert choice(str(images), cache_folder=str(tmp_path)).disk is None
+    with pytest.raises(UsageError, match=r"--cache is disk, and .* is a folder; that is for images in a bucket"):
+        choice(str(images), cache="disk")
+
+
+def test_a_disk_that_cannot_be_used_is_told_at_the_start(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file cannot be written \(File exists\); name another --cache-folder"):
+        choice(url, cache="disk", cache_folder=str(tmp_path / "file"))
+    monkeypatch.setattr(cache_choice, "usable_bytes", lambda folder: -1)
+    with pytest.raises(UsageError, match=r"has 0\.0 GB to spare; make room there, or name another --cache-folder"):
+        choice(url, cache="disk", cache_folder=str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        choice(url, cache="disk", cache_folder=str(tmp_path))
+
+
+def test_a_limit_that_was_given_counts(url: str, tmp_path: Path) -> None:
+    found = choice(url, cache="disk", cache_folder=str(tmp_path), cache_limit_gb=0.5).disk
+    assert found is not None and found.limit_bytes == 500_000_000

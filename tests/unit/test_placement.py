@@ -1,0 +1,45 @@
+"""GPUs of a type that the user names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain import TrainConfig, UsageError
+from raytrain.backends.placement import Hardware, place
+from raytrain.backends.ray import hardware
+
+MIXED = Hardware(3, 64.0, 6.0, 10**9, gpu_types={"L4": 4.0, "T4": 2.0})
+
+
+def config(**given: Any) -> TrainConfig:
+    return TrainConfig(batch_size=8, **given)
+
+
+def test_workers_ask_for_the_type_and_count_only_its_gpus() -> None:
+    placement = place(config(accelerator_type="L4"), MIXED)
+    assert (placement.device, placement.num_workers) == ("cuda", 4)
+    assert placement.gpu == {"GPU": 1.0, "accelerator_type:L4": 0.001}
+    assert place(config(), MIXED).num_workers == 6 and place(config(), MIXED).gpu == {"GPU": 1.0}
+
+
+def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> None:
+    with pytest.raises(UsageError, match="the cluster has 2 T4 GPUs; ask for at most 2"):
+        place(config(accelerator_type="T4", workers=3), MIXED)
+    with pytest.raises(UsageError, match="--accelerator-type is A100, and the cluster has 4 L4, 2 T4; name a type"):
+        place(config(accelerator_type="A100"), MIXED)
+    with pytest.raises(UsageError, match="--accelerator-type is A100, and --device is cpu"):
+        config(accelerator_type="A100", device="cpu")
+
+
+def test_the_types_are_those_of_rays_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"CPU": 8.0, "GPU": 4.0, "accelerator_type:L4": 1.0},
+        {"CPU": 8.0, "GPU": 1.0, "accelerator_type:T4": 1.0},
+        {"CPU": 8.0, "GPU": 2.0, "accelerator_type:L4": 1.0},
+        {"CPU": 8.0},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": each} for each in nodes])
+    found = hardware.cluster_hardware()
+    assert found.gpu_types == {"L4": 6, "T4": 1} and found.gpus == 7
