@@ -19,7 +19,9 @@ from raytrain.display.page.watched_runs import WatchedRuns
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
-_BATCH, _LOG_EVERY, _WARM_UP = 128, 10, 10
+_BATCH, _LOG_EVERY = 128, 10
+_WARM_UP = 60
+"""Steps until trackers are open: their imports and MLflow's new database take some 16 seconds of a core, once."""
 _NUM_VIEWERS, _TRACKERS = 3, ("tensorboard", "mlflow")
 _VIEWER = """
 import sys, urllib.request

@@ -244,7 +244,7 @@ def test_the_use_of_the_machines_of_a_run_that_is_over_is_drawn_over_its_time(vi
     end_run(store, "finished", 49, "checkpoints/step-000000049.pt")
     with page_of(tmp_path, "run") as server:
         page = visit(server.url)
-        for title in ("Images per second, each worker", "CPU", "GPU use"):
+        for title in ("Images/s", "CPU", "GPU use"):
             assert ink(page, title) > 0
-        expect(page.locator("figure.chart", has_text="each worker")).to_contain_text("worker 1")
+        expect(page.locator("figure.chart", has_text="Images/s")).to_contain_text("worker 1")
         expect(page.locator("img")).to_have_count(0)

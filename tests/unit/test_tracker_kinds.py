@@ -73,7 +73,7 @@ def test_tensorboard_shows_the_images_of_the_last_evaluation(store: Store) -> No
     reader = EventAccumulator(f"{store.url}/tensorboard").Reload()
     assert sorted(reader.Tags()["images"]) == ["test/confusion_matrix", "test/most_wrong", "train/last_batch"]
     [shown] = reader.Images("test/most_wrong")
-    assert (shown.step, shown.width) == (4, 280)
+    assert (shown.step, shown.width) == (4, 328)
 
 
 def test_tensorboards_files_of_a_run_in_s3_are_beside_it(s3: Any, tmp_path: Path) -> None:

@@ -124,10 +124,10 @@ def test_names_of_classes_hold_no_control_characters(store: Store) -> None:
 def test_images_are_drawn_side_by_side_above_their_captions() -> None:
     red, green = (np.full((2, 4, 3), color, np.uint8) for color in ([255, 0, 0], [0, 255, 0]))
     page = sheet([red, green], ["a", "b" * 500])
-    assert page.shape == (128 + 30 + 16, 2 * 136 + 8, 3)
-    assert page[8 + 64, 8 + 64].tolist() == [255, 0, 0]
-    assert page[8 + 64, 8 + 136 + 64].tolist() == [0, 255, 0]
-    assert (page[8 + 128 :, :136] < 255).any()
+    assert page.shape == (152 + 30 + 16, 2 * 160 + 8, 3)
+    assert page[8 + 76, 8 + 76].tolist() == [255, 0, 0]
+    assert page[8 + 76, 8 + 160 + 76].tolist() == [0, 255, 0]
+    assert (page[8 + 152 :, :160] < 255).any()
 
 
 @pytest.mark.parametrize("num_classes", [2, 32, 33, 1000])
@@ -139,3 +139,14 @@ def test_the_confusion_matrix_has_a_cell_for_each_pair(num_classes: int) -> None
     assert picture.shape == (picture.shape[0], picture.shape[0], 3)
     corners = [picture[start + row * cell, start + column * cell].tolist() for row, column in [(0, 0), (1, 0), (0, 1)]]
     assert corners == [[14, 138, 138], [200, 80, 20], [255, 255, 255]]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_each_name_is_beside_its_row_and_above_its_column(place: int) -> None:
+    names = ["", "", ""]
+    names[place] = "dog"
+    without, named = (confusion_matrix({(0, 0): 1}, classes) for classes in (["", "", ""], names))
+    rows, columns = np.nonzero((without != named).any(axis=2))
+    above, beside = rows < 130, columns < 130
+    assert above.any() and beside.any() and (above ^ beside).all()
+    assert set((columns[above] - 130) // 34) == set((rows[beside] - 130) // 34) == {place}

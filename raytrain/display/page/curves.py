@@ -20,7 +20,7 @@ _MAX_POINTS = 2**18
 _MAX_NAMES = 64
 """Most metrics that are shown: a history of a stranger may name millions."""
 _FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
-_DIGITS = 6
+_DIGITS = 8  # more than are shown, so that nothing is rounded twice
 
 Floats = NDArray[np.float64]
 

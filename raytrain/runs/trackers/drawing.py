@@ -10,8 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 Pixels = NDArray[np.uint8]
 _NUM_COLUMNS = 4
-_TILE, _GAP, _CAPTION = 128, 8, 30  # pixels
-_CELL, _NAMES = 34, 130
+_TILE, _GAP, _CAPTION = 152, 8, 30  # pixels
+_CELL, _NAMES, _MARGIN = 34, 130, 6
 _MAX_NAMED_CLASSES = 32
 _MATRIX_SIDE = 512
 _BLACK, _WHITE = (30, 30, 30), (255, 255, 255)
@@ -61,8 +61,8 @@ def _shaded(matrix: NDArray[np.float64]) -> Pixels:
 def _with_names(heat: Image.Image, counts: Mapping[tuple[int, int], int], classes: Sequence[str]) -> Image.Image:
     page = Image.new("RGB", (heat.width + _NAMES, heat.height + _NAMES), _WHITE)
     page.paste(heat, (_NAMES, _NAMES))
-    page.paste(_names(classes), (0, _NAMES))
-    page.paste(_names(classes).transpose(Image.Transpose.ROTATE_270), (_NAMES, 0))
+    page.paste(_names(classes, _NAMES - _MARGIN, "rm"), (0, _NAMES))
+    page.paste(_names(classes, _MARGIN, "lm").transpose(Image.Transpose.ROTATE_90), (_NAMES, 0))
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(11)
     draw.text((4, 4), "rows: labels\ncolumns: predictions", _BLACK, font)
     for (label, prediction), count in counts.items():
@@ -71,13 +71,12 @@ def _with_names(heat: Image.Image, counts: Mapping[tuple[int, int], int], classe
     return page
 
 
-def _names(classes: Sequence[str]) -> Image.Image:
-    """A column of names, a cell high each, at its right edge."""
+def _names(classes: Sequence[str], x: int, anchor: str) -> Image.Image:
+    """A column of names, a cell high each, of which ``anchor`` is at ``x``."""
     column = Image.new("RGB", (_NAMES, _CELL * len(classes)), _WHITE)
     draw, font = ImageDraw.Draw(column), ImageFont.load_default(12)
     for place, name in enumerate(classes):
-        text = _cut(name, _NAMES - 12, font)
-        draw.text((_NAMES - 6, _CELL * (place + 0.5)), text, _BLACK, font, anchor="rm")
+        draw.text((x, _CELL * (place + 0.5)), _cut(name, _NAMES - 2 * _MARGIN, font), _BLACK, font, anchor=anchor)
     return column
 
 

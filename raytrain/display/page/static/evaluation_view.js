@@ -22,7 +22,7 @@ function gallery(title, about, examples, classes) {
   const figures = examples.filter(({ image }) => IMAGE.test(image)).map((example) => {
     const { image, label, prediction, probability, key } = example;
     const right = label === prediction;
-    const said = `${classes[prediction] ?? prediction} ${probability == null ? "" : formatPercent(probability)}`;
+    const said = `${classes[prediction] ?? prediction} ${probability == null ? "" : `${(100 * probability).toFixed(0)} %`}`;
     return el(
       "figure",
       { class: right ? "right" : "wrong", title: key ?? "" },

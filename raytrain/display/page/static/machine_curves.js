@@ -5,7 +5,7 @@ import { el, formatNumber, formatPercent } from "./format.js";
 
 const MAX_LINES = 8;
 const CHARTS = [
-  { name: "images_per_s", title: "Images per second, each worker", format: formatNumber, limits: null },
+  { name: "images_per_s", title: "Images/s", format: formatNumber, limits: null },
   { name: "cpu_fraction", title: "CPU", perNode: true },
   { name: "memory_fraction", title: "Memory", perNode: true },
   { name: "shared_memory_fraction", title: "Shared memory", perNode: true },
@@ -18,7 +18,7 @@ export class MachineCurves {
     this.sync = sync;
     this.charts = new Map();
     this.range = null;
-    this.grid = el("div", { class: "charts" });
+    this.grid = el("div", { class: "charts narrow" });
     this.element = el("section", { hidden: true }, el("h2", {}, "Machines over time"), this.grid);
   }
 
@@ -41,7 +41,7 @@ export class MachineCurves {
     this.charts.get(kind.name).show(series, { axis: "time", range: this.range });
   }
 
-  add({ name, title, format = formatPercent, limits = [0, 1] }) {
+  add({ name, title, format = formatPercent, limits = [0, 1.03] }) {
     const chart = new Chart({ title, format, limits, sync: this.sync, onZoom: (range) => this.zoom(range) });
     this.charts.set(name, chart);
     this.grid.append(chart.element);

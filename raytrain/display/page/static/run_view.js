@@ -15,6 +15,9 @@ const KNOWN = {
   learning_rate: { title: "Learning rate" },
   images_per_s: { title: "Images per second" },
   data_wait_fraction: { title: "Waiting for data", format: formatPercent },
+  balanced_accuracy: { title: "Balanced accuracy", format: formatPercent },
+  macro_f1: { title: "Macro F1", format: formatPercent },
+  mean_average_precision: { title: "Mean average precision", format: formatPercent },
 };
 const FIRST = ["loss", "accuracy"];
 const READ_MACHINES_MS = 10_000; // as often as they are written
