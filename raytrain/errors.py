@@ -35,6 +35,17 @@ class OwnerChanged(RaytrainError):
     """Another process trains the run now, or its storage is gone; the sentence says so. Nothing more was written."""
 
 
+class OutOfMemory(RaytrainError):
+    """The memory of a worker does not suffice; in ``accumulate`` parts a global batch may fit."""
+
+    def __init__(self, sentence: str, accumulate: int) -> None:
+        super().__init__(sentence, accumulate)
+        self.accumulate = accumulate
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class TrainingFailed(RaytrainError):
     """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run."""
 

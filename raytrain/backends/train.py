@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.torchrun_environment import is_under_torchrun
 from raytrain.backends.train_request import TrainRequest
 from raytrain.config import TrainConfig
-from raytrain.errors import CoordinatorLost, UsageError
+from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
 from raytrain.runs.documents import run_store
 from raytrain.runs.layout import SWEEP
 from raytrain.runs.outcome import TrainResult
@@ -35,6 +36,8 @@ from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
+
+_LOG = logging.getLogger("raytrain")
 
 
 def train(
@@ -71,19 +74,40 @@ def train(
         raise UsageError(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
-    request = TrainRequest(
-        config=config,
-        loop=loop,
-        view=view,
-        signals=signals or StopSignals(),
-        trackers=open_trackers([*config.track, *trackers]),
-        started_at=started_at,
-    )
+    signals = signals or StopSignals()
+    fits_by_trial = config.accumulate == "auto" and not is_under_torchrun()  # which starts its processes only once
+    while True:
+        request = TrainRequest(
+            config=config,
+            loop=loop,
+            view=view,
+            signals=signals,
+            trackers=open_trackers([*config.track, *trackers]),
+            started_at=started_at,
+        )
+        try:
+            return _train(request)
+        except TrainingFailed as failed:
+            if not fits_by_trial or failed.summary.get("accumulate") is None:
+                raise
+            config = _in_more_parts(config, failed)
+
+
+def _train(request: TrainRequest) -> TrainResult:
     if is_under_torchrun():
         from raytrain.backends import torchrun
 
         return torchrun.train(request)
-    return _train_locally(request) if config.backend == "local" else _train_on_ray(request)
+    return _train_locally(request) if request.config.backend == "local" else _train_on_ray(request)
+
+
+def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
+    """The options with which a run continues for which the memory did not suffice."""
+    name, parts = failed.summary["name"], failed.summary["accumulate"]
+    _LOG.warning(
+        "Run %r does not fit into memory: it goes on from its last checkpoint with --accumulate %d.", name, parts
+    )
+    return dataclasses.replace(config, name=name, resume=True, accumulate=parts)
 
 
 def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:

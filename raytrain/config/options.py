@@ -100,8 +100,8 @@ class TrainConfig:
     """Global batch: images per step over all workers. Overrides --batch-size-per-worker."""
     batch_size_per_worker: PositiveInt | None = None
     """Images per step and worker."""
-    accumulate: PositiveInt = 1
-    """Compute each global batch in this many parts, one after the other, to need less memory."""
+    accumulate: PositiveInt | Literal["auto"] = 1
+    """Compute each global batch in this many parts, one after the other, to need less memory; auto: as few as fit."""
     gradient_checkpointing: bool = False
     """Compute parts of the network twice, to need less memory."""
     optimizer: Literal["sgd", "adamw"] = "sgd"

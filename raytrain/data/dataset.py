@@ -111,7 +111,7 @@ def training_plan(config: ResolvedConfig, train: Manifest) -> BatchPlan:
         config.epochs,
         config.seed,
         max_steps=config.max_steps,
-        accumulate=config.accumulate,
+        accumulate=1 if config.accumulate == "auto" else config.accumulate,
         shard_shuffle=train.shard_shuffle,
         balance=ClassBalance.of(train.labels) if config.sampling == "balanced" else None,
     )

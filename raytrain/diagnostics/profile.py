@@ -120,7 +120,7 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
     if share["all-reduce"] > 0.2:
         return (
             f"Waiting for the other workers' gradients takes {part['all-reduce']}: a larger --batch-size makes that "
-            f"rarer{', and fewer workers need less of it' if config.accumulate > 1 else ', and so does --accumulate'}."
+            f"rarer{', and fewer workers need less of it' if config.accumulate != 1 else ', and so does --accumulate'}."
         )
     if share["copy and augmentation"] > 0.25:
         return f"Copying and augmenting takes {part['copy and augmentation']}: leave out augmentations to be faster."

@@ -31,13 +31,17 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the workers of a run ended. ``checkpoint`` is the newest one's path in the run, ``error`` why they failed."""
+    """How the workers of a run ended. ``checkpoint`` is the newest one's path in the run, ``error`` why they failed.
+
+    ``accumulate`` is the number of parts of a global batch that may do if their memory did not suffice.
+    """
 
     status: EndStatus
     progress: Progress
     checkpoint: str | None = None
     error: str | None = None
     stop_reason: str | None = None  # if the run stopped by itself
+    accumulate: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class TrainResult:
     startup_seconds: float | None = None  # of ``seconds``, until the workers trained
     stop_reason: str | None = None
     error: str | None = None
+    accumulate: int | None = None  # with which the run may fit into memory, if it failed because it did not
 
     def summary(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""

@@ -101,6 +101,7 @@ class RunRecorder:
             num_retries=snapshot.num_retries,
             stop_reason=None if outcome.status == "finished" else outcome.stop_reason or (request and request.reason),
             error=outcome.error,
+            accumulate=outcome.accumulate,
         )
 
     def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
@@ -151,8 +152,8 @@ class RunRecorder:
                 self._num_logged = event.number + 1
 
 
-def failed(error: str, snapshot: Snapshot) -> Outcome:
-    """The outcome of a run whose workers could not say how far they came."""
+def failed(error: str, snapshot: Snapshot, accumulate: int | None = None) -> Outcome:
+    """The outcome of a run whose workers could not say how far they came; see :class:`Outcome` for ``accumulate``."""
     tested = snapshot.evaluation
     progress = Progress(
         step=snapshot.step,
@@ -160,4 +161,4 @@ def failed(error: str, snapshot: Snapshot) -> Outcome:
         test_accuracy=tested and tested.accuracy,
         test_loss=tested and tested.loss,
     )
-    return Outcome(status="failed", progress=progress, error=error)
+    return Outcome(status="failed", progress=progress, error=error, accumulate=accumulate)

@@ -95,7 +95,7 @@ class Run:
         self._early_stop = EarlyStop(self.config)
         self._gallery = Gallery(self.config, self.classes, self.checkpoints.store, self.reporter.event)
         self.thresholds = self.progress.thresholds
-        self._evaluating = False
+        self.evaluating = False
         self._part: Batch | None = None
         self._learning_rate = 0.0
         self._exhausted = False  # the loop has got all batches that it gets
@@ -235,7 +235,7 @@ class Run:
                 f"{self.num_classes} classes; give one row per image, with one number per class."
             )
         if self.label_sets is None:
-            (self._gallery.add if self._evaluating else self._gallery.remember)(batch, logits)
+            (self._gallery.add if self.evaluating else self._gallery.remember)(batch, logits)
 
     def test_batches(self) -> Iterator[Batch]:
         """This worker's slice of the test images, resized and normalised. Each image is on one worker."""
@@ -262,9 +262,9 @@ class Run:
         self._report_start()  # otherwise nobody would read the test images
         started = time.perf_counter()
         self._models.eval()
-        self._evaluating = True
+        self.evaluating = True
         measured = self._evaluate()
-        self._evaluating = False
+        self.evaluating = False
         self._models.train()
         step = self.progress.step + self._validator.stepped  # the current step counts once its optimizer has stepped
         accuracy, loss = measured.get("accuracy"), measured.get("loss")

@@ -15,7 +15,7 @@ from raytrain.data.batch_plan import BatchPlan
 from raytrain.runs.identity import Identity
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.base import Store
-from raytrain.training import loop
+from raytrain.training import loop, memory
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.evaluation import evaluate
 from raytrain.training.label_evaluation import evaluate_labels
@@ -77,6 +77,14 @@ class RunSpec:
         )
 
     def train(self, run: Run) -> Outcome:
-        """Train ``run`` to its end, or until somebody asks it to stop. The outcome is the same on every worker."""
-        (self.loop or loop.train)(run)
+        """Train ``run`` to its end, or until somebody asks it to stop. The outcome is the same on every worker.
+
+        Raises OutOfMemory if the run should be started again with more ``--accumulate``.
+        """
+        try:
+            if self.config.accumulate == "auto" and self.loop is None:  # another loop may train another network
+                memory.check_memory(run)
+            (self.loop or loop.train)(run)
+        except torch.OutOfMemoryError as error:
+            raise memory.out_of_memory(run) from error
         return run.finish()

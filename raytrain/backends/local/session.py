@@ -23,7 +23,7 @@ from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.run_watcher import LOOK_EVERY_S, watch_here
 from raytrain.backends.train_request import TrainRequest
 from raytrain.backends.worker_task import WorkerTask
-from raytrain.errors import RaytrainError
+from raytrain.errors import OutOfMemory, RaytrainError
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
 from raytrain.runs.recorder import failed
 from raytrain.runs.snapshot import Snapshot
@@ -99,7 +99,9 @@ class LocalSession:
             assert outcome is not None
             return outcome
         sentence = failure_sentence(self._prepared.name, self._config.storage, error)
-        return dataclasses.replace(outcome, status="failed", error=sentence) if outcome else failed(sentence, snapshot)
+        if outcome is not None:
+            return dataclasses.replace(outcome, status="failed", error=sentence)
+        return failed(sentence, snapshot, self._error.accumulate if isinstance(self._error, OutOfMemory) else None)
 
     def _calls(self) -> dict[str, Callable[..., Any]]:
         """What the workers and their agent may call."""

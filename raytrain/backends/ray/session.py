@@ -178,7 +178,7 @@ class RunSession:
         if told is not None and told.error is None:
             return dataclasses.replace(told, status="failed", error=self._sentence(failure)) if failure else told
         reason = failure or (told and told.error) or self._trainer.failure() or "the workers ended without a word"
-        return failed(self._sentence(reason), snapshot)
+        return failed(self._sentence(reason), snapshot, told and told.accumulate)
 
     def _sentence(self, reason: str) -> str:
         return failure_sentence(self._prepared.name, self._spec.config.storage, reason)

@@ -26,7 +26,7 @@ from raytrain.data.blocks import CachedBlocks
 from raytrain.data.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.partition import Partition
-from raytrain.errors import RaytrainError
+from raytrain.errors import OutOfMemory, RaytrainError
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
@@ -65,7 +65,8 @@ def work(spec: WorkerSpec) -> None:
             outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
     except RaytrainError as error:
         # The driver ends the run: trying again would end the same way.
-        failed = Outcome(status="failed", progress=Progress(), error=root_cause(error))
+        parts = error.accumulate if isinstance(error, OutOfMemory) else None
+        failed = Outcome(status="failed", progress=Progress(), error=root_cause(error), accumulate=parts)
         ray.get(spec.coordinator.conclude.remote(failed))
         raise
     if dist.is_initialized():

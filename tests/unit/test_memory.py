@@ -1,0 +1,117 @@
+"""Out of memory: how many parts fit is found by trial, told in mid-run, and the run goes on with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raytrain
+from raytrain import Run, UsageError
+from raytrain.errors import OutOfMemory
+from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference, train_here
+from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.small_runs import weights
+
+LARGEST = 5
+"""Images that the small networks here can compute at once."""
+
+
+class Limited(nn.Module):
+    """A network without batch norm whose memory suffices for a few images."""
+
+    def __init__(self, num_classes: int, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 3)
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and len(images) > LARGEST:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.head(self.conv(images).relu().mean(dim=(2, 3)))
+
+
+def limited(num_classes: int, channels: int) -> nn.Module:
+    return Limited(num_classes, channels)
+
+
+def fails_later(run: Run) -> None:
+    """The built-in loop, whose memory does not suffice for a whole batch from the seventh step on."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        for part in run.parts(batch):
+            if batch.step >= 6 and len(part.labels) > LARGEST:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            loss = run.loss(model(part.images), part.targets)
+            run.backward(loss)
+            run.log(loss=loss)
+        run.step(optimizer)
+
+
+MODEL = "tests.unit.test_memory:limited"
+SIMPLE = "tests.integration.test_exact:network_without_norm"
+
+
+def parts_told(run: FolderRun) -> int | None:
+    """The parts that a run asks for; None if it trains."""
+    try:
+        train_here(run)
+    except OutOfMemory as error:
+        return error.accumulate
+    return None
+
+
+@pytest.mark.parametrize(("batch_size", "parts"), [(5, None), (6, 2), (20, 4), (21, 8)])
+def test_the_fewest_parts_that_fit_are_found(batch_size: int, parts: int | None, images: Path, tmp_path: Path) -> None:
+    options = {"model": MODEL, "batch_size": batch_size, "accumulate": "auto", "epochs": 1}
+    assert parts_told(folder_run(images, tmp_path, "run", **options)) == parts
+
+
+def test_all_workers_ask_for_what_the_one_with_the_most_images_needs(images: Path, tmp_path: Path) -> None:
+    run = folder_run(images, tmp_path, "run", model=MODEL, accumulate="auto", worker_load=(1.0, 3.0), batch_size=8)
+    assert run_in_processes(2, parts_told, run) == [2, 2]
+
+
+def test_a_single_image_that_does_not_fit_is_told(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.test_memory.LARGEST", 0)
+    with pytest.raises(UsageError, match="does not suffice for a single image; use --gradient-checkpointing"):
+        train_here(folder_run(images, tmp_path, "run", model=MODEL, accumulate="auto"))
+
+
+def test_an_evaluation_that_does_not_fit_is_told_as_one(images: Path, tmp_path: Path) -> None:
+    def evaluate(run: Run) -> None:
+        run.prepare(run.build_model())
+        for _ in run.batches(evaluate=out_of_memory):
+            run.evaluate()
+
+    def out_of_memory() -> dict[str, float]:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(UsageError, match="does not suffice for its images of an evaluation"):
+        train_here(folder_run(images, tmp_path, "run", loop=evaluate))
+
+
+def test_a_run_starts_in_as_many_parts_as_fit_with_the_same_weights(images: Path, tmp_path: Path) -> None:
+    by_number, _ = train_here(folder_run(images, tmp_path, "number", model=MODEL, epochs=1, accumulate=4))
+    by_trial = folder_run(images, tmp_path, "trial", model=MODEL, epochs=1, accumulate="auto", workers=1).config
+    result = raytrain.train(dataclasses.replace(by_trial, backend="local"))
+    assert result.status == "finished"
+    assert '"accumulate": 4,' in (tmp_path / "trial" / "config.json").read_text()
+    assert largest_difference(by_number, weights(result)) < 1e-10
+
+
+def test_a_run_that_meets_its_limit_later_goes_on_from_its_checkpoint(images: Path, tmp_path: Path) -> None:
+    undisturbed, _ = train_here(folder_run(images, tmp_path, "undisturbed", model=SIMPLE))
+    run = folder_run(images, tmp_path, "run", model=SIMPLE, loop=fails_later, checkpoint_every_steps=2)
+    with pytest.raises(OutOfMemory, match="for a global batch at once; compute it with --accumulate 2"):
+        train_here(run)
+    assert parts_told(dataclasses.replace(run, config=dataclasses.replace(run.config, accumulate=2))) == 4
+    again, recorder = train_here(dataclasses.replace(run, config=dataclasses.replace(run.config, accumulate=4)))
+    assert [row.step for row in recorder.rows if row.kind == "step"] == [7, 8, 9, 10]
+    assert largest_difference(undisturbed, again) < 1e-10
