@@ -151,6 +151,7 @@ def make_run(
 
 def make_plan(options: ResolvedConfig, num_samples: int) -> BatchPlan:
     size, steps = options.batch_size, options.max_steps
+    assert options.accumulate != "auto"
     return BatchPlan(num_samples, size, options.epochs, options.seed, max_steps=steps, accumulate=options.accumulate)
 
 
@@ -258,7 +259,7 @@ def _batches(
     for step in range(run.plan.num_steps):
         batch = run.plan.batch(step)
         chosen = run.plan.samples(batch.epoch, np.arange(batch.start, batch.stop))
-        parts = [_split(part, loads) for part in _split(chosen, (1.0,) * run.config.accumulate)]
+        parts = [_split(part, loads) for part in _split(chosen, (1.0,) * run.plan.accumulate)]
         readable = [[samples[block.labels[samples] >= 0] for samples in slices] for slices in parts]
         yield [
             [_augmented(run, block, samples, batch.epoch) for samples in slices if len(samples)]

@@ -44,6 +44,10 @@ def test_whole_numbers_stay_whole_and_each_can_be_drawn(low: int, more: int, log
     assert all(isinstance(value, int) for value in tried)
 
 
+def test_a_number_that_may_also_be_a_word_varies_as_a_number() -> None:
+    assert [point["accumulate"] for point in points(parse(["accumulate=1,2"]), None, seed=0)] == [1, 2]
+
+
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 12))
 def test_points_are_different_and_depend_on_the_seed(seed: int, count: int) -> None:
     space = parse(["learning-rate=log:1e-4..1", "batch-size=64,128,256"])

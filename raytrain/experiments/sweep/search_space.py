@@ -153,10 +153,10 @@ def _varied_kinds() -> dict[str, Any]:
 
 
 def _single(annotation: Any) -> Any:
-    """The one type besides None that ``annotation`` allows; None if a value has several parts or types."""
+    """The one type, besides None and words for defaults, that ``annotation`` allows; None if it allows several."""
     if annotation in _KINDS or get_origin(annotation) is Literal:
         return annotation
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None) and get_origin(kind) is not Literal]
     return kinds[0] if len(kinds) == 1 and kinds[0] in _KINDS else None
 
 
