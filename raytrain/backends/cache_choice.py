@@ -6,13 +6,12 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.dataset import Dataset
 from raytrain.errors import UsageError
-from raytrain.storage.disk_cache import DiskCache, kept_bytes, usable_bytes
+from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
 
 _AUTO_FRACTION = 0.4  # of that memory; the rest is for blocks that are streamed
 _DISK_FRACTION = 0.5  # of what is free
@@ -57,14 +56,13 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
     folder = _folder(config)
     try:
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not make_folder(folder):
+            raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UsageError(
             f"--cache is disk, and {folder} cannot be written ({error.strerror}); name another --cache-folder."
         ) from None
-    if os.stat(folder).st_uid != os.getuid():
-        raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")
     room_bytes = max(0, usable_bytes(folder)) + kept_bytes(folder)
     if config.cache_limit_gb is not None:
         return DiskCache(folder, int(config.cache_limit_gb * 1e9), time.time())

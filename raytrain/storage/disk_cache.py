@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 import threading
 import time
@@ -26,6 +27,8 @@ _GRANTS = 256  # a process looks what lies in the cache when it has written this
 _FREE_FRACTION = 0.05  # of the disk, which others need
 _ABANDONED_AFTER_S = 3600.0
 _NUM_TIMED, _TRY_EVERY = 64, 16
+_UNFINISHED = "unfinished-"
+_FOLDER_NAME, _ENTRY_NAME = re.compile("[0-9a-f]{2}"), re.compile("[0-9a-f]{38}")
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,14 @@ class DiskCache:
 
         If this disk turns out to be slower than ``fetch``, only every 16th call looks at it.
         """
-        path = self._path(name)
         speed = _speed(self)
-        if speed.disk_is_worth_it():
-            started = time.perf_counter()
-            if (kept := self._read(path)) is not None:
-                speed.read(time.perf_counter() - started)
-                return kept
-        started = time.perf_counter()
-        data = fetch()
-        speed.fetched(time.perf_counter() - started)
-        self._keep(path, data)
-        return data
+        if not _belongs_to_user(self.folder) or not speed.disk_is_worth_it():
+            return speed.fetch(fetch)
+        path = self._path(name)
+        if (kept := speed.read(lambda: self._read(path))) is None:
+            kept = speed.fetch(fetch)
+            self._keep(path, kept)
+        return kept
 
     def _path(self, name: str) -> Path:
         digest = hashlib.sha256(name.encode()).hexdigest()
@@ -79,7 +78,7 @@ class DiskCache:
             return
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, unfinished = tempfile.mkstemp(dir=self.folder)
+            number, unfinished = tempfile.mkstemp(dir=self.folder, prefix=_UNFINISHED)
             try:
                 with os.fdopen(number, "wb") as file:
                     file.write(data + _checksum(data))
@@ -126,7 +125,6 @@ class _Room:
         """Remove entries that no run has used for longest, until there is room; whether there is."""
         wanted = max(self._grant_bytes, num_bytes)
         try:
-            Path(self._disk.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
             too_many = kept_bytes(self._disk.folder) + wanted - self._disk.limit_bytes
             excess = max(too_many, wanted - usable_bytes(self._disk.folder))
             unused = self._unused() if excess > 0 else []
@@ -160,13 +158,35 @@ class _Speed:
             return True
         return read_s / num_read < fetched_s / num_fetched or self._asked % _TRY_EVERY == 0
 
-    def read(self, seconds: float) -> None:
-        """Count a file that was read from the disk."""
-        self._read = self._read[0] + 1, self._read[1] + seconds
+    def read(self, read: Callable[[], bytes | None]) -> bytes | None:
+        """What ``read`` finds on the disk, timed if it finds something."""
+        started = time.perf_counter()
+        if (data := read()) is not None:
+            self._read = self._read[0] + 1, self._read[1] + time.perf_counter() - started
+        return data
 
-    def fetched(self, seconds: float) -> None:
-        """Count a file that was fetched."""
-        self._fetched = self._fetched[0] + 1, self._fetched[1] + seconds
+    def fetch(self, fetch: Callable[[], bytes]) -> bytes:
+        """What ``fetch`` gives, timed."""
+        started = time.perf_counter()
+        data = fetch()
+        self._fetched = self._fetched[0] + 1, self._fetched[1] + time.perf_counter() - started
+        return data
+
+
+def make_folder(folder: str) -> bool:
+    """Make the folder of a cache; whether this user made it. Raises OSError if it cannot be made.
+
+    Everyone may write into a folder for temporary files: what another user put there must not become a training image.
+    """
+    Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.lstat(folder).st_uid == os.stat(folder).st_uid == os.getuid()
+
+
+@cache
+def _belongs_to_user(folder: str) -> bool:
+    with suppress(OSError):
+        return make_folder(folder)
+    return False
 
 
 @cache
@@ -187,16 +207,22 @@ def kept_bytes(folder: str) -> int:
 
 
 def _entries(folder: str) -> Iterator[_Entry]:
-    """All entries, in no order. Removes unfinished ones that a process left behind."""
+    """All entries, in no order. Removes unfinished ones that a process left behind, and touches nothing else."""
     for found in os.scandir(folder):
-        if found.is_dir(follow_symlinks=False):
-            for entry in os.scandir(found.path):
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    yield _Entry(status.st_mtime, status.st_blocks * 512, entry.path)
-        elif found.stat(follow_symlinks=False).st_mtime < time.time() - _ABANDONED_AFTER_S:
+        if _FOLDER_NAME.fullmatch(found.name) and found.is_dir(follow_symlinks=False):
+            yield from _entries_in(found.path)
+        elif found.name.startswith(_UNFINISHED):
             with suppress(FileNotFoundError):
-                os.unlink(found.path)
+                if found.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
+                    os.unlink(found.path)
+
+
+def _entries_in(folder: str) -> Iterator[_Entry]:
+    for found in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            if _ENTRY_NAME.fullmatch(found.name):
+                status = found.stat(follow_symlinks=False)
+                yield _Entry(status.st_mtime, status.st_blocks * 512, found.path)
 
 
 def usable_bytes(folder: str) -> int:

@@ -50,8 +50,8 @@ class BucketStore(Store):
     retry_policy: RetryPolicy = DEFAULT
     multipart: bool = False
     """Upload in parts, each of which obstore retries."""
-    disk: DiskCache | None = None
-    """Keeps what was read."""
+    disk: DiskCache | None = field(default=None, compare=False)
+    """Keeps what was read. Stores that differ in it share their connections."""
 
     def get(self, path: str, etag: str = "") -> bytes:
         if self.disk is None:

@@ -131,11 +131,39 @@ def test_a_disk_slower_than_the_bucket_is_hardly_used(
     assert 600 < len(bucket.fetched) < 740
 
 
-def test_unfinished_files_of_a_killed_process_are_removed(bucket: Bucket, tmp_path: Path) -> None:
-    (tmp_path / "tmpkilled").write_bytes(b"half of an image")
-    os.utime(tmp_path / "tmpkilled", (0, 0))
-    bucket.get(cache(tmp_path), 1)
-    assert not (tmp_path / "tmpkilled").exists()
+def test_a_disk_slower_than_the_bucket_is_not_written_to_again(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = cache(tmp_path)
+    for number in [*range(100)] * 2:
+        bucket.get(disk, number)
+    written = {path: path.stat().st_ino for path in entries(tmp_path)}
+    monkeypatch.setattr("raytrain.storage.disk_cache._Speed.disk_is_worth_it", lambda speed: False)
+    for number in range(200):
+        bucket.get(disk, number)
+    assert {path: path.stat().st_ino for path in entries(tmp_path)} == written
+
+
+def test_of_other_files_in_the_folder_none_is_touched(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "unfinished-killed").write_bytes(b"half of an image")
+    others = [tmp_path / "thesis.tex", tmp_path / "holiday" / "beach.jpg", tmp_path / "ab" / "notes.txt"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 8 * MB)
+    for path in [*others, tmp_path / "unfinished-killed"]:
+        os.utime(path, (0, 0))
+    bucket.get(cache(tmp_path, limit_bytes=2 * MB), 1)
+    assert all(path.exists() for path in others)
+    assert not (tmp_path / "unfinished-killed").exists()
+    assert len(entries(tmp_path)) == 4
+
+
+def test_what_another_user_wrote_is_never_read(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.get(cache(tmp_path / "mine"), 1)
+    (tmp_path / "theirs").symlink_to(tmp_path / "mine")
+    monkeypatch.setattr(os, "lstat", lambda path: os.stat_result([0, 0, 0, 0, 12345, 0, 0, 0, 0, 0]))
+    bucket.get(cache(tmp_path / "theirs"), 1)
+    assert bucket.fetched == [1, 1]
 
 
 def put_image(url: str, path: str, value: int) -> None:
