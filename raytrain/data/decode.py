@@ -88,7 +88,8 @@ def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:
             return None
         size = int(height), int(width)
         _check_jpeg_size(data, *size)
-        least_height, least_width = _least_size(size, shape, frame)
+        view = frame(size, shape.size)
+        least_height, least_width = _least_size(size, view)
         pixels = simplejpeg.decode_jpeg(
             data, colours, min_height=least_height, min_width=least_width, fastdct=False, fastupsample=False
         )
@@ -96,23 +97,23 @@ def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:
         raise
     except ValueError:
         return None
-    return _show(pixels, shape, frame)
+    scaled = pixels.shape[:2]
+    return _show(pixels, view if scaled == size else frame(scaled, shape.size), shape)
 
 
-def _least_size(size: tuple[int, int], shape: ImageShape, frame: Frame) -> tuple[int, int]:
+def _least_size(size: tuple[int, int], view: View) -> tuple[int, int]:
     """The size, up to ``size``, at which an image is decoded so that its view need not be enlarged."""
-    scale = min(frame(size, shape.size).scale, 1.0)
+    scale = min(view.scale, 1.0)
     return math.ceil(size[0] * scale - _ROUNDING), math.ceil(size[1] * scale - _ROUNDING)
 
 
-def _show(pixels: Pixels, shape: ImageShape, frame: Frame) -> Pixels:
+def _show(pixels: Pixels, view: View, shape: ImageShape) -> Pixels:
     """The view of decoded pixels, without a copy of what is not seen."""
+    height, width = pixels.shape[:2]
+    if height == shape.height and width == shape.width and view[:6] == (0, 0, width, height, height, width):
+        return pixels
     from PIL import Image
 
-    height, width = pixels.shape[:2]
-    view = frame((height, width), shape.size)
-    if view[:6] == (0, 0, width, height, *shape.size) and (height, width) == shape.size:
-        return pixels
     top, left = math.floor(view.top), math.floor(view.left)
     seen = np.ascontiguousarray(pixels[top : math.ceil(view.bottom), left : math.ceil(view.right)])
     image = Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen)

@@ -62,34 +62,27 @@ class Framing:
     @property
     def frame(self) -> Frame:
         """What is seen of an image that is not cropped at random."""
-        parts: dict[Resize, Frame] = {
+        parts: dict[Resize, Callable[..., View]] = {
             "stretch": stretch,
             "crop": partial(_centre, fraction=self.crop_fraction),
             "pad": _pad,
         }
-        return self._resampled(parts[self.resize])
+        return partial(parts[self.resize], interpolation=self.interpolation)
 
     def frames(self, samples: Int64s, epoch: int) -> list[Frame]:
         """What is seen of each of ``samples``, int64 (n,), in ``epoch``."""
         if self.crop_seed is None:
             return [self.frame] * len(samples)
         all_draws = crop_draws(self.crop_seed, epoch, samples)
-        return [self._resampled(partial(_crop, draws=draws)) for draws in all_draws]
-
-    def _resampled(self, frame: Frame) -> Frame:
-        return partial(_resample, frame=frame, interpolation=self.interpolation)
+        return [partial(_crop, draws=draws, interpolation=self.interpolation) for draws in all_draws]
 
 
 STRETCHED = Framing()
 
 
-def _resample(image: Size, output: Size, frame: Frame, interpolation: Interpolation) -> View:
-    return frame(image, output)._replace(interpolation=interpolation)
-
-
-def stretch(image: Size, output: Size) -> View:
+def stretch(image: Size, output: Size, interpolation: Interpolation = "bilinear") -> View:
     """All of the image."""
-    return View(0, 0, image[1], image[0], *output)
+    return View(0, 0, image[1], image[0], *output, interpolation)
 
 
 def crop_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
@@ -114,20 +107,20 @@ def crop_boxes(image: Size, draws: Floats) -> Floats:
     return np.stack([left, top, left + box_width, top + box_height], axis=1)
 
 
-def _crop(image: Size, output: Size, draws: Floats) -> View:
+def _crop(image: Size, output: Size, draws: Floats, interpolation: Interpolation) -> View:
     left, top, right, bottom = crop_boxes(image, draws[None])[0].tolist()
-    return View(left, top, right, bottom, *output)
+    return View(left, top, right, bottom, *output, interpolation)
 
 
-def _centre(image: Size, output: Size, fraction: float) -> View:
+def _centre(image: Size, output: Size, fraction: float, interpolation: Interpolation) -> View:
     """The ``fraction`` of the largest box in the image that has the shape of the output."""
     scale = fraction * min(image[0] / output[0], image[1] / output[1])
     height, width = output[0] * scale, output[1] * scale
     top, left = (image[0] - height) / 2, (image[1] - width) / 2
-    return View(left, top, left + width, top + height, *output)
+    return View(left, top, left + width, top + height, *output, interpolation)
 
 
-def _pad(image: Size, output: Size) -> View:
+def _pad(image: Size, output: Size, interpolation: Interpolation) -> View:
     scale = min(output[0] / image[0], output[1] / image[1])
     height, width = (max(1, round(side * scale)) for side in image)
-    return View(0, 0, image[1], image[0], height, width)
+    return View(0, 0, image[1], image[0], height, width, interpolation)

@@ -85,12 +85,12 @@ def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
 
 def require_bytes(data: bytes | Exception) -> bytes:
     """The content of a file; raises BadImage if the file itself is at fault, and any other exception as it is."""
+    if isinstance(data, bytes):
+        return data
     if isinstance(data, FileNotFoundError):
         raise BadImage("the object is gone")
     if isinstance(data, ObjectChanged):
         raise BadImage("the object was replaced after it was listed")
     if isinstance(data, DamagedShard):
         raise BadImage(str(data))
-    if isinstance(data, Exception):
-        raise data
-    return data
+    raise data
