@@ -161,13 +161,14 @@ def check(config: TrainConfig, loop: Loop | None = None) -> None:
 def check_functions(config: TrainConfig, loop: Loop | None) -> None:
     """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
     from raytrain.config.user_function import check_module
-    from raytrain.training.model_names import check_model_name
+    from raytrain.training.model_names import check_model_name, check_optimizer_name
     from raytrain.training.weights_source import check_weights_source
 
     if loop is None and config.loop is not None and ":" in config.loop:
         check_module("--loop", config.loop)
     if loop is None and config.loop is None:  # a loop of the user's may train another network
         check_model_name(config.model)
+        check_optimizer_name(config.optimizer)
         _check_best(config)
     if config.weights is not None and not config.resume:
         check_weights_source(config.weights)

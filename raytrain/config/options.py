@@ -104,8 +104,8 @@ class TrainConfig:
     """Compute each global batch in this many parts, one after the other, to need less memory; auto: as few as fit."""
     gradient_checkpointing: bool = False
     """Compute parts of the network twice, to need less memory."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """SGD with momentum, or AdamW."""
+    optimizer: Literal["sgd", "adamw", "lamb", "lion"] = "sgd"
+    """SGD with momentum, or AdamW; LAMB for large batches, or Lion, both from timm."""
     learning_rate: NonNegativeFloat | None = None
     """Peak learning rate. Overrides --learning-rate-per-worker."""
     learning_rate_per_worker: NonNegativeFloat | None = None
@@ -117,7 +117,7 @@ class TrainConfig:
     momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty for SGD, decoupled weight decay for AdamW."""
+    """L2 penalty for SGD, decoupled weight decay for the others."""
     decay_norms_and_biases: bool = True
     """Apply --weight-decay to norms and biases, too."""
     clip_norm: Annotated[float, Interval(gt=0)] | None = None

@@ -1,4 +1,4 @@
-"""Whether there is a network of some name, as far as that can be told without torch, whose import takes seconds."""
+"""Whether a network or optimizer exists, as far as that can be told without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -37,14 +37,22 @@ def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
 def unknown_timm_model(name: str, known: Iterable[str] | None) -> UsageError:
     """The error for a ``name`` that is none of those ``known`` to timm; None if timm is not installed."""
     if known is None:
-        return UsageError(
-            f"--model timm:{name} needs timm, which is not installed; install raytrain[timm] (`uv sync --extra timm`)."
-        )
+        return _missing_timm(f"--model timm:{name}")
     architecture = name.partition(".")[0]
     return UsageError(
         f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
         "lists them."
     )
+
+
+def check_optimizer_name(name: str) -> None:
+    """Raise UsageError if an optimizer needs timm, which is not installed."""
+    if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
+        raise _missing_timm(f"--optimizer {name}")
+
+
+def _missing_timm(option: str) -> UsageError:
+    return UsageError(f"{option} needs timm, which is not installed; install raytrain[timm] (`uv sync --extra timm`).")
 
 
 def _check_timm_name(name: str) -> None:

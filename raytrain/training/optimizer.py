@@ -14,7 +14,7 @@ from raytrain.training.transfer import parameter_groups
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
-    """SGD with momentum or AdamW over the trainable parameters of ``model``, at the peak learning rates.
+    """The optimizer of the trainable parameters of ``model``, at the peak learning rates.
 
     Raises UsageError if the network lacks a head or layers that learn at a rate of their own.
     """
@@ -25,9 +25,19 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
         groups = [part for group in groups for part in split_by_layer(group, scales, rate)]
     if not config.decay_norms_and_biases:
         groups = [part for group in groups for part in _with_and_without_decay(group)]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, weight_decay=decay)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
-    return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, weight_decay=decay)
+    return _timm_optimizer(config.optimizer, groups, rate, decay)
+
+
+def _timm_optimizer(name: str, groups: list[dict[str, Any]], rate: float, decay: float) -> Optimizer:
+    from timm.optim import Lamb, Lion  # pyright: ignore[reportPrivateImportUsage]
+
+    if name == "lion":
+        return Lion(groups, lr=rate, weight_decay=decay)
+    return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)  # --clip-norm alone clips
 
 
 def _with_and_without_decay(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -145,7 +145,7 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 --name", "--name has too few values; give STR."),
         (
             "train cifar10 --optimizer adam",
-            "--optimizer is 'adam' (did you mean adamw?); it must be one of sgd, adamw.",
+            "--optimizer is 'adam' (did you mean adamw?); it must be one of sgd, adamw, lamb, lion.",
         ),
         ("stop", "`raytrain stop` needs NAME; see `raytrain stop --help`."),
         ("stop --storag s3://b", "NAME is missing."),
