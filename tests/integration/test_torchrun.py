@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import raytrain
@@ -88,6 +89,7 @@ def stop_when_it_trains(storage: Path) -> None:
     raytrain.stop("run", storage=str(storage))
 
 
+@pytest.mark.slow
 def test_too_many_bad_images_end_a_run_under_torchrun_with_a_checkpoint(tmp_path: Path) -> None:
     data = render_digits(tmp_path / "digits", num_images=200)
     for digit in range(3):

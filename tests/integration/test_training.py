@@ -25,7 +25,15 @@ from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import StopRequest, request_stop
 from raytrain.storage.open import open_store
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
-from tests.helpers.small_runs import CLASSES, NUM_IMAGES, assert_same_weights, config, loop_with, weights
+from tests.helpers.small_runs import (
+    CLASSES,
+    NUM_IMAGES,
+    assert_same_weights,
+    config,
+    loop_with,
+    put_images,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -48,6 +56,7 @@ def test_a_run_writes_all_documents_to_its_folder(undisturbed: raytrain.TrainRes
     assert undisturbed.test_accuracy is not None and undisturbed.test_accuracy >= 0.8
 
 
+@pytest.mark.slow
 def test_streaming_on_one_worker_ends_with_the_same_weights_as_the_cache_on_two(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
@@ -60,29 +69,32 @@ def wait_for_stop_in_step_8(run: raytrain.Run, batch: raytrain.Batch) -> None:
         assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_random_crops_of_the_originals_are_those_of_a_run_without_ray(images: Path, tmp_path: Path) -> None:
     (alone,) = train_runs(1, folder_run(images, tmp_path, "alone", random_resized_crop=True, image_size=(9, 9)))
     streamed = folder_run(images, tmp_path, "streamed", random_resized_crop=True, image_size=(9, 9))
     assert largest_difference(weights(raytrain.train(streamed.config)), alone) < 1e-10
 
 
-def test_a_stopped_run_resumed_on_fewer_workers_ends_with_the_same_weights(
-    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+def test_a_stopped_run_in_s3_resumed_on_fewer_workers_ends_with_the_same_weights_as_one_in_a_folder(
+    undisturbed: raytrain.TrainResult, s3_url: str, images: Path
 ) -> None:
-    options = config(images, tmp_path, cache="none")
+    put_images(images, open_store(f"{s3_url}/images"))
+    storage = f"{s3_url}/runs"
+    options = config(f"{s3_url}/images", storage, cache="none")
 
     def stop_in_step_8(snapshot: Any) -> None:
         if snapshot.step >= 6 and snapshot.stop_request is None:
-            request_stop(str(tmp_path), "run", StopRequest("enough"))
+            request_stop(storage, "run", StopRequest("enough"))
 
     stopped = raytrain.train(options, loop=partial(loop_with, before_step=wait_for_stop_in_step_8), view=stop_in_step_8)
     assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
-    assert read_run(str(tmp_path), "run").status.step == stopped.steps
+    assert stopped.run_dir == f"{storage}/run" and read_run(storage, "run").status.step == stopped.steps
     assert 8 <= stopped.steps <= 9
     resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto"))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)
     assert_same_weights(resumed, undisturbed)
-    steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
+    steps = [row.step for row in read_run(storage, "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))
 
 
@@ -137,25 +149,22 @@ def test_a_killed_worker_does_not_change_the_weights(
     assert steps == list(range(1, 21))
 
 
-def test_an_error_in_the_loop_is_reported_in_one_sentence_and_the_run_can_be_resumed(
-    images: Path, tmp_path: Path
-) -> None:
+def test_an_error_in_the_loop_is_reported_in_one_sentence(images: Path, tmp_path: Path) -> None:
     def broken(run: raytrain.Run) -> None:
         print("what the loop prints")
         raise RuntimeError("the loop is broken")
 
-    options = config(images, tmp_path, max_failures=0)
     with pytest.raises(raytrain.TrainingFailed, match=r"Run 'run' failed: .*the loop is broken.*--resume") as raised:
-        raytrain.train(options, loop=broken)
+        raytrain.train(config(images, tmp_path, max_failures=0), loop=broken)
     assert raised.value.summary["status"] == "failed"
     assert read_run(str(tmp_path), "run").status.status == "failed"
     logs = {log.stream: log.text for log in LogReader(run_store(str(tmp_path), "run"), worker_log(0)).read()}
     assert "what the loop prints" in logs["out"] and "RuntimeError: the loop is broken" in logs["err"]
     [driver] = LogReader(run_store(str(tmp_path), "run"), DRIVER).read()
     assert "TrainingFailed: Run 'run' failed" in driver.text
-    assert raytrain.train(dataclasses.replace(options, resume=True, epochs=1)).status == "finished"
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_read_are_skipped_and_listed(
     s3: S3Server, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,15 +224,6 @@ def test_too_many_bad_images_end_the_run_with_a_checkpoint(
     assert raised.value.summary["status"] == "failed" and raised.value.summary["checkpoint"]
     resumed = raytrain.train(dataclasses.replace(wanted, resume=True, on_bad_image="skip", max_bad_fraction=0.02))
     assert (resumed.status, resumed.num_skipped) == ("finished", 1)
-
-
-def test_a_run_can_be_stored_in_s3(s3: S3Server, s3_url: str, images: Path) -> None:
-    options = config(images, s3_url, epochs=1)
-    result = raytrain.train(options)
-    assert result.run_dir == f"{s3_url}/run"
-    more = raytrain.train(dataclasses.replace(options, resume=True, epochs=2))
-    assert (more.steps, more.samples_seen) == (10, 162)
-    assert [row.step for row in read_run(s3_url, "run").metrics if row.kind == "step"] == list(range(1, 11))
 
 
 @pytest.mark.parametrize(

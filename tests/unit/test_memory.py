@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -97,10 +98,14 @@ def test_an_evaluation_that_does_not_fit_is_told_as_one(images: Path, tmp_path: 
         train_here(folder_run(images, tmp_path, "run", loop=evaluate))
 
 
-def test_a_run_starts_in_as_many_parts_as_fit_with_the_same_weights(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_run_starts_in_as_many_parts_as_fit_with_the_same_weights(
+    backend: Literal["local", "ray"], images: Path, tmp_path: Path
+) -> None:
     by_number, _ = train_here(folder_run(images, tmp_path, "number", model=MODEL, epochs=1, accumulate=4))
     by_trial = folder_run(images, tmp_path, "trial", model=MODEL, epochs=1, accumulate="auto", workers=1).config
-    result = raytrain.train(dataclasses.replace(by_trial, backend="local"))
+    address = "local" if backend == "ray" else None
+    result = raytrain.train(dataclasses.replace(by_trial, backend=backend, address=address))
     assert result.status == "finished"
     assert '"accumulate": 4,' in (tmp_path / "trial" / "config.json").read_text()
     assert largest_difference(by_number, weights(result)) < 1e-10
