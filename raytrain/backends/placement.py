@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 
 _LOG = logging.getLogger("raytrain")
 
-GPU_TYPE = "accelerator_type:"
-"""Ray's resource that stands for a type of GPU begins with this."""
 _WORKERS_PER_CPU = 4
 """CPU workers that may share a core of a single machine."""
 _ELASTIC_CPUS = 0.99
@@ -24,7 +22,7 @@ _ELASTIC_CPUS = 0.99
 class Hardware:
     """What the nodes of a cluster have together, and the smallest object store among them.
 
-    ``gpu_types``: how many of the GPUs are of each type, as Ray names it; None without Ray.
+    ``gpu_types``: how many of the GPUs are of each type; None if that is not known, as without Ray.
     """
 
     num_nodes: int
@@ -48,8 +46,8 @@ class Placement:
     data_cpus: float
     task_cpus: float
     threads: int
-    gpu: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What a worker asks Ray for, besides its CPUs."""
+    accelerator_type: str | None = None
+    """The type of GPU that each worker needs; None if any will do, or if it needs none."""
 
 
 def place(config: TrainConfig, found: Hardware) -> Placement:
@@ -69,8 +67,8 @@ def place(config: TrainConfig, found: Hardware) -> Placement:
         cpus = _ELASTIC_CPUS
     data_cpus = _floor((found.cpus - cpus * now) / now)
     threads = config.threads_per_worker or max(1, int(found.cpus / now))
-    gpu = gpu_resources(config, device)
-    return Placement(most, fewest, device, cpus, data_cpus, min(1.0, data_cpus), threads, gpu)
+    task_cpus = min(1.0, data_cpus)
+    return Placement(most, fewest, device, cpus, data_cpus, task_cpus, threads, config.accelerator_type)
 
 
 def check_room(config: TrainConfig, found: Hardware) -> None:
@@ -84,16 +82,16 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
         there = ", ".join(f"{number:g} {name}" for name, number in found.gpu_types.items()) or "no GPUs"
         raise UsageError(
             f"--accelerator-type is {config.accelerator_type}, and the cluster has {there}; name a type that it has, "
-            "or give --wait-for-machines-s if an autoscaler starts such machines."
+            "or give a number of --workers and --wait-for-machines-s if an autoscaler starts such machines."
         )
     if device == "cuda" and not available:
         raise UsageError(
             f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
-            "--address."
+            "--address, or give a number of --workers and --wait-for-machines-s if an autoscaler starts GPU machines."
         )
     limit = available * (_WORKERS_PER_CPU if device == "cpu" and found.num_nodes == 1 else 1)
     if fewest > limit:
-        kind = device_kind(config, device)
+        kind = device_kind(config.accelerator_type, device)
         raise UsageError(
             f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {limit}, or give "
             "--wait-for-machines-s if an autoscaler starts more."
@@ -117,18 +115,9 @@ def available_workers(config: TrainConfig, device: str, found: Hardware) -> int:
     return int(found.gpu_types.get(config.accelerator_type, 0.0))
 
 
-def gpu_resources(config: TrainConfig, device: str) -> dict[str, float]:
-    """What a worker asks Ray for, besides its CPUs."""
-    if device == "cpu":
-        return {}
-    # A thousandth, as Ray itself asks for: the mark of a node is 1, for however many GPUs.
-    marked = {} if config.accelerator_type is None else {f"{GPU_TYPE}{config.accelerator_type}": 0.001}
-    return {"GPU": 1.0, **marked}
-
-
-def device_kind(config: TrainConfig, device: str) -> str:
+def device_kind(accelerator_type: str | None, device: str) -> str:
     """What workers compute with, as messages name it."""
-    return "CPUs" if device == "cpu" else f"{config.accelerator_type or ''} GPUs".strip()
+    return "CPUs" if device == "cpu" else f"{accelerator_type or ''} GPUs".strip()
 
 
 def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:

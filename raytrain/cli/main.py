@@ -15,9 +15,9 @@ from raytrain.backends.torchrun_environment import is_first_process
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
-from raytrain.display.formatting import one_line, printable
 from raytrain.errors import RaytrainError, TrainingFailed
 from raytrain.runs.json_lines import plain
+from raytrain.runs.printable import one_line, printable
 
 
 def run() -> NoReturn:

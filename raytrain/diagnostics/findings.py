@@ -9,7 +9,7 @@ from raytrain.backends.placement import Hardware, Placement
 from raytrain.diagnostics.cluster_probe import Node
 from raytrain.storage.base import Store
 
-_CLOCK_TOLERANCE_S = 5.0  # a run counts as lost if its heartbeat is three of them old
+_CLOCK_TOLERANCE_S = 5.0  # a sixth of the time after which a run without a heartbeat loses its claim
 _SPILLS_BELOW = 0.95  # RAY_local_fs_capacity_threshold's default
 
 Versions = dict[str, str | None]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -56,13 +57,17 @@ def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
     if len(num_gpus) < 2:
         return None
     device, backend = ("cuda", "nccl") if min(num_gpus) else ("cpu", "gloo")
-    ports = {each.node.id: each.result for each in run_on_each_node(_free_port, _TIMEOUT_S)}
-    first = next((node for node in ports), "")
-    results = run_on_each_node(_Part(device, tuple(ports), ports.get(first)), _TIMEOUT_S)
-    return _summed_up(backend, results)
+    ports = run_on_each_node(_free_port, _TIMEOUT_S)
+    if (meet_at := ports[0].result) is None:
+        return _failure(backend, len(ports), ports[0])
+    results = run_on_each_node(_Part(device, tuple(each.node.id for each in ports), meet_at), _TIMEOUT_S)
+    if failed := next((each for each in results if each.result is None), None):
+        return _failure(backend, len(results), failed)
+    return AllReduce(backend, len(results), bytes_per_s=min(each.result for each in results if each.result))
 
 
 def _free_port(node: ClusterNode) -> tuple[str, int]:
+    """Where the others may meet this node's process."""
     with socket.socket() as opened:
         opened.bind(("", 0))
         return node.address, opened.getsockname()[1]
@@ -74,10 +79,10 @@ class _Part:
 
     device: str
     node_ids: tuple[str, ...]
-    meet_at: tuple[str, int] | None
+    meet_at: tuple[str, int]
 
     def __call__(self, node: ClusterNode) -> float:
-        host, port = self.meet_at or (node.address, 0)
+        host, port = self.meet_at
         rank = self.node_ids.index(node.id)
         words = [str(rank), str(len(self.node_ids)), host, str(port), self.device]
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -94,8 +99,6 @@ class _Part:
         return float(done.stdout.splitlines()[-1])
 
 
-def _summed_up(backend: str, results: Sequence[NodeResult[float]]) -> AllReduce:
-    if failed := next((each for each in results if each.result is None), None):
-        problem = f"The nodes could not add up a tensor over the network with {backend} ({failed.error}); "
-        return AllReduce(backend, len(results), problem=problem + _OPEN_THE_PORTS)
-    return AllReduce(backend, len(results), bytes_per_s=min(each.result for each in results if each.result))
+def _failure(backend: str, num_nodes: int, failed: NodeResult[Any]) -> AllReduce:
+    problem = f"The nodes could not add up a tensor over the network with {backend} ({failed.error}); {_OPEN_THE_PORTS}"
+    return AllReduce(backend, num_nodes, problem=problem)

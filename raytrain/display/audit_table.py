@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import one_line
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from raytrain.diagnostics.audit import AuditResult, EpochAudit

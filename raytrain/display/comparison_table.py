@@ -10,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.display.curve_plots import comparison_plots
-from raytrain.display.formatting import UNKNOWN, format_option, one_line
+from raytrain.display.formatting import UNKNOWN, format_option
 from raytrain.display.run_tables import problem_lines
 from raytrain.display.styles import run_styles
 from raytrain.experiments.compare import compare_records
+from raytrain.runs.printable import one_line
 from raytrain.runs.records import RunRecord
 
 _MAX_HEADINGS = 44

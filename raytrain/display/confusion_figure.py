@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytrain.display.formatting import format_optional, one_line
+from raytrain.display.formatting import format_optional
 from raytrain.display.png import GREY
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from raytrain.display.formatting import printable
+from raytrain.runs.printable import printable
 
 
 class PlainConsole(Console):

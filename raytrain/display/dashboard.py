@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.display.curve_plots import curve_heading, curve_plots
-from raytrain.display.formatting import format_count, format_duration, one_line
+from raytrain.display.formatting import format_count, format_duration
 from raytrain.display.progress_line import measurements
 from raytrain.display.styles import status_style
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.printable import one_line
 from raytrain.runs.snapshot import Snapshot
 
 CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"

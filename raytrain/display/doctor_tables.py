@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import format_count, format_gigabytes, one_line
+from raytrain.display.formatting import format_count, format_gigabytes
 from raytrain.display.key_value_table import key_value_table
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from raytrain.backends.placement import Placement

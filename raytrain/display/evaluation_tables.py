@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import format_optional, one_line
+from raytrain.display.formatting import format_optional
 from raytrain.display.key_value_table import key_value_table
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from raytrain.inference.classification_metrics import ClassScore

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from rich.console import RenderableType
 from rich.table import Table
 
-from raytrain.display.formatting import format_value, one_line
+from raytrain.display.formatting import format_value
+from raytrain.runs.printable import one_line
 
 
 def key_value_table(values: Mapping[str, object]) -> RenderableType:

@@ -11,7 +11,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from raytrain.display.console import PlainConsole
-from raytrain.display.formatting import one_line
+from raytrain.runs.printable import one_line
 from raytrain.runs.startup_log import STARTUP
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from raytrain.display.formatting import format_duration, one_line
+from raytrain.display.formatting import format_duration
+from raytrain.runs.printable import one_line
 from raytrain.runs.process_log import StoredLog
 from raytrain.runs.snapshot import Snapshot
 

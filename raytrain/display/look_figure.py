@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raytrain.display.formatting import one_line
 from raytrain.display.png import GREY
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import UNKNOWN, format_count, one_line
+from raytrain.display.formatting import UNKNOWN, format_count
 from raytrain.display.key_value_table import key_value_table
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from raytrain.diagnostics.duplicates import Duplicate, Duplicates

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from raytrain.config import TrainConfig
 from raytrain.display.curve_plots import curve_heading, curve_plots
-from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value, one_line
+from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value
 from raytrain.display.key_value_table import key_value_table
 from raytrain.display.styles import status_style
 from raytrain.runs.outcome import TrainResult
+from raytrain.runs.printable import one_line
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.status import RunStatus
 from raytrain.runs.train_command import train_command

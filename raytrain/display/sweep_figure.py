@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytrain.display.formatting import one_line
 from raytrain.display.png import GREY, ORANGE, plain_axes
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
 from raytrain.experiments.sweep.trials import as_typed, shown
+from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

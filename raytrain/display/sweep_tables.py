@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import UNKNOWN, format_optional, one_line
+from raytrain.display.formatting import UNKNOWN, format_optional
 from raytrain.display.styles import status_style
 from raytrain.errors import option_name
 from raytrain.experiments.sweep.results import SweepResult, TrialResult
 from raytrain.experiments.sweep.trials import Trial, as_typed, shown
+from raytrain.runs.printable import one_line
 from raytrain.runs.trial_status import WAITING, TrialStatus
 
 _STATUSES = ("running", "finished", "stopped", "failed", WAITING)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.timm_name import timm_name
+from raytrain.runs.printable import one_line
 from raytrain.runs.train_command import train_command
 from raytrain.training.checkpoint import Checkpoint
 
@@ -65,19 +66,19 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
     identity, progress = checkpoint.identity, checkpoint.progress
     return _CARD.format(
         library="timm" if timm_name(config.model) else "pytorch",
-        title=_one_line(run),
-        file=_one_line(file),
-        model=_one_line(config.model),
+        title=one_line(run),
+        file=one_line(file),
+        model=one_line(config.model),
         num_classes=len(identity.classes),
         channels=config.channels,
         step=progress.step,
         samples=progress.samples_seen,
         result=_result(checkpoint) + (_FLIP_TEST if config.flip_test else ""),
-        digest=_one_line(identity.manifest_digest),
+        digest=one_line(identity.manifest_digest),
         preprocessing=_preprocessing(config),
-        classes=json.dumps([_one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
-        use=_use(config, len(identity.classes), _one_line(file)),
-        command=_one_line(train_command(config)),
+        classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
+        use=_use(config, len(identity.classes), one_line(file)),
+        command=one_line(train_command(config)),
     )
 
 
@@ -111,8 +112,3 @@ def _use(config: ResolvedConfig, num_classes: int, file: str) -> str:
         make = f"model = timm.create_model({name!r}, num_classes={num_classes}, in_chans={config.channels})"
         return f"import safetensors.torch\nimport timm\n\n{load}\n{make}\nmodel.load_state_dict(weights)"
     return f"import safetensors.torch\n\n{load}  # for model.load_state_dict"
-
-
-def _one_line(text: str) -> str:
-    """Text that others wrote, with a sign in place of every character that is not to be seen."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -30,7 +30,7 @@ from raytrain.display.confusion_figure import confusion_figure
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.display.evaluation_tables import evaluation_page, label_evaluation_page
-from raytrain.display.formatting import format_option, format_value, one_line
+from raytrain.display.formatting import format_option, format_value
 from raytrain.display.look import look_html
 from raytrain.display.look_figure import look_figure
 from raytrain.display.look_tables import look_page
@@ -43,6 +43,7 @@ from raytrain.inference.evaluate import EvaluationResult
 from raytrain.inference.label_predictions import LabelEvaluation, LabelScore
 from raytrain.runs.documents import write_json
 from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
+from raytrain.runs.printable import one_line
 from raytrain.runs.snapshot import Event
 from tests.helpers.snapshots import snapshot
 from tests.hostile.stored_runs import make_run, options

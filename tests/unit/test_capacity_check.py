@@ -37,6 +37,16 @@ def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str
         looked.check()
 
 
+def test_gpus_of_a_type_are_named(table: dict[str, dict[str, str]]) -> None:
+    looked = capacity_check.CapacityCheck(Placement(2, 2, "cuda", 1.0, 0.5, 0.25, 1, accelerator_type="L4"), 2)
+    table["1f" + OURS] = {"state": "PENDING"}
+    looked.check()
+    with pytest.raises(
+        UsageError, match=r"2 workers of 1 CPUs and 1 L4 GPUs each: the cluster has 0.5 CPUs and 0 GPUs"
+    ):
+        looked.check()
+
+
 def test_a_restarted_worker_group_may_wait_as_long_as_a_new_one(table: dict[str, dict[str, str]]) -> None:
     looked = wanted()
     table["1f" + OURS] = {"state": "PENDING"}

@@ -20,8 +20,12 @@ def config(**given: Any) -> TrainConfig:
 def test_workers_ask_for_the_type_and_count_only_its_gpus() -> None:
     placement = place(config(accelerator_type="L4"), MIXED)
     assert (placement.device, placement.num_workers) == ("cuda", 4)
-    assert placement.gpu == {"GPU": 1.0, "accelerator_type:L4": 0.001}
-    assert place(config(), MIXED).num_workers == 6 and place(config(), MIXED).gpu == {"GPU": 1.0}
+    asked = hardware.worker_resources(placement.device, placement.cpus, placement.accelerator_type)
+    assert asked == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:L4": 0.001}
+    assert place(config(), MIXED).num_workers == 6 and hardware.worker_resources("cuda", 2.0, None) == {
+        "CPU": 2.0,
+        "GPU": 1.0,
+    }
 
 
 def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> None:

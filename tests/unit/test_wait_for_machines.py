@@ -95,8 +95,8 @@ def test_it_gives_up_at_the_limit(cluster: Cluster) -> None:
 
 
 def test_the_clouds_reason_is_passed_on(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    cluster.problems = ["gpu_8x: You have requested more vCPU capacity than your current vCPU limit of 64 allows."]
-    sentence = r"has 2 GPUs\. The autoscaler cannot start machines \(gpu_8x: You have requested .* allows\)\. Ask for"
+    cluster.problems = ["gpu_8x: You have\nrequested more vCPU capacity than your current vCPU limit of 64 allows."]
+    sentence = r"has 2 GPUs\. The autoscaler cannot start machines \(gpu_8x: You have␊requested .* allows\)\. Ask for"
     with pytest.raises(UsageError, match=sentence):
         wait_for_machines(config(workers=9, wait_for_machines_s=5.0), lambda: False)
     assert "vCPU limit of 64" in caplog.messages[0]

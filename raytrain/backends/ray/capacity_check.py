@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from raytrain.backends.placement import Placement
+from raytrain.backends.placement import Placement, device_kind
 from raytrain.errors import UsageError
 from raytrain.runs.throttle import Throttle
 
@@ -36,9 +36,12 @@ class CapacityCheck:
 
     def _sentence(self) -> str:
         free = ray.available_resources()
-        needed = {"CPU": self._placement.cpus, **({"GPU": 1.0} if self._placement.device == "cuda" else {})}
-        each = " and ".join(f"{amount:g} {kind}s" for kind, amount in needed.items())
-        there = " and ".join(f"{free.get(kind, 0.0):g} {kind}s" for kind in needed)
+        placed = self._placement
+        each = f"{placed.cpus:g} CPUs"
+        there = f"{free.get('CPU', 0.0):g} CPUs"
+        if placed.device == "cuda":
+            each += f" and 1 {device_kind(placed.accelerator_type, placed.device)}"
+            there += f" and {free.get('GPU', 0.0):g} GPUs"
         return (
             f"There is no room for {self._num_workers} workers of {each} each: the cluster has {there} free, and other "
             "jobs use the rest; wait for them, or ask for fewer --workers."

@@ -6,11 +6,13 @@ from collections import Counter
 from typing import Any
 
 from raytrain.backends.fastest_precision import common_precision, fastest_precision
-from raytrain.backends.placement import GPU_TYPE, Hardware
+from raytrain.backends.placement import Hardware
 from raytrain.backends.ray.on_each_node import run_on_each_node
 from raytrain.config.options import Precision
 
 _TIMEOUT_S = 60.0
+_GPU_TYPE = "accelerator_type:"
+"""Ray's resource that stands for a type of GPU begins with this."""
 
 
 def cluster_hardware() -> Hardware:
@@ -33,9 +35,18 @@ def _gpu_types(resources: list[dict[str, float]]) -> dict[str, float]:
     found: Counter[str] = Counter()
     for each in resources:
         for name in each:
-            if name.startswith(GPU_TYPE):
-                found[name.removeprefix(GPU_TYPE)] += int(each.get("GPU", 0.0))
+            if name.startswith(_GPU_TYPE):
+                found[name.removeprefix(_GPU_TYPE)] += int(each.get("GPU", 0.0))
     return dict(found)
+
+
+def worker_resources(device: str, cpus: float, accelerator_type: str | None) -> dict[str, float]:
+    """What a worker asks Ray for."""
+    if device == "cpu":
+        return {"CPU": cpus}
+    # A thousandth, as Ray itself asks for: the mark of a node is 1, for however many GPUs.
+    marked = {} if accelerator_type is None else {f"{_GPU_TYPE}{accelerator_type}": 0.001}
+    return {"CPU": cpus, "GPU": 1.0, **marked}
 
 
 def fastest_on_nodes(device: str) -> Precision:

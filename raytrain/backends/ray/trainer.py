@@ -18,6 +18,7 @@ from ray.train.torch import TorchTrainer
 from raytrain.backends.placement import Placement
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
+from raytrain.backends.ray.hardware import worker_resources
 from raytrain.backends.ray.private_api import CONTROLLER_CALLBACK
 
 _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
@@ -59,7 +60,7 @@ class TrainerThread:
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
                 use_gpu=placement.device == "cuda",
-                resources_per_worker={"CPU": placement.cpus, **placement.gpu},
+                resources_per_worker=worker_resources(placement.device, placement.cpus, placement.accelerator_type),
                 elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
             ),
             run_config=RunConfig(

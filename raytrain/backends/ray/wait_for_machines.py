@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import ray
 
-from raytrain.backends.placement import available_workers, device_kind, gpu_resources, wanted
-from raytrain.backends.ray.hardware import cluster_hardware
+from raytrain.backends.placement import available_workers, device_kind, wanted
+from raytrain.backends.ray.hardware import cluster_hardware, worker_resources
 from raytrain.backends.ray.private_api import autoscaler_problems
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
+from raytrain.runs.printable import one_line
 
 _LOG = logging.getLogger("raytrain")
 _LOOK_EVERY_S = 0.5
@@ -30,7 +31,7 @@ def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> No
     device, fewest, _ = wanted(config, found)
     if fewest <= available_workers(config, device, found):
         return
-    worker = {"CPU": 1.0, **gpu_resources(config, device)}
+    worker = worker_resources(device, 1.0, config.accelerator_type)
     # The autoscaler sees a group that has no room as a request for machines. It ends with this process at the latest.
     group = ray.util.placement_group([worker] * fewest)
     try:
@@ -58,10 +59,10 @@ def _too_few(config: TrainConfig, num_devices: int, device: str, problems: list[
     why = _in_the_clouds_words(problems) or " `ray status` says why no more machines came."
     return (
         f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has {num_devices} "
-        f"{device_kind(config, device)}.{why} Ask for fewer workers, or raise --wait-for-machines-s."
+        f"{device_kind(config.accelerator_type, device)}.{why} Ask for fewer workers, or raise --wait-for-machines-s."
     )
 
 
 def _in_the_clouds_words(problems: list[str]) -> str:
-    listed = "; ".join(each.rstrip(".") for each in problems)
+    listed = "; ".join(one_line(each).rstrip(".") for each in problems)
     return f" The autoscaler cannot start machines ({listed})." if problems else ""

@@ -67,7 +67,7 @@ def _size(sent: Submission) -> str:
 
 
 def _show(text: str) -> None:
-    from raytrain.display.formatting import printable
+    from raytrain.runs.printable import printable
 
     sys.stdout.write(printable(text))
     sys.stdout.flush()

@@ -115,6 +115,6 @@ def _confirmed(question: str) -> bool:
     """Ask whoever sits at the terminal. Raises UsageError if nobody does."""
     if not sys.stdin.isatty():
         raise UsageError("Nobody can be asked here; add --yes to delete without a question.")
-    from raytrain.display.formatting import one_line
+    from raytrain.runs.printable import one_line
 
     return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")

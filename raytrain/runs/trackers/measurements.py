@@ -10,6 +10,7 @@ from typing import cast
 
 from raytrain.config import TrainConfig
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.printable import one_line
 
 _MAX_NAME = 250  # characters, MLflow's limit
 _NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # what MLflow refuses
@@ -43,12 +44,7 @@ def metric_name(name: str) -> str:
     return "/".join(parts)[:_MAX_NAME] or "_"
 
 
-def printable(text: str) -> str:
-    """A text from outside without control characters."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
 def _scalar(value: object) -> str | int | float:
     if isinstance(value, (bool, int, float)):
         return value
-    return printable(" ".join(map(str, cast(Iterable[object], value) if isinstance(value, tuple) else (value,))))
+    return one_line(" ".join(map(str, cast(Iterable[object], value) if isinstance(value, tuple) else (value,))))

@@ -16,9 +16,9 @@ from PIL import Image
 
 from raytrain.runs.documents import read_json
 from raytrain.runs.layout import EVALUATION
+from raytrain.runs.printable import one_line
 from raytrain.runs.stored_values import matches
 from raytrain.runs.trackers.drawing import Pixels, confusion_matrix
-from raytrain.runs.trackers.measurements import printable
 from raytrain.storage.base import Store
 
 _PNG = "data:image/png;base64,"
@@ -53,7 +53,7 @@ def read_pictures(store: Store, after: int) -> EvaluationPictures:
     step = document.get("step")
     if type(step) is not int or step <= after:
         return EvaluationPictures(-1, [])
-    names = [printable(str(name)[:_MAX_NAME]) for name in _list(document.get("classes"))[: _MAX_CLASSES + 1]]
+    names = [one_line(str(name)[:_MAX_NAME]) for name in _list(document.get("classes"))[: _MAX_CLASSES + 1]]
     groups = [_examples(_list(document.get(part)), names, key) for part, key in _GROUPS.items()]
     groups.append(_confusions(_list(document.get("confusion")), names))
     return EvaluationPictures(step, [group for group in groups if group.images])

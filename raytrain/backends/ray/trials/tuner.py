@@ -15,6 +15,7 @@ from ray.tune.schedulers import TrialScheduler
 
 from raytrain.backends.placement import Placement
 from raytrain.backends.ray.failures import root_cause
+from raytrain.backends.ray.hardware import worker_resources
 from raytrain.backends.ray.private_api import keep_aws_keys_out_of_trials
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinatorHandle
 from raytrain.backends.ray.trials.trial_process import TrialSpec, train_trial
@@ -51,7 +52,8 @@ class TunerThread:
         keep_aws_keys_out_of_trials()
         self._num_trials = len(specs)
         self._supervisor = _Supervisor(coordinator)
-        resources = tune.PlacementGroupFactory([{"CPU": placement.cpus, **placement.gpu}])
+        asked = worker_resources(placement.device, placement.cpus, placement.accelerator_type)
+        resources = tune.PlacementGroupFactory([asked])
         self._tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, specs=dict(specs)), resources),
             param_space={"trial": tune.grid_search(list(specs))},
