@@ -21,6 +21,7 @@ from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, View
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.runs.stop_request import read_stop_request
+from raytrain.runs.stored_rows import RowParser, rows_of_kind
 from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ class RunReader:
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.name = name
-        self._rows = _GrowingLines(store, METRICS, lambda number, document: MetricRow.from_json(document))
-        self._events = _GrowingLines(store, EVENTS, Event.from_json)
-        self._skipped = _GrowingLines(store, SKIPPED, lambda number, document: number)
+        parse_rows = RowParser()
+        self._rows = _GrowingLines(store, METRICS, lambda number, lines: parse_rows(lines))
+        self._events = _GrowingLines(store, EVENTS, partial(_parse_each, Event.from_json))
+        self._skipped = _GrowingLines(store, SKIPPED, partial(_parse_each, lambda number, document: number))
         self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
         self._evaluation: MetricRow | None = None
         self._steps_per_epoch = 1
@@ -76,13 +78,13 @@ class RunReader:
             status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),
             step=step,
             num_steps=max(1, status.num_steps, step),
-            steps_per_epoch=self._count_steps_per_epoch(status, rows),
+            steps_per_epoch=self._count_steps_per_epoch(status),
             num_workers=status.num_workers,
             elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(event.at_s for event in self._events.parsed)]),
             time_left_s=_time_left_s(self._steps, status.num_steps) if status.active else None,
             attempt=self._rows.generation,
             first_row=first_row,
-            rows=tuple(rows),
+            rows=rows,
             num_rows=self._rows.num_parsed,
             latest=next(reversed(self._steps), None),
             evaluation=self._evaluation,
@@ -94,7 +96,7 @@ class RunReader:
             machines=read_machines(self.store) if status.active else (),
         )
 
-    def _read_rows(self, since: RowCursor) -> tuple[int, list[MetricRow]]:
+    def _read_rows(self, since: RowCursor) -> tuple[int, Sequence[MetricRow]]:
         """The next rows for a viewer at ``since``, and the index of the first one."""
         if since != (self._rows.generation, self._rows.num_parsed):
             self._rows.restart()
@@ -104,17 +106,15 @@ class RunReader:
         if first_row == 0:
             self._steps.clear()
             self._evaluation = None
-        for row in rows:
-            if row.kind == "step":
-                self._steps.append(row)
-            else:
-                self._evaluation = row
+        evaluations = rows_of_kind(rows, "evaluation")[-_NUM_ROWS_TIMED:]
+        self._steps.extend(rows_of_kind(rows, "step")[-_NUM_ROWS_TIMED:])
+        self._evaluation = next(reversed(evaluations), self._evaluation)
+        self._steps_per_epoch = max(self._steps_per_epoch, steps_per_epoch([*evaluations, *self._steps]))
         return first_row, rows
 
-    def _count_steps_per_epoch(self, status: RunStatus, new: Sequence[MetricRow]) -> int:
+    def _count_steps_per_epoch(self, status: RunStatus) -> int:
         by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
-        self._steps_per_epoch = max(self._steps_per_epoch, by_status, steps_per_epoch(new))
-        return self._steps_per_epoch
+        return max(self._steps_per_epoch, by_status)
 
 
 def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
@@ -133,13 +133,13 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
 
 
 class _GrowingLines(Generic[T]):
-    """A document of JSON lines that mostly grows, read in pieces: ``parsed`` is what ``parse`` makes of each line and
-    its number, apart from those that were forgotten.
+    """A document of JSON lines that mostly grows, read in pieces: ``parsed`` is what ``parse`` makes of the number of
+    the next line and some lines, apart from what was forgotten.
 
     ``generation`` counts how often the document was replaced by another one, as by a run that resumes.
     """
 
-    def __init__(self, store: Store, path: str, parse: Callable[[int, dict[str, Any]], T]) -> None:
+    def __init__(self, store: Store, path: str, parse: Callable[[int, list[bytes]], Sequence[T]]) -> None:
         self.generation = 1
         self._lines = StoredLines(store, path)
         self._parse = parse
@@ -148,7 +148,7 @@ class _GrowingLines(Generic[T]):
     def restart(self) -> None:
         """Read the document from its beginning."""
         self._lines.restart()
-        self.parsed: list[T] = []
+        self.parsed: Sequence[T] = []
         self.num_parsed = 0
         self.behind = False  # the last piece did not reach the end
         self._num_bytes = 0
@@ -167,11 +167,9 @@ class _GrowingLines(Generic[T]):
             data = self._piece()
         new = data[len(self._end) :]
         whole = new[: new.rfind(b"\n") + 1]  # the last line may still be growing
-        for line in whole.splitlines():
-            row = parse_line(line, partial(self._parse, self.num_parsed))
-            if row is not None:
-                self.parsed.append(row)
-                self.num_parsed += 1
+        parsed = self._parse(self.num_parsed, whole.splitlines())
+        self.parsed = [*self.parsed, *parsed] if self.parsed else parsed
+        self.num_parsed += len(parsed)
         self.behind = len(new) == BLOCK_BYTES and bool(whole)
         self._num_bytes += len(whole)
         self._end = (self._end + whole)[-_END_BYTES:]
@@ -189,6 +187,16 @@ class _GrowingLines(Generic[T]):
             return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)
         except FileNotFoundError:
             return b""
+
+
+def _parse_each(parse: Callable[[int, dict[str, Any]], T], first: int, lines: Sequence[bytes]) -> list[T]:
+    """What ``parse`` makes of each line that is whole, and of its number."""
+    parsed: list[T] = []
+    for line in lines:
+        one = parse_line(line, partial(parse, first + len(parsed)))
+        if one is not None:
+            parsed.append(one)
+    return parsed
 
 
 def _result(store: Store) -> TrainResult | None:

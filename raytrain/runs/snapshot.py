@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -64,7 +64,7 @@ class Snapshot:
     time_left_s: float | None
     attempt: int
     first_row: int
-    rows: tuple[MetricRow, ...]
+    rows: Sequence[MetricRow]
     num_rows: int  # of the history so far
     latest: MetricRow | None  # of the kind "step"
     evaluation: MetricRow | None

@@ -12,13 +12,15 @@ import pytest
 
 from raytrain.display.page.curves import MAX_BUCKETS, Curves
 from raytrain.display.page.feed import FeedCursor, RunFeed
+from raytrain.runs.json_lines import encode_lines
+from raytrain.runs.stored_rows import RowParser, StoredRows
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import evaluation_row, step_row
 
 
 def filled(values: list[float]) -> Curves:
-    curves = Curves()
-    curves.extend(step_row(step, loss=value) for step, value in enumerate(values, start=1))
+    curves = Curves("step")
+    curves.extend([step_row(step, loss=value) for step, value in enumerate(values, start=1)])
     return curves
 
 
@@ -59,6 +61,26 @@ def test_a_curve_of_any_length_takes_a_bounded_amount_of_memory_and_keeps_its_ex
     assert max(loss["high"][:10]) == 50.0 and max(loss["high"][10:]) < 10
 
 
+def test_it_does_not_matter_in_which_pieces_and_in_which_form_rows_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.display.page.curves._MAX_POINTS", 512)
+    values = np.random.default_rng(0).normal(size=9_001).tolist()
+    rows = [
+        step_row(step, loss=value, **({"top5": value} if step > 4_000 else {})) for step, value in enumerate(values)
+    ]
+    rows.insert(5_000, evaluation_row(5_000, loss=99.0))
+    parse, lines = RowParser(), encode_lines(row.to_json() for row in rows).splitlines()
+    assert list(parse(lines)) == rows
+    table = parse(lines)  # now it knows all names
+    found: list[dict[str, Any]] = []
+    for whole, size in ((rows, 9_002), (rows, 7), (rows, 1_000), (table, 9_002), (table, 3_000)):
+        curves = Curves("step")
+        for start in range(0, len(whole), size):
+            curves.extend(whole[start : start + size])
+        found.append(curves.since(0))
+    assert isinstance(table, StoredRows)
+    assert all(each == found[0] for each in found)
+
+
 def test_values_that_are_not_finite_leave_a_gap_and_json_stays_json() -> None:
     buckets = filled([1.0, math.nan, math.inf, 1e308, -1e308]).since(0)
     assert buckets["metrics"]["loss"]["mean"] == [1.0, None, None, 1e308, -1e308]
@@ -68,7 +90,7 @@ def test_values_that_are_not_finite_leave_a_gap_and_json_stays_json() -> None:
 
 
 def test_a_metric_that_appears_late_and_one_that_is_missing_leave_gaps() -> None:
-    curves = Curves()
+    curves = Curves("step")
     curves.extend([step_row(1, loss=1.0), step_row(2, loss=2.0, top5=0.5), step_row(3, top5=0.6)])
     metrics = curves.since(0)["metrics"]
     assert metrics["loss"]["mean"] == [1.0, 2.0, None]
@@ -76,8 +98,8 @@ def test_a_metric_that_appears_late_and_one_that_is_missing_leave_gaps() -> None
 
 
 def test_millions_of_metric_names_do_not_become_columns() -> None:
-    curves = Curves()
-    curves.extend(step_row(step, **{f"metric {step}": 1.0}) for step in range(1, 500))
+    curves = Curves("step")
+    curves.extend([step_row(step, **{f"metric {step}": 1.0}) for step in range(1, 500)])
     assert len(curves.since(0)["metrics"]) <= 64
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metric_row import Kind, MetricRow
+from raytrain.runs.stored_rows import StoredRows, rows_of_kind
 
 MAX_BUCKETS = 1500
 """Most buckets of a curve: a screen has about as many columns of pixels."""
@@ -23,10 +25,11 @@ _FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
 _DIGITS = 8  # more than are shown, so that nothing is rounded twice
 
 Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
 
 
 class Curves:
-    """All metrics of the rows of one kind. Their steps increase.
+    """All metrics of the rows of one ``kind``. Their steps increase.
 
     Each point stands for the same number of rows: one at first, then a power of two. Rows wait until they make a point.
 
@@ -34,8 +37,9 @@ class Curves:
     has seen stays valid as long as ``generation`` does: then only buckets from the last one on change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.generation = 0
+        self._kind: Kind = kind
         self._clear()
 
     def __len__(self) -> int:
@@ -46,17 +50,14 @@ class Curves:
         self.generation += 1
         self._clear()
 
-    def extend(self, rows: Iterable[MetricRow]) -> None:
-        """Add rows. One whose step does not follow the last one's is left out."""
-        for row in rows:
-            if row.step > self._last_step:
-                self._last_step = row.step
-                self._waiting.append(row)
-                if len(self._waiting) == self._rows_per_point:
-                    self._add_point(self._waiting)
-                    self._waiting.clear()
-            if len(self._steps) >= _MAX_POINTS:
-                self._merge_pairs()
+    def extend(self, rows: Sequence[MetricRow]) -> None:
+        """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
+        steps, values = self._columns_of(rows_of_kind(rows, self._kind))
+        before = np.maximum.accumulate(np.append(self._last_step, steps))
+        increases = steps > before[:-1]
+        self._last_step = int(before[-1])
+        self._wait(steps[increases], {name: column[increases] for name, column in values.items()})
+        self._add_waiting()
         while self._steps and self._steps[-1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
             self.width *= 2
             self.generation += 1
@@ -82,30 +83,60 @@ class Curves:
         self.width = 1
         self._last_step = -1
         self._rows_per_point = 1
-        self._waiting: list[MetricRow] = []
+        self._waiting_steps = np.empty(0, np.int64)
+        self._waiting: dict[str, Floats] = {}
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         # As long as a point is one row, its value is its own minimum and maximum.
         self._lows: dict[str, array[float]] = {}
         self._highs: dict[str, array[float]] = {}
 
-    def _add_point(self, rows: Sequence[MetricRow]) -> None:
-        """Add a point for ``rows``; its step is that of the last one."""
-        measured = [{name: getattr(row, name) for name in _FIELDS} | dict(row.metrics) for row in rows]
-        for name in {name for values in measured for name in values} - self._columns.keys():
-            if len(self._columns) < _MAX_NAMES:
+    def _columns_of(self, rows: Sequence[MetricRow]) -> tuple[Steps, dict[str, Floats]]:
+        """The steps of rows, and the values of each metric that is shown; NaN if one is unknown."""
+        if isinstance(rows, StoredRows):
+            self._show([*_FIELDS, *rows.names])
+            known = [name for name in self._columns if name in (*_FIELDS, *rows.names)]
+            return rows.values("step").astype(np.int64), {name: rows.values(name) for name in known}
+        self._show(chain(_FIELDS, chain.from_iterable(row.metrics for row in rows)))
+        values = {name: np.array([row.value(name) for row in rows], np.float64) for name in self._columns}
+        return np.array([row.step for row in rows], np.int64), values
+
+    def _show(self, names: Iterable[str]) -> None:
+        """Keep a curve for each of ``names`` that is new, as long as they are not too many."""
+        for name in names:
+            if name not in self._columns and len(self._columns) < _MAX_NAMES:
                 for columns in self._curves():
                     columns[name] = array("d", [math.nan]) * len(self._steps)
-        self._steps.append(rows[-1].step)
-        for name, column in self._columns.items():
-            values = [values.get(name) for values in measured]
-            if len(rows) == 1:
-                column.append(math.nan if values[0] is None else values[0])
+                self._waiting[name] = np.full(len(self._waiting_steps), math.nan)
+
+    def _wait(self, steps: Steps, values: Mapping[str, Floats]) -> None:
+        """Add rows to those that wait."""
+        self._waiting_steps = np.append(self._waiting_steps, steps)
+        unknown = np.full(len(steps), math.nan)
+        self._waiting = {name: np.append(column, values.get(name, unknown)) for name, column in self._waiting.items()}
+
+    def _add_waiting(self) -> None:
+        """Make points of the rows that wait, apart from the last ones if they are too few for a point."""
+        while num_points := min(len(self._waiting_steps) // self._rows_per_point, _MAX_POINTS - len(self._steps)):
+            end = num_points * self._rows_per_point
+            self._add_points(self._waiting_steps[:end], {name: column[:end] for name, column in self._waiting.items()})
+            self._waiting_steps = self._waiting_steps[end:]
+            self._waiting = {name: column[end:] for name, column in self._waiting.items()}
+            if len(self._steps) >= _MAX_POINTS:
+                self._merge_pairs()
+
+    def _add_points(self, steps: Steps, values: Mapping[str, Floats]) -> None:
+        """Add a point for each so many rows; its step is that of the last one of them."""
+        self._steps.frombytes(steps[self._rows_per_point - 1 :: self._rows_per_point].tobytes())
+        for name, column in values.items():
+            if self._rows_per_point == 1:
+                self._columns[name].frombytes(column.tobytes())
             else:
-                known = [value for value in values if value is not None and math.isfinite(value)] or [math.nan]
-                column.append(sum(known) / len(known))
-                self._lows[name].append(min(known))
-                self._highs[name].append(max(known))
+                grouped = column.reshape(-1, self._rows_per_point)
+                known = np.where(np.isfinite(grouped), grouped, np.nan)
+                self._columns[name].frombytes(_finite_mean(grouped).tobytes())
+                self._lows[name].frombytes(np.fmin.reduce(known, axis=1).tobytes())
+                self._highs[name].frombytes(np.fmax.reduce(known, axis=1).tobytes())
 
     def _curves(self) -> Sequence[dict[str, array[float]]]:
         """The means, and the minima and maxima if they are kept."""
@@ -115,7 +146,7 @@ class Curves:
         """Make one point of every two."""
         for name, column in self._columns.items():
             values, low, high = (part.reshape(-1, 2) for part in self._values(name, 0, len(column)))
-            self._columns[name] = array("d", _mean_of_pairs(values))
+            self._columns[name] = array("d", _finite_mean(values))
             self._lows[name] = array("d", np.fmin.reduce(low, axis=1))
             self._highs[name] = array("d", np.fmax.reduce(high, axis=1))
         self._steps = self._steps[1::2]
@@ -158,8 +189,8 @@ def _summarize(
     }
 
 
-def _mean_of_pairs(values: Floats) -> Floats:
-    """The means of (N, 2) values, of those that are finite."""
+def _finite_mean(values: Floats) -> Floats:
+    """The means of (num_points, num_rows) values, of those that are finite."""
     known = np.isfinite(values)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         return np.where(known, values, 0).sum(axis=1) / known.sum(axis=1)

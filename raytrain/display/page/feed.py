@@ -46,7 +46,7 @@ class RunFeed:
         self.rows = START
         """What to ask for the next snapshot with."""
         self._lock = threading.Lock()
-        self._curves = {kind: Curves() for kind in _KINDS}
+        self._curves = {kind: Curves(kind) for kind in _KINDS}
         self._events: dict[int, Event] = {}
         self._state: dict[str, Any] | None = None
         self._version = 0
@@ -58,8 +58,8 @@ class RunFeed:
             if snapshot.first_row == 0 and self.rows != START:
                 for curves in self._curves.values():
                     curves.clear()
-            for kind, curves in self._curves.items():
-                curves.extend(row for row in snapshot.rows if row.kind == kind)
+            for curves in self._curves.values():
+                curves.extend(snapshot.rows)
             self.rows: RowCursor = snapshot.cursor
             self._events |= {event.number: event for event in snapshot.events}
             for number in sorted(self._events)[:-_NUM_EVENTS]:
