@@ -96,9 +96,11 @@ def write_machine_history(store: Store, history: MachineHistory) -> None:
 def _measured(use: MachineUse) -> Iterable[tuple[str, float | None]]:
     return (
         ("images_per_s", use.images_per_s),
+        ("data_wait_fraction", use.data_wait_fraction),
         ("cpu_fraction", use.cpu_fraction),
         ("memory_fraction", _fraction(use.memory_bytes, use.memory_total_bytes)),
         ("shared_memory_fraction", _fraction(use.shared_memory_bytes, use.memory_total_bytes)),
+        ("object_store_fraction", _fraction(use.object_store_bytes, use.object_store_total_bytes)),
         ("gpu_fraction", use.gpu_fraction),
         ("gpu_memory_fraction", _fraction(use.gpu_memory_bytes, use.gpu_memory_total_bytes)),
     )

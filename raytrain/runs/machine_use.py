@@ -22,7 +22,8 @@ class MachineUse:
     """One worker's speed, and the use of its node and of its GPU. What is not known, or not there, is None.
 
     ``cpu_fraction`` is of all cores of the node, by whatever runs there, and so is the memory. ``shared_memory_bytes``
-    is memory that processes share, as Ray's object store and other decoded images.
+    is memory that processes share, as Ray's object store and other decoded images. ``object_store_bytes`` is what that
+    store of the node holds.
     """
 
     rank: int
@@ -33,6 +34,8 @@ class MachineUse:
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
     shared_memory_bytes: int | None = None
+    object_store_bytes: int | None = None
+    object_store_total_bytes: int | None = None
     gpu: str | None = None
     gpu_fraction: float | None = None
     gpu_memory_bytes: int | None = None

@@ -43,11 +43,20 @@ def test_each_worker_has_its_values_at_the_times_of_the_run() -> None:
                 "node": "a",
                 "values": {
                     "cpu_fraction": [0.5, None],
+                    "data_wait_fraction": [0.0, 0.0],
                     "gpu_memory_fraction": [0.25, None],
                     "images_per_s": [10.0, 10.0],
                 },
             },
-            {"rank": 1, "node": "a", "values": {"cpu_fraction": [None, 0.75], "images_per_s": [None, 10.0]}},
+            {
+                "rank": 1,
+                "node": "a",
+                "values": {
+                    "cpu_fraction": [None, 0.75],
+                    "data_wait_fraction": [None, 0.0],
+                    "images_per_s": [None, 10.0],
+                },
+            },
         ],
     }
 

@@ -1,11 +1,12 @@
 """The coordinator of a run: an actor beside the driver that everybody in the cluster talks to.
 
-It is composed of four parts, none of which knows Ray, and adds nothing but their remote methods:
+It is composed of five parts, of which only the last knows Ray, and adds nothing but their remote methods:
 
 - the run monitor: metrics, events, skipped images and stop requests (workers, data tasks, driver, ``raytrain stop``);
 - the stream queues: blocks from the driver, which reads them, to the workers;
 - the block directory: where the blocks of cached data sets are;
-- the credential broker: the driver's AWS credentials for processes that have none of their own.
+- the credential broker: the driver's AWS credentials for processes that have none of their own;
+- the object stores: how full they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ray.actor import ActorProxy
 
 from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.ray.block_directory import BlockDirectory
+from raytrain.backends.ray.object_stores import ObjectStores
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.backends.ray.stream_queues import Stream, StreamQueues
 from raytrain.errors import UsageError
@@ -88,6 +90,7 @@ class Coordinator:
         self._broker = CredentialBroker()
         self._queues = StreamQueues()
         self._directory = BlockDirectory()
+        self._stores = ObjectStores()
         store = open_store(run.url, settings=run.settings).with_lent_credentials(self._broker.source)
         if run.owner is not None:
             store = OwnedStore(run.url, run.settings, store, run.owner)
@@ -123,9 +126,9 @@ class Coordinator:
         """See :meth:`RunMonitor.record`."""
         self._monitor.record(row)
 
-    def measured(self, use: MachineUse) -> None:
-        """See :meth:`RunMonitor.measured`."""
-        self._monitor.measured(use)
+    def measured(self, use: MachineUse, node_id: str) -> None:
+        """See :meth:`RunMonitor.measured`; adds how full the object store of the node is."""
+        self._monitor.measured(self._stores.add_to(use, node_id))
 
     def event(self, text: str) -> None:
         """See :meth:`RunMonitor.event`."""

@@ -80,7 +80,8 @@ TUNE_ENVIRONMENT = PrivateApi(
 WORKER = PrivateApi(
     "ray._private.worker",
     "global_worker",
-    "see that a task is repeated, because its process died, and that the head of the cluster does not answer",
+    "see that a task is repeated, because its process died, that the head of the cluster does not answer, and how full "
+    "the object stores are",
 )
 TRIAL_ERROR = PrivateApi(
     "ray.tune.experiment", "Trial.get_pickled_error", "say why the process of a trial died for good"
@@ -114,6 +115,7 @@ PRIVATE_APIS = (
     AUTOSCALER_STATUS,
     JOB_SERVER_REQUEST,
 )
+_OBJECT_STORE = "object_store_memory"
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
 LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -152,6 +154,19 @@ def is_repeated_task() -> bool:
     import ray
 
     return ray.is_initialized() and WORKER.load().core_worker.get_current_task_attempt_number() > 0
+
+
+def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
+    """The bytes that the object store of each node holds, and those that it has room for, by the node's ID.
+
+    The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
+    """
+    reply: Any = WORKER.load().gcs_client.get_all_resource_usage(timeout=timeout_s)
+    uses: dict[str, tuple[int, int]] = {}
+    for node in reply.resource_usage_data.batch:
+        total = node.resources_total.get(_OBJECT_STORE, 0.0)
+        uses[node.node_id.hex()] = int(total - node.resources_available.get(_OBJECT_STORE, 0.0)), int(total)
+    return uses
 
 
 def autoscaler_problems() -> list[str]:

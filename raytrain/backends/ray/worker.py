@@ -138,7 +138,7 @@ class RayReporter:
 
     def measured(self, use: MachineUse) -> None:
         """Note how this worker's machine is used."""
-        self._coordinator.measured.remote(use)
+        self._coordinator.measured.remote(use, ray.get_runtime_context().get_node_id())
 
     def event(self, text: str) -> None:
         """Note something worth a line."""

@@ -19,7 +19,7 @@ export function evaluationView(document) {
 
 function gallery(title, about, examples, classes) {
   if (!Array.isArray(examples) || !examples.length) return null;
-  const figures = examples.filter(({ image }) => IMAGE.test(image)).map((example) => {
+  const figures = examples.filter((example) => IMAGE.test(example?.image)).map((example) => {
     const { image, label, prediction, probability, key } = example;
     const right = label === prediction;
     const said = `${classes[prediction] ?? prediction} ${probability == null ? "" : `${(100 * probability).toFixed(0)} %`}`;
@@ -33,8 +33,9 @@ function gallery(title, about, examples, classes) {
   return el("section", {}, el("h3", {}, title), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures));
 }
 
-function confusions(cells, classes) {
-  if (!Array.isArray(cells) || !cells.length || !classes.length) return null;
+function confusions(given, classes) {
+  const cells = Array.isArray(given) ? given.filter((cell) => isCell(cell, classes.length)) : [];
+  if (!cells.length) return null;
   const totals = classes.map(() => 0);
   for (const [label, , count] of cells) totals[label] += count;
   const wrong = cells.filter(([label, prediction]) => label !== prediction).slice(0, NUM_CONFUSIONS);
@@ -42,6 +43,11 @@ function confusions(cells, classes) {
     el("li", {}, el("b", {}, classes[label]), " taken for ", el("b", {}, classes[prediction]), ` ${formatNumber(count)} × (${formatPercent(count / totals[label])})`)));
   const matrix = classes.length <= MAX_TABLE_CLASSES ? table(cells, classes, totals) : picture(cells, classes, totals);
   return el("section", { class: "confusion" }, el("h3", {}, "Confusion matrix"), el("p", { class: "about" }, "Rows are the labels, columns the predictions"), matrix, wrong.length ? list : null);
+}
+
+/** Whether a cell is the numbers of a label and of a prediction, and how often they came together. */
+function isCell(cell, count) {
+  return Array.isArray(cell) && cell.length === 3 && cell.every((part) => Number.isInteger(part) && part >= 0) && cell[0] < count && cell[1] < count;
 }
 
 function table(cells, classes, totals) {

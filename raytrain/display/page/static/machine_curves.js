@@ -6,9 +6,11 @@ import { el, formatNumber, formatPercent } from "./format.js";
 const MAX_LINES = 8;
 const CHARTS = [
   { name: "images_per_s", title: "Images/s", format: formatNumber, limits: null },
+  { name: "data_wait_fraction", title: "Waiting for data" },
   { name: "cpu_fraction", title: "CPU", perNode: true },
   { name: "memory_fraction", title: "Memory", perNode: true },
   { name: "shared_memory_fraction", title: "Shared memory", perNode: true },
+  { name: "object_store_fraction", title: "Object store", perNode: true },
   { name: "gpu_fraction", title: "GPU use" },
   { name: "gpu_memory_fraction", title: "GPU memory" },
 ];

@@ -1,4 +1,4 @@
-// What each worker makes of its machine: its speed, and the use of CPU, memory and GPU.
+// What each worker makes of its machine: its speed, and the use of CPU, memory, object store and GPU.
 
 import { el, formatNumber, formatPercent, UNKNOWN } from "./format.js";
 
@@ -11,6 +11,7 @@ const COLUMNS = [
   ["Memory", (use) => memory(use.memory_bytes, use.memory_total_bytes)],
   ["Shared memory", (use) => memory(use.shared_memory_bytes, use.memory_total_bytes)],
 ];
+const RAY_COLUMNS = [["Object store", (use) => memory(use.object_store_bytes, use.object_store_total_bytes)]];
 const GPU_COLUMNS = [
   ["GPU", (use) => use.gpu ?? UNKNOWN],
   ["GPU use", (use) => meter(use.gpu_fraction, formatPercent(use.gpu_fraction))],
@@ -20,7 +21,8 @@ const GPU_COLUMNS = [
 /** A section with a row for each worker; null if nothing has been measured. */
 export function machineTable(workers) {
   if (!workers.length) return null;
-  const columns = workers.some((use) => use.gpu != null) ? [...COLUMNS, ...GPU_COLUMNS] : COLUMNS;
+  const onRay = workers.some((use) => use.object_store_total_bytes != null), onGpu = workers.some((use) => use.gpu != null);
+  const columns = [...COLUMNS, ...(onRay ? RAY_COLUMNS : []), ...(onGpu ? GPU_COLUMNS : [])];
   const head = el("tr", {}, ...columns.map(([title]) => el("th", { scope: "col" }, title)));
   const rows = workers.map((use) => el("tr", {}, ...columns.map(([, value]) => el("td", {}, value(use)))));
   return el("section", {}, el("h2", {}, "Machines"), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows))));
