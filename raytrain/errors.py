@@ -26,7 +26,7 @@ class UsageError(RaytrainError, ValueError):
 
 
 class StorageError(RaytrainError):
-    """Storage (a folder or S3) refused access, is missing or cannot be reached; the sentence says what to do."""
+    """Storage (a folder or a bucket) refused access, is missing or cannot be reached; the sentence says what to do."""
 
     exit_code = 2
 

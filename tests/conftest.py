@@ -13,6 +13,7 @@ import pytest
 import raytrain
 from raytrain import TrainResult
 from raytrain.demo.s3_server import S3Server
+from tests.helpers.azurite import Azurite, azurite
 
 # The same values as in raytrain/backends/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -23,9 +24,9 @@ hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
-def _no_aws_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's AWS configuration and the metadata service from every test."""
-    _forget_aws(monkeypatch)
+def _no_configuration_of_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the developer's configuration of clouds, and AWS's metadata service, from every test."""
+    _forget_clouds(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +38,8 @@ def _log_level() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def _forget_aws(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+def _forget_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ray_cluster() -> Iterator[None]:
     """Start a local Ray cluster with 2 CPUs and no AWS configuration, and connect this process to it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _forget_aws(monkeypatch)
+        _forget_clouds(monkeypatch)
         stop_ray = _start_ray()
     yield
     stop_ray()
@@ -114,6 +115,27 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def s3_url(s3: S3Server) -> str:
     """An empty prefix on the server. Write to it through S3: the server sees new files in its folder a second late."""
     return f"s3://tests/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="session")
+def azurite_server() -> Iterator[Azurite]:
+    """Azure's emulator for all tests. The fixture ``azure`` adds it to the environment."""
+    with azurite() as server:
+        yield server
+
+
+@pytest.fixture
+def azure(azurite_server: Azurite, monkeypatch: pytest.MonkeyPatch) -> Azurite:
+    """The emulator, with the Azure environment variables of this process pointing to it."""
+    for name, value in azurite_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return azurite_server
+
+
+@pytest.fixture
+def azure_url(azure: Azurite) -> str:
+    """An empty prefix of a container in the emulator."""
+    return f"az://tests/{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(scope="session")

@@ -34,13 +34,13 @@ class TrainConfig:
     """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
 
     data: str = ""
-    """Training images: s3://bucket/prefix or a folder, with one folder per class, or in any folders with --labels."""
+    """Training images: s3://…, az://… or a folder, with one folder per class, or in any folders with --labels."""
     test_data: str | None = None
     """Test images, in the same layout. Without it, --test-fraction of --data is held out."""
     test_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
     """Fraction of each class that is held out for testing if --test-data is not given."""
     labels: str | None = None
-    """Label file: a .csv or .parquet file or s3:// object with a row per image; its column split, if any, splits."""
+    """Label file: a .csv or .parquet file, also in a bucket, with a row per image; its column split, if any, splits."""
     key_column: str | None = None
     """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
     label_column: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class TrainConfig:
     group_by: str | None = None
     """Column of --labels, such as patient: images that share a value are not divided over training and test images."""
     storage: str = "./runs"
-    """Where runs are stored: a folder or s3://bucket/prefix."""
+    """Where runs are stored: a folder, s3://bucket/prefix or az://container/prefix."""
     name: str | None = None
     """Name of the run; by default the recipe's name and the time."""
     resume: bool = False

@@ -1,4 +1,4 @@
-"""Copy a folder to S3: many files at a time, only those that are missing, and verified at the end."""
+"""Copy a folder to a bucket: many files at a time, only those that are missing, and verified at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import track
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store, StoredObject, threads
 from raytrain.storage.local import refuse_links_out
-from raytrain.storage.open import open_store
+from raytrain.storage.open import URL_FORMS, open_store
 
 T = TypeVar("T")
 
@@ -39,11 +39,11 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
     A file that is already there with the same content is not sent again, so that an interrupted upload can be resumed.
 
     Raises:
-        UsageError: ``url`` is not an s3:// URL, there is no file to copy, or a link leads out of the folder.
-        StorageError: the folder or S3 cannot be used, or a file did not arrive unchanged.
+        UsageError: ``url`` is not that of a bucket, there is no file to copy, or a link leads out of the folder.
+        StorageError: the folder or the bucket cannot be used, or a file did not arrive unchanged.
     """
     if "://" not in url:
-        raise UsageError(f"{url!r} is not an S3 URL; write s3://bucket/prefix.")
+        raise UsageError(f"{url!r} is not the URL of a bucket; write {URL_FORMS}.")
     source, target = open_store(folder), open_store(url)
     sizes_bytes = _file_sizes(source)
     target.check_writable()

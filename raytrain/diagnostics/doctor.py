@@ -26,8 +26,8 @@ from raytrain.diagnostics.findings import (
 from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
 from raytrain.diagnostics.node_probe import ProbeRequest, versions
 from raytrain.errors import UsageError
-from raytrain.storage.base import Store
-from raytrain.storage.credentials import CredentialSource
+from raytrain.storage.base import Store, cloud_name
+from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
 
@@ -72,12 +72,12 @@ class DoctorReport:
 def diagnose(data: str | None, storage: str, address: str | None) -> DoctorReport:
     """Check whether every node of the cluster at ``address`` can read ``data`` and write to ``storage``.
 
-    Raises UsageError if there is no cluster or a URL is wrong, StorageError if the AWS configuration is broken.
+    Raises UsageError if there is no cluster or a URL is wrong, StorageError if the configuration of a cloud is broken.
     """
     data_store, run_store = open_store(data) if data else None, open_store(storage)
     with connection(address) as cluster:
         cluster.connect()
-        with _lending_credentials([store for store in (data_store, run_store) if store is not None]) as lent:
+        with _lending_credentials([store for store in (run_store, data_store) if store is not None]) as lent:
             nodes = probe_nodes(lent.to_request(data_store, run_store))
         all_reduce = _measure_all_reduce(nodes)
         found = cluster_hardware()
@@ -110,7 +110,7 @@ def _measure_all_reduce(nodes: Sequence[Node]) -> AllReduce | None:
 class _LentCredentials:
     """This process's credentials on loan to the nodes. ``problem`` is a sentence that says why there are none."""
 
-    source: CredentialSource | None = None
+    source: LentCredentials | None = None
     found_in: str = ""
     problem: str | None = None
 
@@ -124,7 +124,7 @@ class _LentCredentials:
 
 @contextmanager
 def _lending_credentials(stores: Sequence[Store]) -> Iterator[_LentCredentials]:
-    """Lend the nodes this process's credentials if one of ``stores`` is in S3."""
+    """Lend the nodes this process's credentials if one of ``stores`` is in a bucket."""
     urls = [store.url for store in stores if store.settings is not None]
     if not urls:
         yield _LentCredentials()
@@ -133,14 +133,16 @@ def _lending_credentials(stores: Sequence[Store]) -> Iterator[_LentCredentials]:
 
     with serving_credentials(stores) as (served, _):
         try:
-            lent = _LentCredentials(served, _credential_method())
+            lent = _LentCredentials(served, _credential_method(urls[0]))
         except Exception as error:
             lent = _LentCredentials(served, problem=str(explain(error, urls[0])))
         yield lent
 
 
-def _credential_method() -> str:
-    """Which step of the AWS credential chain found this process's credentials, in a word."""
+def _credential_method(url: str) -> str:
+    """Which step of the AWS credential chain found this process's credentials, in a word; empty for another cloud."""
+    if cloud_name(url) != "s3":
+        return ""
     import botocore.session  # pyright: ignore[reportMissingTypeStubs]
 
     method = getattr(botocore.session.Session().get_credentials(), "method", "")

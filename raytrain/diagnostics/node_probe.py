@@ -29,8 +29,8 @@ from raytrain.data.manifest import SUFFIXES, open_packed
 from raytrain.data.packing import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.storage.base import Store
-from raytrain.storage.credentials import CredentialSource, own_role
+from raytrain.storage.base import S3Settings, Store, cloud_name
+from raytrain.storage.credentials import LentCredentials, own_role
 from raytrain.storage.error_sentences import explain
 
 T = TypeVar("T")
@@ -47,10 +47,10 @@ class ProbeRequest:
 
     data: Store | None = None
     storage: Store | None = None
-    lent: CredentialSource | None = None
-    """The driver's credentials; None if no store is in S3."""
+    lent: LentCredentials | None = None
+    """The driver's credentials; None if all stores are folders."""
     lent_from: str = ""
-    """Where the driver found these credentials, in a word, such as profile."""
+    """Where the driver found them, in a word, such as profile; empty if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class NodeReport:
     gpus: tuple[Gpu, ...]
     shm_bytes: int | None
     identity: str | None
-    """Whose credentials the node uses for S3."""
+    """Whose credentials the node uses."""
     read_speed: ReadSpeed | None
     writable: bool
     problems: tuple[str, ...]
@@ -142,19 +142,19 @@ def _attempt(action: Callable[[], T], url: str, problems: dict[str, None]) -> T 
 
 
 def _identity(request: ProbeRequest) -> str | None:
-    """Which credentials this node uses for S3, and the end of their key's name."""
-    if request.lent is None:
+    """Which credentials this node uses, and what may be shown of them."""
+    store = next((each for each in (request.storage, request.data) if each and each.settings), None)
+    if request.lent is None or store is None:
         return None
-    if _is_amazon(request) and (role := own_role()):
+    if _is_amazon(store) and (role := own_role()):
         return f"own role {role.identity}"
-    credentials = request.lent()
-    return f"driver's {request.lent_from} {credentials.identity}" if credentials else "none"
+    credentials = request.lent(cloud_name(store.url))
+    return " ".join(filter(None, ("driver's", request.lent_from, credentials.identity))) if credentials else "none"
 
 
-def _is_amazon(request: ProbeRequest) -> bool:
-    """Whether the stores are in Amazon's S3: no other server accepts the role of a node."""
-    settings = [store.settings for store in (request.storage, request.data) if store and store.settings]
-    return bool(settings) and settings[0].endpoint_url is None
+def _is_amazon(store: Store) -> bool:
+    """Whether the store is in Amazon's S3: no other server accepts the role of a node."""
+    return isinstance(store.settings, S3Settings) and store.settings.endpoint_url is None
 
 
 def _measure_read_speed(store: Store) -> ReadSpeed:

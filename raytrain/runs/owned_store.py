@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from raytrain.errors import OwnerChanged
 from raytrain.runs.layout import CLAIM
-from raytrain.storage.base import S3Settings, Store, StoredObject
+from raytrain.storage.base import BucketSettings, Store, StoredObject
 from raytrain.storage.credentials import CredentialSource
 
 
@@ -41,7 +41,7 @@ class OwnedStore(Store):
     """The ``store`` of a run, to which only ``owner`` may write: others get OwnerChanged for writing and deleting."""
 
     url: str
-    settings: S3Settings | None
+    settings: BucketSettings | None
     store: Store
     owner: Owner
 

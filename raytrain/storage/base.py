@@ -1,4 +1,4 @@
-"""The storage interface: objects addressed by path, in a local folder or under an S3 prefix."""
+"""The storage interface: objects addressed by path, in a local folder or below a prefix of a bucket."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
 from typing import NamedTuple
 
-from raytrain.storage.credentials import CredentialSource, OwnRoleOr
+from raytrain.storage.credentials import CredentialSource, LentCredentials, OwnRoleOr
 from raytrain.storage.disk_cache import DiskCache
 
 MAX_THREADS = 64
@@ -26,6 +26,17 @@ class S3Settings:
     """None means Amazon S3."""
     region: str | None = None
     """None means us-east-1."""
+
+
+@dataclass(frozen=True)
+class AzureSettings:
+    """Storage account and endpoint of Azure Blob Storage, likewise. Contains no secret."""
+
+    account: str
+    endpoint_url: str
+
+
+BucketSettings = S3Settings | AzureSettings
 
 
 class StoredObject(NamedTuple):
@@ -44,16 +55,16 @@ class ObjectChanged(Exception):
 
 
 class Store(ABC):
-    """A local folder or an S3 prefix. Paths are relative to ``url``. Can be pickled, and contains no secret.
+    """A local folder or a prefix of a bucket. Paths are relative to ``url``. Can be pickled, and contains no secret.
 
     Every method raises StorageError, one sentence that says what to do, if storage refuses the request or cannot be
-    reached. Transient failures (S3 is busy, a connection breaks, credentials expire) are retried first.
+    reached. Transient failures (the cloud is busy, a connection breaks, credentials expire) are retried first.
     """
 
     url: str
-    """``s3://bucket/prefix``, or the absolute path of a folder."""
-    settings: S3Settings | None
-    """Endpoint and region of S3; None for a folder."""
+    """``s3://bucket/prefix``, ``az://container/prefix``, or the absolute path of a folder."""
+    settings: BucketSettings | None
+    """Where the bucket is reached; None for a folder."""
 
     @abstractmethod
     def get(self, path: str, etag: str = "") -> bytes:
@@ -111,13 +122,15 @@ class Store(ABC):
         """
         return self
 
-    def with_lent_credentials(self, lent: CredentialSource) -> Store:
-        """Return the same store with the credentials of the node's own role, or those of ``lent`` if there is no role.
+    def with_lent_credentials(self, lent: LentCredentials) -> Store:
+        """Return the same store with the credentials that ``lent`` has for its cloud.
 
-        A server that is not Amazon's does not accept an AWS role, so only ``lent`` is used for it.
+        In S3, those of the node's own role come first, if it has one. A server that is not Amazon's does not accept an
+        AWS role, so only ``lent`` is used for it.
         """
-        is_amazon = self.settings is not None and self.settings.endpoint_url is None
-        return self.with_credentials(OwnRoleOr(lent) if is_amazon else lent)
+        source = partial(lent, cloud_name(self.url))
+        is_amazon = isinstance(self.settings, S3Settings) and self.settings.endpoint_url is None
+        return self.with_credentials(OwnRoleOr(source) if is_amazon else source)
 
     @abstractmethod
     def fail_fast(self) -> Store:
@@ -133,7 +146,7 @@ class Store(ABC):
 
     @abstractmethod
     def remove_if_empty(self) -> None:
-        """Remove the folder if no file is left in it. There is nothing to do in S3, which has no folders."""
+        """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
     def get_many(
         self, paths: Sequence[str], etags: Sequence[str] = (), concurrency: int = MAX_THREADS
@@ -163,6 +176,11 @@ class Store(ABC):
             return self.get(path, etag)
         except Exception as error:
             return error
+
+
+def cloud_name(url: str) -> str:
+    """What a URL starts with: ``s3`` or ``az``; empty for a folder."""
+    return url.partition("://")[0] if "://" in url else ""
 
 
 @cache

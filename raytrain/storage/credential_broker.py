@@ -9,41 +9,48 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from raytrain.storage.credentials import CredentialFields, Credentials, CredentialSource, ask_again_after_s
+from raytrain.storage.credentials import (
+    BucketCredentials,
+    CredentialFields,
+    CredentialSource,
+    ask_again_after_s,
+    restored,
+)
 
 _MIN_WAIT_S = 1.0
 _RETRY_AFTER_S = 5.0
 
 
 class CredentialBroker:
-    """Holds the credentials that the driver lent last, in the memory of this process."""
+    """Holds the credentials that the driver lent last for each cloud, in the memory of this process."""
 
     def __init__(self) -> None:
-        self._lent: Credentials | None = None
+        self._lent: dict[str, BucketCredentials | None] = {}
         self._ticket: str | None = None
 
-    def lend(self, ticket: str, fields: CredentialFields | None) -> None:
-        """Replace the lent credentials; None if the driver has none.
+    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
+        """Replace the lent credentials of a cloud, such as ``s3``; None if the driver has none.
 
         The first ticket is the one that counts. Raises PermissionError for another one.
         """
         self._ticket = self._ticket or ticket
         self._check(ticket)
-        self._lent = Credentials(*fields) if fields else None
+        self._lent[cloud] = restored(cloud, fields)
 
-    def credentials(self, ticket: str) -> CredentialFields | None:
-        """Return the fields of the lent credentials, for another process; None if the driver has none.
+    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
+        """Return the fields of the credentials lent for a cloud, for another process; None if there are none.
 
         Raises PermissionError if nothing was lent with this ticket.
         """
         self._check(ticket)
-        return self._lent.fields() if self._lent else None
+        lent = self._lent.get(cloud)
+        return lent.fields() if lent else None
 
-    def source(self) -> Credentials | None:
-        """Return the lent credentials: a :class:`CredentialSource` for stores in this process."""
-        return self._lent
+    def source(self, cloud: str) -> BucketCredentials | None:
+        """Return the lent credentials of a cloud: ``LentCredentials`` for stores in this process."""
+        return self._lent.get(cloud)
 
     def _check(self, ticket: str) -> None:
         if self._ticket is None or not hmac.compare_digest(ticket.encode(), self._ticket.encode()):
@@ -54,27 +61,31 @@ class CredentialLender:
     """Lends the credentials of a source: when it is created, and again from :meth:`lend_if_due` before they expire.
 
     Args:
-        lend: sends the fields of the credentials (None if there are none) to a broker, and returns when they are there.
-        source: this process's credentials, or what may be lent of them.
+        lend: sends a cloud and the fields of its credentials (None if there are none) to a broker, and returns when
+            they are there.
+        sources: this process's credentials for each cloud, or what may be lent of them.
     """
 
-    def __init__(self, lend: Callable[[CredentialFields | None], None], source: CredentialSource) -> None:
+    def __init__(
+        self, lend: Callable[[str, CredentialFields | None], None], sources: Mapping[str, CredentialSource]
+    ) -> None:
         self._send = lend
-        self._source = source
-        self._next_at_s = 0.0
-        self._lend()
+        self._sources = sources
+        self._next_at_s = dict.fromkeys(sources, 0.0)
+        self.lend_if_due()
 
     def lend_if_due(self) -> None:
         """Lend again if :func:`raytrain.storage.credentials.ask_again_after_s` says so."""
-        if time.monotonic() >= self._next_at_s:
-            self._lend()
+        for cloud, next_at_s in self._next_at_s.items():
+            if time.monotonic() >= next_at_s:
+                self._next_at_s[cloud] = time.monotonic() + self._lend(cloud)
 
-    def _lend(self) -> None:
+    def _lend(self, cloud: str) -> float:
+        """Lend the credentials of a cloud; the seconds after which this is due again."""
         try:
-            resolved = self._source()
+            resolved = self._sources[cloud]()
         except Exception:
             # The credentials lent before may last until the source works again. If not, their users report the error.
-            self._next_at_s = time.monotonic() + _RETRY_AFTER_S
-            return
-        self._send(resolved.fields() if resolved else None)
-        self._next_at_s = time.monotonic() + max(_MIN_WAIT_S, ask_again_after_s(resolved))
+            return _RETRY_AFTER_S
+        self._send(cloud, resolved.fields() if resolved else None)
+        return max(_MIN_WAIT_S, ask_again_after_s(resolved))

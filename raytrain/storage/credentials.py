@@ -1,49 +1,102 @@
-"""AWS credentials and their sources. Credentials are held in memory, never printed, never pickled."""
+"""Credentials of clouds and their sources. Credentials are held in memory, never printed, never pickled."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
+
+T = TypeVar("T", bound="BucketCredentials")
 
 _ASK_EVERY_S = 60.0
 
-CredentialFields = tuple[str, str, "str | None", "datetime | None"]
-"""The fields of :class:`Credentials` in order, as they are sent to another process."""
+CredentialFields = tuple[Any, ...]
+"""The fields of credentials in order, as they are sent to another process."""
+
+
+class BucketCredentials(ABC):
+    """Credentials of one cloud. Their text shows no secret.
+
+    They cannot be pickled, so that they do not end up in a file, in a task's arguments or in Ray's object store by
+    accident. To send them to another process on purpose, send :meth:`fields`; :func:`restored` is the way back.
+    """
+
+    expires_at: datetime | None
+    """When they expire, with a time zone; None if they do not, or if that is unknown."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What may be shown of them."""
+
+    @abstractmethod
+    def for_obstore(self) -> dict[str, Any]:
+        """The same as obstore wants them, with the secrets."""
+
+    def fields(self) -> CredentialFields:
+        """Return all fields, the secret ones too."""
+        return tuple(vars(self).values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.identity}, expires_at={self.expires_at})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Credentials cannot be pickled; send a credential source instead.")
 
 
 @dataclass(frozen=True, repr=False)
-class Credentials:
-    """One set of AWS credentials. Its text shows the last four characters of the access key ID, and no secret.
-
-    It cannot be pickled, so that it does not end up in a file, in a task's arguments or in Ray's object store by
-    accident. To send it to another process on purpose, send :meth:`fields`; ``Credentials(*fields)`` restores it.
-    """
+class Credentials(BucketCredentials):
+    """One set of AWS credentials. Its text shows the last four characters of the access key ID, and no secret."""
 
     access_key_id: str
     secret_access_key: str
     session_token: str | None = None
     expires_at: datetime | None = None
-    """When they expire, with a time zone; None if they do not, or if that is unknown."""
 
     @property
     def identity(self) -> str:
-        """What may be shown: ``…`` and the last four characters of the access key ID."""
+        """``…`` and the last four characters of the access key ID."""
         return f"…{self.access_key_id[-4:]}"
 
-    def fields(self) -> CredentialFields:
-        """Return all fields, the secret ones too."""
-        return astuple(self)
+    def for_obstore(self) -> dict[str, Any]:
+        return {
+            "access_key_id": self.access_key_id,
+            "secret_access_key": self.secret_access_key,
+            "token": self.session_token,
+            "expires_at": self.expires_at,
+        }
 
-    def __repr__(self) -> str:
-        return f"Credentials({self.identity}, expires_at={self.expires_at})"
 
-    def __reduce__(self) -> Any:
-        raise TypeError("Credentials cannot be pickled; send a credential source instead.")
+@dataclass(frozen=True, repr=False)
+class AzureCredentials(BucketCredentials):
+    """What Azure Blob Storage accepts: the account's key, a shared access signature, or an access token."""
+
+    kind: Literal["access_key", "sas_token", "token"]
+    secret: str
+    expires_at: datetime | None = None
+
+    @property
+    def identity(self) -> str:
+        """What kind of credentials they are."""
+        return {"access_key": "account key", "sas_token": "shared access signature", "token": "access token"}[self.kind]
+
+    def for_obstore(self) -> dict[str, Any]:
+        return {self.kind: self.secret, "expires_at": self.expires_at}
+
+
+def restored(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
+    """Return the credentials of a cloud (``s3`` or ``az``) of which these are the fields."""
+    kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials}
+    return kinds[cloud](*fields) if fields else None
+
+
+class NoCredentials(Exception):
+    """A source has no credentials."""
 
 
 class CredentialSource(Protocol):
@@ -52,7 +105,11 @@ class CredentialSource(Protocol):
     A store's source is pickled with the store, so it must not contain a secret itself.
     """
 
-    def __call__(self) -> Credentials | None: ...
+    def __call__(self) -> BucketCredentials | None: ...
+
+
+LentCredentials = Callable[[str], "BucketCredentials | None"]
+"""Returns the credentials that the driver lends for a cloud (``s3`` or ``az``); likewise pickled with a store."""
 
 
 def resolve() -> Credentials | None:
@@ -67,16 +124,14 @@ def resolve() -> Credentials | None:
     return _frozen(found)
 
 
-def required(credentials: Credentials | None) -> Credentials:
-    """Return ``credentials``; raises botocore's NoCredentialsError if there are none."""
+def required(credentials: T | None) -> T:
+    """Return ``credentials``; raises NoCredentials if there are none."""
     if credentials is None:
-        from botocore.exceptions import NoCredentialsError  # pyright: ignore[reportMissingTypeStubs]
-
-        raise NoCredentialsError
+        raise NoCredentials("none are configured")
     return credentials
 
 
-def ask_again_after_s(credentials: Credentials | None) -> float:
+def ask_again_after_s(credentials: BucketCredentials | None) -> float:
     """Seconds after which whoever keeps ``credentials`` should ask their source again: a minute, or a third of the
     time until they expire.
 
@@ -103,7 +158,7 @@ class OwnRoleOr:
 
     fallback: CredentialSource
 
-    def __call__(self) -> Credentials | None:
+    def __call__(self) -> BucketCredentials | None:
         return own_role() or self.fallback()
 
 

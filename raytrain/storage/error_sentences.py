@@ -1,4 +1,4 @@
-"""Turn errors of storage and of the AWS configuration into one sentence that says what to do."""
+"""Turn errors of storage and of its configuration into one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -6,90 +6,37 @@ import errno
 from functools import cache
 
 from raytrain.errors import StorageError
+from raytrain.storage.base import cloud_name
+from raytrain.storage.cloud_sentences import AZURE, S3, CloudSentences
+from raytrain.storage.credentials import NoCredentials
 
-_BUSY = "{endpoint} is too busy for {url}, also after retries; try again later, or with fewer workers."
-_EXPIRED = (
-    "The session of the access key {identity} has expired; sign in to AWS again (for example: aws sso login) "
-    "and repeat the command."
-)
-_BAD_TOKEN = (
-    "The session token does not belong to the access key {identity}; sign in to AWS again, or remove AWS_SESSION_TOKEN."
-)
-_NO_PERMISSION = (
-    "The access key {identity} has no permission for {url}; "
-    "grant it s3:ListBucket and s3:GetObject, and to write also s3:PutObject."
-)
-_NOT_S3 = "{endpoint} does not answer as S3 does; check AWS_ENDPOINT_URL."
 _REGION = "The bucket {bucket} is in the region {detail}; set AWS_REGION={detail}."
 _OTHER_REGION = (
     "The bucket {bucket} is in another region than the one configured; set AWS_REGION to the bucket's region."
 )
-_UNREACHABLE = "{endpoint} cannot be reached, or does not answer in time; check AWS_ENDPOINT_URL and the network."
+_UNREACHABLE = "{endpoint} cannot be reached, or does not answer in time; check {endpoint_variable} and the network."
 _UNTRUSTED = (
     "The certificate of {endpoint} cannot be trusted; "
-    "set AWS_CA_BUNDLE to the file with the certificate of its authority."
-)
-_NO_CREDENTIALS = (
-    "There are no AWS credentials for {url}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-    "or give the node a role."
-)
-_NOT_OBTAINED = (
-    "The credentials of this machine's AWS configuration could not be obtained ({detail}); check its role or profile."
+    "set {certificates_variable} to the file with the certificate of its authority."
 )
 _BAD_CONFIGURATION = "The AWS configuration is broken ({detail}); check ~/.aws/config."
 _OTHER = "{url} cannot be used: {detail}."
 _SIGNED_OUT = "The AWS sign-in has expired; sign in again (for example: aws sso login) and repeat the command."
 
-_BY_S3_CODE: dict[str, str] = {
-    "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
-    "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
-    "InvalidAccessKeyId": (
-        "{endpoint} does not know the access key {identity}; "
-        "check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
-    ),
-    "SignatureDoesNotMatch": (
-        "The secret key does not belong to the access key {identity}; "
-        "check AWS_SECRET_ACCESS_KEY, or the profile that AWS_PROFILE names."
-    ),
-    "ExpiredToken": _EXPIRED,
-    "ExpiredTokenException": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
-    "RequestExpired": _EXPIRED,
-    "InvalidToken": _BAD_TOKEN,
-    "InvalidClientTokenId": _BAD_TOKEN,
-    "RequestTimeTooSkewed": "This machine's clock is wrong, so {endpoint} refuses its requests; set the clock.",
-    "SlowDown": _BUSY,
-    "TooManyRequests": _BUSY,
-    "AccessDenied": _NO_PERMISSION,
-    "AllAccessDisabled": _NO_PERMISSION,
-    "AccountProblem": _NO_PERMISSION,
-}
-
-_BY_HTTP_STATUS: dict[int, str] = {
-    401: _NO_PERMISSION,
-    403: _NO_PERMISSION,
-    404: _NOT_S3,
-    429: _BUSY,
-    503: _BUSY,
-}
-
 _BY_TEXT: dict[str, str] = {
-    "dns error": (
-        "{endpoint} cannot be reached: there is no such host; check AWS_ENDPOINT_URL, AWS_REGION and the network."
-    ),
+    "dns error": ("{endpoint} cannot be reached: there is no such host; check {host_variables} and the network."),
     "ConnectionRefused": (
-        "{endpoint} cannot be reached: nothing answers there; check AWS_ENDPOINT_URL, and that the server runs."
+        "{endpoint} cannot be reached: nothing answers there; check {endpoint_variable}, and that the server runs."
     ),
     "InvalidCertificate": _UNTRUSTED,
     "InvalidContentType": (
-        "{endpoint} does not speak https; check AWS_ENDPOINT_URL, which may have to start with http://."
+        "{endpoint} does not speak https; check {endpoint_variable}, which may have to start with http://."
     ),
     "kind: Connect": _UNREACHABLE,
     "TimedOut": _UNREACHABLE,
     "HTTP error": _UNREACHABLE,
-    "invalid list response": _NOT_S3,
 }
-"""What obstore and the libraries below it write when there was no answer, or none of S3; the more specific first."""
+"""What obstore and the libraries below it write when there was no answer; the more specific first."""
 
 _BY_ERRNO: dict[int, str] = {
     errno.ENOENT: "There is no folder {url}; check the path, on every machine that uses it.",
@@ -104,42 +51,53 @@ _BY_ERRNO: dict[int, str] = {
 
 
 def explain(
-    error: BaseException, url: str, *, endpoint_url: str | None = None, identity: str = "in use"
+    error: BaseException, url: str, *, endpoint_url: str | None = None, identity: str | None = None
 ) -> StorageError:
     """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do.
 
     Args:
         error: an exception of obstore, botocore or the file system; a StorageError is returned as it is.
         url: what was read or written.
-        endpoint_url: the S3 endpoint, if it is not Amazon's.
-        identity: what may be shown of the access key, if that is known.
+        endpoint_url: the endpoint, if it is not that of Amazon's S3.
+        identity: what may be shown of the credentials, if that is known.
     """
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno is not None:
         sentence = _BY_ERRNO.get(error.errno, _OTHER)
         return StorageError(sentence.format(url=url, detail=error.strerror))
-    sentence, detail = _s3_sentence(error)
-    bucket = url.removeprefix("s3://").partition("/")[0]
-    endpoint = endpoint_url or "Amazon S3"
-    return StorageError(sentence.format(url=url, bucket=bucket, endpoint=endpoint, identity=identity, detail=detail))
+    cloud = AZURE if cloud_name(url) == "az" else S3
+    sentence, detail = _sentence(error, cloud)
+    words = {
+        "url": url,
+        "bucket": url.partition("://")[2].partition("/")[0],
+        "endpoint": endpoint_url or cloud.endpoint,
+        "identity": identity or cloud.any_identity,
+        "detail": detail,
+        "endpoint_variable": cloud.endpoint_variable,
+        "host_variables": cloud.host_variables,
+        "certificates_variable": cloud.certificates_variable,
+    }
+    return StorageError(sentence.format(**words))
 
 
-def _s3_sentence(error: BaseException) -> tuple[str, str]:
+def _sentence(error: BaseException, cloud: CloudSentences) -> tuple[str, str]:
     """Return the sentence for an error of obstore or botocore, and what its ``{detail}`` is."""
-    from raytrain.storage import s3_errors  # imported here because a folder does not need obstore
+    from raytrain.storage import request_errors  # imported here because a folder does not need obstore
 
+    if isinstance(error, NoCredentials):
+        return cloud.no_credentials, ""
     if sentence := next((found for kind, found in _by_type().items() if isinstance(error, kind)), None):
         return sentence, _detail(error)
-    if failure := s3_errors.credential_source_failure(error):
-        return _NOT_OBTAINED, failure
-    if s3_errors.is_wrong_region(error):
-        region = s3_errors.bucket_region(error)
+    if failure := request_errors.credential_source_failure(error):
+        return cloud.not_obtained, failure
+    if request_errors.is_wrong_region(error):
+        region = request_errors.bucket_region(error)
         return (_REGION, region) if region else (_OTHER_REGION, "")
-    code, status = s3_errors.s3_error_code(error), s3_errors.http_status(error)
-    if sentence := _BY_S3_CODE.get(code or "") or _BY_HTTP_STATUS.get(status or 0) or _by_text(str(error)):
+    code, status = request_errors.error_code(error), request_errors.http_status(error)
+    if sentence := cloud.by_code.get(code or "") or cloud.by_status.get(status or 0) or _by_text(str(error), cloud):
         return sentence, ""
-    return _OTHER, _shortened(s3_errors.server_message(error) or f"{type(error).__name__}: {error}")
+    return _OTHER, _shortened(request_errors.server_message(error) or f"{type(error).__name__}: {error}")
 
 
 @cache
@@ -149,10 +107,10 @@ def _by_type() -> dict[type[BaseException], str]:
     from obstore.exceptions import InvalidPathError
 
     sentences: dict[type[BaseException], str] = {
-        aws.NoCredentialsError: _NO_CREDENTIALS,
+        aws.NoCredentialsError: S3.no_credentials,
         aws.PartialCredentialsError: "The AWS credentials for {url} are incomplete: {detail} is missing.",
-        aws.CredentialRetrievalError: _NOT_OBTAINED,
-        aws.MetadataRetrievalError: _NOT_OBTAINED,
+        aws.CredentialRetrievalError: S3.not_obtained,
+        aws.MetadataRetrievalError: S3.not_obtained,
         aws.ProfileNotFound: "The AWS configuration has no profile {detail}; check AWS_PROFILE and ~/.aws/config.",
         aws.SSOError: _SIGNED_OUT,
         aws.TokenRetrievalError: _SIGNED_OUT,
@@ -175,8 +133,9 @@ def _detail(error: BaseException) -> str:
     return fields.get("cred_var") or fields.get("profile") or str(error).partition("\n")[0]
 
 
-def _by_text(text: str) -> str | None:
-    return next((sentence for part, sentence in _BY_TEXT.items() if part in text), None)
+def _by_text(text: str, cloud: CloudSentences) -> str | None:
+    sentences = _BY_TEXT | {"invalid list response": cloud.by_status[404]}
+    return next((sentence for part, sentence in sentences.items() if part in text), None)
 
 
 def _shortened(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,24 @@ from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import BotoCoreError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from obstore.exceptions import BaseError
 from s3fs import S3FileSystem
 
 from raytrain.errors import StorageError
 from raytrain.storage.base import S3Settings
-from raytrain.storage.credentials import Credentials, CredentialSource, ask_again_after_s, required, resolve
+from raytrain.storage.cloud import cloud_of
+from raytrain.storage.credentials import (
+    Credentials,
+    NoCredentials,
+    ask_again_after_s,
+    required,
+    resolve,
+)
 from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import check_url
-from raytrain.storage.s3_errors import s3_error_code
-from raytrain.storage.s3_settings import resolve_settings
+from raytrain.storage.request_errors import names_no_bucket
+
+AwsSource = Callable[[], "Credentials | None"]
 
 
 class BucketFileSystem(S3FileSystem):
@@ -39,7 +48,7 @@ class BucketFileSystem(S3FileSystem):
 
     cachable = False  # a new one sees the AWS configuration as it is now
 
-    def __init__(self, source: CredentialSource, settings: S3Settings, **options: Any) -> None:
+    def __init__(self, source: AwsSource, settings: S3Settings, **options: Any) -> None:
         super().__init__(
             session=_Session(source),
             endpoint_url=settings.endpoint_url,
@@ -53,7 +62,7 @@ class BucketFileSystem(S3FileSystem):
 class _Session(AioSession):
     """A session whose clients sign with the credentials of a source."""
 
-    def __init__(self, source: CredentialSource) -> None:
+    def __init__(self, source: AwsSource) -> None:
         super().__init__()
         self._credentials = _CurrentCredentials(source)
 
@@ -64,7 +73,7 @@ class _CurrentCredentials(AioCredentials):
     The source runs in a thread, because it may wait for a sign-in service while other requests are in flight.
     """
 
-    def __init__(self, source: CredentialSource) -> None:
+    def __init__(self, source: AwsSource) -> None:
         super().__init__("", "", method="raytrain")
         self._source = source
         self._lock = asyncio.Lock()
@@ -81,7 +90,8 @@ class _CurrentCredentials(AioCredentials):
 
 
 def filesystem(url: str) -> AbstractFileSystem:
-    """Return the fsspec file system of ``url``: an ``s3fs.S3FileSystem`` for ``s3://…``, else the local one.
+    """Return the fsspec file system of ``url``: an ``s3fs.S3FileSystem`` for ``s3://…``, one of obstore for another
+    cloud, else the local one.
 
     It uses the same credentials and endpoint as every command, and learns of renewed credentials. Its methods and what
     takes a file system (pyarrow) accept whole URLs or ``bucket/path``::
@@ -92,16 +102,21 @@ def filesystem(url: str) -> AbstractFileSystem:
 
     Raises:
         UsageError: the URL is of another kind, or contains credentials.
-        StorageError: the AWS configuration is broken.
+        StorageError: the configuration of the cloud is broken.
     """
     if "://" not in url:
         return LocalFileSystem()
     check_url(url)
-    return BucketFileSystem(resolve, resolve_settings(url))
+    settings = cloud_of(url).settings(url)
+    if isinstance(settings, S3Settings):
+        return BucketFileSystem(resolve, settings)
+    from raytrain.storage.obstore_filesystem import ObstoreFileSystem
+
+    return ObstoreFileSystem(url, settings)
 
 
 def read_object(url: str) -> bytes:
-    """Return the content of an ``s3://`` object. Raises StorageError if it cannot be read."""
+    """Return the content of an object, such as ``s3://bucket/name``. Raises StorageError if it cannot be read."""
     with _explained(url):
         content = filesystem(url).cat_file(url)
     assert isinstance(content, bytes)
@@ -109,24 +124,24 @@ def read_object(url: str) -> bytes:
 
 
 def write_object(url: str, content: bytes) -> None:
-    """Write or replace the ``s3://`` object ``url``. Raises StorageError if it cannot be written."""
+    """Write or replace the object ``url``. Raises StorageError if it cannot be written."""
     with _explained(url):
         filesystem(url).pipe_file(url, content)
 
 
 def upload_object(file: Path, url: str) -> None:
-    """Write or replace the ``s3://`` object ``url`` with a file, in parts. Raises StorageError if that fails."""
+    """Write or replace the object ``url`` with a file, in parts. Raises StorageError if that fails."""
     with _explained(url):
         filesystem(url).put_file(str(file), url)
 
 
 @contextmanager
 def _explained(url: str) -> Generator[None, None, None]:
-    """Raise what s3fs raises as a StorageError: s3fs gives S3's own answer as the cause."""
+    """Raise what a file system raises as a StorageError: s3fs gives S3's own answer as the cause."""
     try:
         yield
-    except (OSError, BotoCoreError) as error:
+    except (OSError, BotoCoreError, BaseError, NoCredentials) as error:
         cause = error.__cause__ or error
-        if isinstance(error, FileNotFoundError) and s3_error_code(cause) != "NoSuchBucket":
+        if isinstance(error, FileNotFoundError) and not names_no_bucket(cause):
             raise StorageError(f"There is no file {url}; check the path.") from None
-        raise explain(cause, url, endpoint_url=resolve_settings(url).endpoint_url) from error
+        raise explain(cause, url, endpoint_url=cloud_of(url).settings(url).endpoint_url) from error

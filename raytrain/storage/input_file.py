@@ -1,4 +1,4 @@
-"""Input files of commands, in a folder or in S3."""
+"""Input files of commands, in a folder or in a bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raytrain.storage.error_sentences import explain
 
 
 def read_input(name: str) -> bytes:
-    """Return the content of a file or an ``s3://`` object. Raises StorageError if it cannot be read."""
+    """Return the content of a file or an object in a bucket. Raises StorageError if it cannot be read."""
     if "://" in name:
         from raytrain.storage.filesystem import read_object  # s3fs takes a second to import
 

@@ -8,21 +8,25 @@ import uuid
 from pathlib import Path
 
 from raytrain.errors import UsageError
-from raytrain.storage.base import S3Settings, Store
-from raytrain.storage.credentials import CredentialSource, resolve
+from raytrain.storage.base import BucketSettings, Store
+from raytrain.storage.credentials import CredentialSource
+
+_FORMS = {"s3": "s3://bucket/prefix", "az": "az://container/prefix"}
+URL_FORMS = " or ".join(_FORMS.values())
+"""What the URL of a bucket looks like."""
 
 
-def open_store(url: str, credentials: CredentialSource | None = None, settings: S3Settings | None = None) -> Store:
+def open_store(url: str, credentials: CredentialSource | None = None, settings: BucketSettings | None = None) -> Store:
     """Return the store at ``url``. Sends no request yet.
 
     Args:
-        url: ``s3://bucket/prefix``, or the path of a folder.
-        credentials: asked for credentials, and again before they expire; by default this process's AWS configuration.
-        settings: endpoint and region; by default from this process's AWS configuration.
+        url: ``s3://bucket/prefix``, ``az://container/prefix``, or the path of a folder.
+        credentials: asked for credentials, and again before they expire; by default this process's own.
+        settings: where the bucket is reached; by default from this process's configuration.
 
     Raises:
         UsageError: the URL is of another kind, or contains credentials.
-        StorageError: the AWS configuration is broken.
+        StorageError: the configuration of its cloud is broken.
     """
     if "://" not in url:
         from raytrain.storage.local import FolderStore
@@ -30,24 +34,29 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
         return FolderStore(os.path.abspath(Path(url).expanduser()))
     check_url(url)
     # Imported here because a folder needs neither obstore nor botocore.
-    from raytrain.storage.s3 import BucketStore
-    from raytrain.storage.s3_settings import resolve_settings
+    from raytrain.storage.bucket import BucketStore
+    from raytrain.storage.cloud import cloud_of
 
-    return BucketStore(url.rstrip("/"), settings or resolve_settings(url), credentials or resolve, uuid.uuid4().hex)
+    cloud = cloud_of(url)
+    return BucketStore(
+        url.rstrip("/"), settings or cloud.settings(url), credentials or cloud.credentials, uuid.uuid4().hex
+    )
 
 
 def check_url(url: str) -> None:
     """Raise UsageError unless ``url`` can be used; it is shown only if it cannot contain credentials."""
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
-    if "?" in url or "@" in bucket or (scheme.lower() == "s3" and not re.fullmatch(r"[\w.-]*", bucket)):
+    if "?" in url or "@" in bucket or (scheme.lower() in _FORMS and not re.fullmatch(r"[\w.-]*", bucket)):
         raise UsageError(
             "A URL must not contain credentials, a port or a query; write s3://bucket/prefix and set AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY, or use a profile."
+            "and AWS_SECRET_ACCESS_KEY, or use a profile; or write az://container/prefix and set "
+            "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY."
         )
-    if scheme != "s3":
-        raise UsageError("A URL must start with s3://; give s3://bucket/prefix or a folder.")
+    form = _FORMS.get(scheme)
+    if form is None:
+        raise UsageError(f"A URL must start with s3:// or az://; give {URL_FORMS}, or a folder.")
     if not bucket:
-        raise UsageError(f"{url!r} has no bucket; write s3://bucket/prefix.")
+        raise UsageError(f"{url!r} has no bucket; write {form}.")
     if "//" in rest:
-        raise UsageError(f"{url!r} contains two consecutive slashes; write s3://bucket/prefix with single slashes.")
+        raise UsageError(f"{url!r} contains two consecutive slashes; write {form} with single slashes.")

@@ -25,7 +25,7 @@ def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output
 
 
 def write_output(output: str, content: bytes) -> None:
-    """Write or replace ``output``, a file or an ``s3://`` object, atomically. Raises StorageError if that fails."""
+    """Write or replace ``output``, a file or an object in a bucket, atomically. Raises StorageError if that fails."""
     folder, name = _open_folder(output)
     if "://" in output:
         from raytrain.storage.filesystem import write_object  # s3fs takes a second to import
@@ -37,7 +37,7 @@ def write_output(output: str, content: bytes) -> None:
 
 @contextmanager
 def new_output(output: str) -> Generator[Path]:
-    """A new file that, when it has been written, atomically becomes ``output``, a file or an ``s3://`` object.
+    """A new file that, when it has been written, atomically becomes ``output``, a file or an object in a bucket.
 
     Raises StorageError if that fails.
     """

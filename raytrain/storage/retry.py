@@ -1,4 +1,4 @@
-"""Retry requests to S3 after transient failures, with exponential backoff and full jitter, and count the retries."""
+"""Retry requests to a bucket after transient failures, with exponential backoff and full jitter, and count them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from raytrain.storage.s3_errors import is_transient
+from raytrain.storage.request_errors import is_transient
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying

@@ -1,228 +1,59 @@
-"""Storage under an S3 prefix: objects, their conditional writes, and their listings."""
+"""S3: endpoint and region from this process's AWS configuration, and how obstore wants them."""
 
-# obstore's types refer to arro3, which is not installed.
+# botocore has no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import repeat
-from typing import TYPE_CHECKING, TypeVar
+import os
+from typing import TYPE_CHECKING, Any
 
-from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
-
-from raytrain.storage.base import ObjectChanged, S3Settings, Store, StoredObject, threads
-from raytrain.storage.credentials import CredentialSource, required
-from raytrain.storage.disk_cache import DiskCache
-from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy
-from raytrain.storage.s3_client import S3Client, UnusableNames
-from raytrain.storage.s3_errors import http_status
-from raytrain.storage.s3_listing import list_any_names
+from raytrain.storage.base import BucketSettings, S3Settings
+from raytrain.storage.cloud import Cloud, checked_endpoint
+from raytrain.storage.credentials import Credentials, resolve
+from raytrain.storage.error_sentences import explain
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta
     from obstore.store import S3Store
 
-T = TypeVar("T")
 
-_log = logging.getLogger("raytrain")
+class S3(Cloud):
+    """Amazon's S3, and other servers that speak its protocol."""
 
-_PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
-_NOT_IMPLEMENTED = 501
+    certificates_variable = "AWS_CA_BUNDLE"
 
+    def settings(self, url: str) -> S3Settings:
+        return resolve_settings(url)
 
-@dataclass(frozen=True)
-class BucketStore(Store):
-    """See :class:`Store`. ``url`` is ``s3://bucket/prefix``."""
+    def credentials(self) -> Credentials | None:
+        return resolve()
 
-    url: str
-    settings: S3Settings  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for S3
-    credentials: CredentialSource = field(compare=False, repr=False)
-    connection_id: str = field(repr=False)
-    """Distinguishes stores with different credentials, in every process that a store is sent to."""
-    retry_policy: RetryPolicy = DEFAULT
-    multipart: bool = False
-    """Upload in parts, each of which obstore retries."""
-    disk: DiskCache | None = field(default=None, compare=False)
-    """Keeps what was read. Stores that differ in it share their connections."""
+    def store_class(self) -> type[S3Store]:
+        from obstore.store import S3Store
 
-    def get(self, path: str, etag: str = "") -> bytes:
-        if self.disk is None:
-            return self._fetch(path, etag)
-        name = "\0".join([self.settings.endpoint_url or "", self.url, path, _normalized(etag)])
-        return self.disk.get(name, lambda: self._fetch(path, etag))
+        return S3Store
 
-    def _fetch(self, path: str, etag: str) -> bytes:
-        found, data = self._call(path, lambda client: _content(client.get(path)))
-        if etag and found and _normalized(found) != _normalized(etag):
-            raise ObjectChanged(f"{self.url}/{path}")
-        return data
-
-    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        return self._call(path, lambda client: _part(client, path, start, num_bytes))
-
-    def put(self, path: str, data: bytes) -> None:
-        store = dataclasses.replace(self, multipart=True) if len(data) > _PART_BYTES else self
-        store._call(path, lambda client: client.put(path, data, chunk_size=_PART_BYTES))
-
-    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        if not self._call(path, lambda client: _put_if(client, path, data, expected)):
-            raise ObjectChanged(f"{self.url}/{path}")
-
-    def has_conditional_puts(self) -> bool:
-        name = f".condition-check-{uuid.uuid4().hex}"
-        self.put(name, b"")
-        try:
-            return not self._call(name, lambda client: _put_unless_changed(client, name, b"", None))
-        finally:
-            self.delete(name)
-
-    def delete(self, path: str) -> None:
-        self._call(path, lambda client: client.delete(path))
-
-    def remove_if_empty(self) -> None: ...
-
-    def exists(self, path: str) -> bool:
-        try:
-            self._call(path, lambda client: client.head(path))
-        except FileNotFoundError:
-            return False
-        return True
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        prefix = prefix.strip("/")
-        unusable: list[str] = []
-        folders, objects = self._split(prefix, unusable)
-        for listed in (objects, *threads().map(self._list_folder, folders, repeat(unusable))):
-            # Consoles create an empty object as a marker for the folder itself.
-            yield from (_stored(found) for found in listed if found["path"] != prefix)
-        if unusable:
-            _log.warning(
-                "%s objects below %s are left out, because their names cannot be used, such as %r; rename them.",
-                f"{len(unusable):,}",
-                f"{self.url}/{prefix}".rstrip("/"),
-                unusable[0],
-            )
-
-    def kept_on(self, disk: DiskCache | None) -> BucketStore:
-        return dataclasses.replace(self, disk=disk)
-
-    def with_credentials(self, credentials: CredentialSource) -> BucketStore:
-        return dataclasses.replace(self, credentials=credentials, connection_id=uuid.uuid4().hex)
-
-    def fail_fast(self) -> BucketStore:
-        return dataclasses.replace(self, retry_policy=FAIL_FAST)
-
-    def check_readable(self) -> None:
-        with suppress(UnusableNames):
-            self.fail_fast()._call("", lambda client: next(iter(client.list()), None))
-
-    def check_writable(self) -> None:
-        store = self.fail_fast()
-        name = f".write-check-{uuid.uuid4().hex}"
-        store.put(name, b"")
-        store.delete(name)
-
-    def _split(self, prefix: str, unusable: list[str]) -> tuple[list[str], list[ObjectMeta]]:
-        """Return subfolders that can be listed concurrently, and the objects above them."""
-        folders, objects = [prefix], []
-        while len(folders) == 1:
-            (folder,) = folders
-            try:
-                listed = self._call(folder, lambda client, folder=folder: client.list_with_delimiter(folder))
-            except UnusableNames:
-                return [], [*objects, *self._list_any_names(folder, unusable)]
-            folders = list(listed["common_prefixes"])
-            objects += listed["objects"]
-        return folders, objects
-
-    def _list_folder(self, folder: str, unusable: list[str]) -> Sequence[ObjectMeta]:
-        objects: list[ObjectMeta] = []
-
-        def resume(client: S3Store) -> None:
-            for page in client.list(folder, offset=objects[-1]["path"] if objects else None):
-                objects.extend(page)
-
-        try:
-            self._call(folder, resume)
-        except UnusableNames:
-            return self._list_any_names(folder, unusable)
-        return objects
-
-    def _list_any_names(self, folder: str, unusable: list[str]) -> Sequence[ObjectMeta]:
-        """List objects whatever their names are, and add the names that cannot be used to ``unusable``."""
-        with _client(self).explained(folder):
-            listed = list_any_names(self.url, self.settings, required(self.credentials()), folder)
-        unusable += listed.unusable
-        return listed.usable
-
-    def _call(self, path: str, operation: Callable[[S3Store], T]) -> T:
-        return _client(self).call(path, operation, self.retry_policy)
+    def config(self, settings: BucketSettings) -> dict[str, Any]:
+        assert isinstance(settings, S3Settings)
+        config: dict[str, Any] = {"region": settings.region or "us-east-1", "virtual_hosted_style_request": False}
+        return config | ({"endpoint": settings.endpoint_url} if settings.endpoint_url else {})
 
 
-def _client(store: BucketStore) -> S3Client:
-    """Return this process's client for ``store`` and all its copies."""
-    with _client_lock:
-        return _cached_client(store)
+def resolve_settings(url: str) -> S3Settings:
+    """Return endpoint and region from this process's AWS configuration: the environment, then the profile."""
+    import botocore.session  # pyright: ignore[reportMissingTypeStubs]
+    from botocore.exceptions import BotoCoreError  # pyright: ignore[reportMissingTypeStubs]
 
-
-@lru_cache(maxsize=32)
-def _cached_client(store: BucketStore) -> S3Client:
-    return S3Client(store.url, store.settings, store.credentials, multipart=store.multipart)
-
-
-_client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
-
-
-def _content(result: GetResult) -> tuple[str | None, bytes]:
-    return result.meta["e_tag"], bytes(result.bytes())
-
-
-def _part(client: S3Store, path: str, start: int, num_bytes: int) -> bytes:
-    size_bytes = client.head(path)["size"]  # S3 refuses a range behind the end
-    if start >= size_bytes:
-        return b""
+    session = botocore.session.Session()
     try:
-        return bytes(client.get_range(path, start=start, end=min(start + num_bytes, size_bytes)))
-    except GenericError:  # rclone's server says that it sends the whole object, which obstore refuses
-        return bytes(client.get(path).bytes())[start : start + num_bytes]
-
-
-def _put_if(client: S3Store, path: str, data: bytes, expected: bytes | None) -> bool:
-    """Write an object if its content is ``expected``; whether it holds ``data`` now."""
-    try:
-        etag, found = _content(client.get(path))
-    except FileNotFoundError:
-        etag, found = None, None
-    if found == data:
-        return True
-    return found == expected and _put_unless_changed(client, path, data, etag)
-
-
-def _put_unless_changed(client: S3Store, path: str, data: bytes, etag: str | None) -> bool:
-    """Write an object that still has this ETag, or that does not exist; whether the server did so."""
-    try:
-        client.put(path, data, mode="create" if etag is None else {"e_tag": etag})
-    except (AlreadyExistsError, PreconditionError):
-        return False
-    except Exception as error:
-        if http_status(error) != _NOT_IMPLEMENTED:
-            raise
-        client.put(path, data)  # the server knows no conditions
-    return True
-
-
-def _normalized(etag: str) -> str:
-    """Remove what servers add around an ETag in some answers and not in others."""
-    return etag.removeprefix("W/").strip('"')
-
-
-def _stored(found: ObjectMeta) -> StoredObject:
-    return StoredObject(found["path"], found["size"], found["e_tag"] or "", found["last_modified"])
+        profile = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(profile.get("services"), {})
+        configured = (services.get("s3", {}).get("endpoint_url"), profile.get("endpoint_url"))
+        region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
+    except BotoCoreError as error:
+        raise explain(error, url) from error
+    environment = (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+    endpoint_url: str | None = next(filter(None, (*environment, *configured)), None)
+    if endpoint_url is not None:
+        checked_endpoint(endpoint_url, "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    return S3Settings(endpoint_url, region)

@@ -9,8 +9,8 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytrain.storage.base import S3Settings
+from raytrain.storage.bucket_client import bucket_and_root
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.s3_client import bucket_and_root
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

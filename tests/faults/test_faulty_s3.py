@@ -13,7 +13,7 @@ from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import build_manifest
 from raytrain.demo.digits import render_digits
 from raytrain.demo.s3_server import S3Server
-from raytrain.storage import s3_client
+from raytrain.storage import bucket_client
 from raytrain.storage.base import MAX_THREADS, ObjectChanged, S3Settings, Store
 from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
@@ -24,7 +24,7 @@ NUM_OBJECTS = 300
 @pytest.fixture
 def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests time out after half a second."""
-    monkeypatch.setitem(s3_client._CLIENT_OPTIONS, "read_timeout", timedelta(seconds=0.5))
+    monkeypatch.setitem(bucket_client._CLIENT_OPTIONS, "read_timeout", timedelta(seconds=0.5))
 
 
 def content(number: int) -> bytes:

@@ -41,8 +41,8 @@ def test_300_waiting_workers_hinder_neither_keys_nor_data_nor_a_stop(tmp_path: P
             [coordinator.take.remote(stream, rank, FOR_EVER_S) for rank in range(NUM_WORKERS)] for stream in streams
         )
         keys = ("AKIAEXAMPLE", "secret", None, None)
-        ray.get(coordinator.lend.remote("ticket", keys), timeout=ANSWER_S)
-        assert ray.get(coordinator.credentials.remote("ticket"), timeout=ANSWER_S) == keys
+        ray.get(coordinator.lend.remote("ticket", "s3", keys), timeout=ANSWER_S)
+        assert ray.get(coordinator.credentials.remote("ticket", "s3"), timeout=ANSWER_S) == keys
         ray.get(coordinator.flush.remote(), timeout=ANSWER_S)
         pushes = [coordinator.push.remote(streams[0], rank, [rank], 4) for rank in range(NUM_WORKERS)]
         assert ray.get(pushes, timeout=ANSWER_S) == [True] * NUM_WORKERS

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain.data.manifest import Manifest, build_manifest
 from raytrain.errors import StorageError
-from raytrain.storage.s3 import BucketStore
+from raytrain.storage.bucket import BucketStore
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 from tests.unit.test_storage import listing, scripted
 

@@ -141,7 +141,7 @@ class Server:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lent: list[tuple[Any, ...]] = []
-        self.lend = SimpleNamespace(remote=lambda ticket, fields: self.lent.append(fields))
+        self.lend = SimpleNamespace(remote=lambda ticket, cloud, fields: self.lent.append(fields))
         monkeypatch.setattr("ray.get", lambda reference: reference)
 
 

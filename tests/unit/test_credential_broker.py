@@ -43,32 +43,31 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
 
 def test_the_broker_returns_the_newest_credentials() -> None:
     broker = CredentialBroker()
-    source = broker.source
-    assert source() is None
+    assert broker.source("s3") is None
     for lent in (KEYS, Credentials("AKIAOTHER", "s")):
-        broker.lend(TICKET, lent.fields())
-        assert broker.credentials(TICKET) == lent.fields() and source() == lent
-    broker.lend(TICKET, None)
-    assert broker.credentials(TICKET) is None and source() is None
+        broker.lend(TICKET, "s3", lent.fields())
+        assert broker.credentials(TICKET, "s3") == lent.fields() and broker.source("s3") == lent
+    broker.lend(TICKET, "s3", None)
+    assert broker.credentials(TICKET, "s3") is None and broker.source("s3") is None
 
 
 def test_whoever_has_no_ticket_gets_no_credentials_and_cannot_replace_them() -> None:
     broker = CredentialBroker()
     for guess in ("", "guess"):
         with pytest.raises(PermissionError):
-            broker.credentials(guess)
-    broker.lend(TICKET, KEYS.fields())
+            broker.credentials(guess, "s3")
+    broker.lend(TICKET, "s3", KEYS.fields())
     for guess in ("", "guess", "öf-the-run"):
         with pytest.raises(PermissionError):
-            broker.credentials(guess)
+            broker.credentials(guess, "s3")
         with pytest.raises(PermissionError):
-            broker.lend(guess, None)
-    assert broker.credentials(TICKET) == KEYS.fields()
+            broker.lend(guess, "s3", None)
+    assert broker.credentials(TICKET, "s3") == KEYS.fields()
 
 
 def test_neither_the_broker_nor_its_source_can_be_pickled_with_credentials() -> None:
     broker = CredentialBroker()
-    broker.lend(TICKET, KEYS.fields())
+    broker.lend(TICKET, "s3", KEYS.fields())
     for secret in (broker, broker.source):
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(secret)
@@ -76,7 +75,7 @@ def test_neither_the_broker_nor_its_source_can_be_pickled_with_credentials() -> 
 
 def test_credentials_are_lent_at_once_and_renewed_every_minute(resolver: Resolver) -> None:
     lent: list[CredentialFields | None] = []
-    lender = CredentialLender(lent.append, resolver.resolve)
+    lender = CredentialLender(lambda _, fields: lent.append(fields), {"s3": resolver.resolve})
     assert lent == [KEYS.fields()]
     resolver.credentials = Credentials("AKIAREWRITTEN", "s")
     for resolver.now_s in (1001.0, 1059.0):
@@ -91,7 +90,7 @@ def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolv
     expires_at = datetime.now(timezone.utc) + timedelta(seconds=30)
     resolver.credentials = Credentials("ASIA", "s", "t", expires_at)
     lent: list[CredentialFields | None] = []
-    lender = CredentialLender(lent.append, resolver.resolve)
+    lender = CredentialLender(lambda _, fields: lent.append(fields), {"s3": resolver.resolve})
     resolver.now_s += 5
     lender.lend_if_due()
     assert len(lent) == 1
@@ -102,15 +101,15 @@ def test_expiring_credentials_are_renewed_after_a_third_of_their_lifetime(resolv
 
 def test_if_the_source_fails_the_credentials_are_kept_and_it_is_retried_soon(resolver: Resolver) -> None:
     broker = CredentialBroker()
-    lender = CredentialLender(partial(broker.lend, TICKET), resolver.resolve)
+    lender = CredentialLender(partial(broker.lend, TICKET), {"s3": resolver.resolve})
     resolver.error = RuntimeError("no luck")
     resolver.now_s += 61
     lender.lend_if_due()
-    assert broker.credentials(TICKET) == KEYS.fields()
+    assert broker.credentials(TICKET, "s3") == KEYS.fields()
     resolver.error, resolver.credentials = None, None
     resolver.now_s += 6
     lender.lend_if_due()
-    assert broker.credentials(TICKET) is None
+    assert broker.credentials(TICKET, "s3") is None
 
 
 @pytest.mark.parametrize(("amazon", "expected"), [(True, "ASIATASK"), (False, "AKIAEXAMPLE1234")])
@@ -124,11 +123,11 @@ def test_a_nodes_own_role_is_only_used_for_amazon_s3(
     with scripted_s3(metadata_service) as (url, _):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
         settings = S3Settings(None if amazon else "http://minio:9000", "us-east-1")
-        store = open_store("s3://bucket/prefix", settings=settings).with_lent_credentials(lambda: KEYS)
+        store = open_store("s3://bucket/prefix", settings=settings).with_lent_credentials(lambda _: KEYS)
         used = store.credentials()  # pyright: ignore[reportAttributeAccessIssue]
     assert used is not None and used.access_key_id == expected
 
 
 def test_a_folder_needs_no_lent_credentials(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    assert store.with_lent_credentials(lambda: KEYS) is store
+    assert store.with_lent_credentials(lambda _: KEYS) is store

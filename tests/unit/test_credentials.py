@@ -178,4 +178,4 @@ def test_a_node_uses_its_own_role_or_else_the_fallback(monkeypatch: pytest.Monke
     with scripted_s3(lambda request: Answer(body=role_keys("ASIATASK"))) as (url, _):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
         keys = source()
-    assert keys is not None and keys.access_key_id == "ASIATASK"
+    assert isinstance(keys, Credentials) and keys.access_key_id == "ASIATASK"

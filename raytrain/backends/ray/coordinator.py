@@ -5,7 +5,7 @@ It is composed of five parts, of which only the last knows Ray, and adds nothing
 - the run monitor: metrics, events, skipped images and stop requests (workers, data tasks, driver, ``raytrain stop``);
 - the stream queues: blocks from the driver, which reads them, to the workers;
 - the block directory: where the blocks of cached data sets are;
-- the credential broker: the driver's AWS credentials for processes that have none of their own;
+- the credential broker: the driver's credentials for processes that have none of their own;
 - the object stores: how full they are.
 """
 
@@ -35,7 +35,7 @@ from raytrain.runs.owned_store import OwnedStore, Owner
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.stop_request import StopRequest
-from raytrain.storage.base import S3Settings
+from raytrain.storage.base import BucketSettings
 from raytrain.storage.credential_broker import CredentialBroker
 from raytrain.storage.credentials import CredentialFields
 from raytrain.storage.open import open_store
@@ -56,7 +56,7 @@ class RunInStorage:
 
     name: str
     url: str
-    settings: S3Settings | None
+    settings: BucketSettings | None
     num_steps: int
     steps_per_epoch: int
     skip_limit: SkipLimit
@@ -107,14 +107,14 @@ class Coordinator:
 
     # Credentials.
 
-    def lend(self, ticket: str, fields: CredentialFields | None) -> None:
+    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
         """See :meth:`CredentialBroker.lend`."""
-        self._broker.lend(ticket, fields)
+        self._broker.lend(ticket, cloud, fields)
 
     @ray.method(concurrency_group=KEYS)
-    def credentials(self, ticket: str) -> CredentialFields | None:
+    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
         """See :meth:`CredentialBroker.credentials`."""
-        return self._broker.credentials(ticket)
+        return self._broker.credentials(ticket, cloud)
 
     # News of the training.
 

@@ -1,4 +1,4 @@
-"""The driver's AWS credentials for the processes of a Ray cluster: sent from memory to memory, never stored."""
+"""The driver's credentials for the processes of a Ray cluster: sent from memory to memory, never stored."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import ray
 
 from raytrain.backends.ray.private_api import on_this_node
-from raytrain.storage.base import Store
+from raytrain.errors import UsageError
+from raytrain.storage.base import S3Settings, Store, cloud_name
+from raytrain.storage.cloud import cloud_of
 from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
-from raytrain.storage.credentials import CredentialFields, Credentials, resolve
+from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, restored
 from raytrain.storage.scoped_credentials import Scope, ScopedCredentials
 
 _ASKERS = 64
@@ -25,18 +27,18 @@ class CredentialServer:
     def __init__(self) -> None:
         self._broker = CredentialBroker()  # credentials are lent later: the cluster keeps a constructor's arguments
 
-    def lend(self, ticket: str, fields: CredentialFields | None) -> None:
+    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
         """See :meth:`CredentialBroker.lend`."""
-        self._broker.lend(ticket, fields)
+        self._broker.lend(ticket, cloud, fields)
 
-    def credentials(self, ticket: str) -> CredentialFields | None:
+    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
         """See :meth:`CredentialBroker.credentials`."""
-        return self._broker.credentials(ticket)
+        return self._broker.credentials(ticket, cloud)
 
 
 @dataclass(frozen=True)
 class ServedCredentials:
-    """A credential source that asks an actor with a method ``credentials``. Pickled with a store; it holds no AWS key.
+    """``LentCredentials`` that ask an actor with a method ``credentials``. Pickled with a store; they hold no key.
 
     Everybody in the cluster can call an actor that has a name. Only who has the ticket is given credentials.
     """
@@ -44,30 +46,34 @@ class ServedCredentials:
     server: Any
     ticket: str = field(repr=False)
 
-    def __call__(self) -> Credentials | None:
-        fields: tuple[Any, ...] | None = ray.get(self.server.credentials.remote(self.ticket))
-        return Credentials(*fields) if fields else None
+    def __call__(self, cloud: str) -> BucketCredentials | None:
+        return restored(cloud, ray.get(self.server.credentials.remote(self.ticket, cloud)))
 
-    def _lend(self, fields: CredentialFields | None) -> None:
+    def _lend(self, cloud: str, fields: CredentialFields | None) -> None:
         # As an argument of a call, which the cluster keeps nowhere. Awaited, so that nobody asks before.
-        ray.get(self.server.lend.remote(self.ticket, fields))
+        ray.get(self.server.lend.remote(self.ticket, cloud, fields))
 
 
 def lend_credentials(
     server: Any, stores: Iterable[Store], scope: Scope | None = None
 ) -> tuple[ServedCredentials, CredentialLender | None]:
-    """A source of this process's credentials for the ``stores`` in other processes, through an actor that serves them.
+    """This process's credentials for the ``stores`` in other processes, through an actor that serves them.
 
-    If a store is in S3, they are lent now and whenever the lender is told that they may be due again. If all are
-    folders, there is no lender: the actor has nothing that it could give away. With a ``scope``, what is lent is good
-    for that alone; raises UsageError if STS does not issue such credentials.
+    Those of each cloud that has a store are lent now and whenever the lender is told that they may be due again. If all
+    stores are folders, there is no lender: the actor has nothing that it could give away. With a ``scope``, what is
+    lent is good for that alone; raises UsageError if STS does not issue such credentials.
     """
     served = ServedCredentials(server, secrets.token_hex(16))
-    in_s3 = [store.settings for store in stores if store.settings is not None]
-    if not in_s3:
-        return served, None
-    source = resolve if scope is None else ScopedCredentials(scope, in_s3[0].region or "us-east-1")
-    return served, CredentialLender(served._lend, source)
+    sources = {cloud_name(store.url): _lent_source(store, scope) for store in stores if store.settings is not None}
+    return served, CredentialLender(served._lend, sources) if sources else None
+
+
+def _lent_source(store: Store, scope: Scope | None) -> CredentialSource:
+    if scope is None:
+        return cloud_of(store.url).credentials
+    if isinstance(store.settings, S3Settings):
+        return ScopedCredentials(scope, store.settings.region or "us-east-1")
+    raise UsageError(f"--scope-keys limits keys with AWS STS, and {store.url} is not in S3; leave the option out.")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat
 from raytrain.data.manifest import Manifest
 from raytrain.storage.base import Store
-from raytrain.storage.credentials import CredentialSource
+from raytrain.storage.credentials import LentCredentials
 
 
 class DataFeed:
@@ -51,7 +51,7 @@ class DataFeed:
         """Where the cached training images start; None if they are streamed."""
         return self._plan.cursor(self._first_step) if self.train_cached else None
 
-    def connect(self, coordinator: CoordinatorHandle, credentials: CredentialSource) -> None:
+    def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials) -> None:
         """Describe the images to data tasks and workers, as ``train`` and ``test``.
 
         ``credentials`` are for processes whose node has no role of its own.

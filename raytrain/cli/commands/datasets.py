@@ -27,9 +27,9 @@ def fetch_dataset(
 
 def upload(
     folder: Annotated[Positional[str], arg(help="Folder to copy.")],
-    url: Annotated[Positional[str], arg(help="Destination: s3://bucket/prefix.")],
+    url: Annotated[Positional[str], arg(help="Destination: s3://bucket/prefix or az://container/prefix.")],
 ) -> CommandResult:
-    """Copy a folder of images to S3. Images that are there already are not sent again.
+    """Copy a folder of images to a bucket. Images that are there already are not sent again.
 
     Example: raytrain upload images s3://bucket/images
     """
@@ -41,8 +41,8 @@ def upload(
 
 
 def pack(
-    source: Annotated[Positional[str], arg(help="Folder or s3://bucket/prefix of images, or Parquet or tar files.")],
-    destination: Annotated[Positional[str], arg(help="Destination of the shards: s3://bucket/prefix or a folder.")],
+    source: Annotated[Positional[str], arg(help="Folder, s3://… or az://… of images, or Parquet or tar files.")],
+    destination: Annotated[Positional[str], arg(help="Destination of the shards: s3://…, az://… or a folder.")],
     labels: Annotated[
         str | None,
         arg(help="Label file; by default metadata.csv beside the images, else the folders are the labels."),

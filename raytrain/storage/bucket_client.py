@@ -1,4 +1,4 @@
-"""A process's client for an S3 prefix: obstore sends the requests, with retries, timeouts and current credentials."""
+"""A process's client for a prefix of a bucket: obstore with retries, timeouts and current credentials."""
 
 # obstore's types refer to arro3, which is not installed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,20 +12,22 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from obstore.exceptions import InvalidPathError
-from obstore.store import S3Store
 
 from raytrain.errors import StorageError
-from raytrain.storage.base import S3Settings
-from raytrain.storage.credentials import Credentials, CredentialSource, required
+from raytrain.storage.base import BucketSettings
+from raytrain.storage.cloud import Cloud, cloud_of
+from raytrain.storage.credentials import BucketCredentials, CredentialSource, required
 from raytrain.storage.error_sentences import explain
+from raytrain.storage.request_errors import names_no_bucket, refuses_credentials
 from raytrain.storage.retry import DEFAULT, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
-from raytrain.storage.s3_errors import refuses_credentials, s3_error_code
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
+    from obstore.store import AzureStore, ClientConfig, RetryConfig, S3Store
+
+    ObjectStore = S3Store | AzureStore
 
 T = TypeVar("T")
 
@@ -35,8 +37,8 @@ _CLIENT_OPTIONS: ClientConfig = {
     "read_timeout": timedelta(seconds=30),
     "timeout": timedelta(minutes=30),  # of a whole transfer: a checkpoint may take long, as long as bytes arrive
 }
-# obstore retries each part of an upload; all other requests are retried, and counted, by with_retries.
-_RETRY_PARTS: RetryConfig = {
+# Of requests by stores, obstore retries parts of uploads only; all others are retried, and counted, by with_retries.
+RETRIES: RetryConfig = {
     "max_retries": DEFAULT.max_retries,
     "retry_timeout": timedelta(seconds=DEFAULT.max_duration_s),
     "backoff": {
@@ -45,30 +47,30 @@ _RETRY_PARTS: RetryConfig = {
         "base": 2,
     },
 }
-_NO_RETRIES: RetryConfig = {**_RETRY_PARTS, "max_retries": 0}
+_NO_RETRIES: RetryConfig = {**RETRIES, "max_retries": 0}
 
 
 class UnusableNames(StorageError):
     """An object's name, or one in a listing, cannot be used."""
 
 
-class S3Client:
-    """One process's client for ``url``, with its open connections. They are replaced when S3 refuses the credentials.
+class BucketClient:
+    """One process's client for ``url``, with its open connections. They are replaced when the credentials are refused.
 
     With ``multipart``, obstore retries each part of an upload.
     """
 
-    def __init__(self, url: str, settings: S3Settings, credentials: CredentialSource, *, multipart: bool) -> None:
+    def __init__(self, url: str, settings: BucketSettings, credentials: CredentialSource, *, multipart: bool) -> None:
         self._url = url
         self._settings = settings
         self._source = credentials
         self._multipart = multipart
         self._lock = threading.Lock()
-        self._credentials = _CredentialCache(credentials)
+        self._credentials = CredentialCache(credentials)
         self._client = self._connect()
 
-    def call(self, path: str, operation: Callable[[S3Store], T], retry_policy: RetryPolicy) -> T:
-        """Send a request; once more with new credentials if S3 refuses these. Raises as :meth:`explained` does."""
+    def call(self, path: str, operation: Callable[[ObjectStore], T], retry_policy: RetryPolicy) -> T:
+        """Send a request; once more with new credentials if these are refused. Raises as :meth:`explained` does."""
         client = self._client
         with self.explained(path):
             try:
@@ -86,7 +88,7 @@ class S3Client:
         try:
             yield
         except FileNotFoundError as error:
-            if s3_error_code(error) != "NoSuchBucket":
+            if not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
             raise self._explain(error, url) from error
         except InvalidPathError as error:
@@ -98,56 +100,45 @@ class S3Client:
         cause = self._credentials.failure or error
         return explain(cause, url, endpoint_url=self._settings.endpoint_url, identity=self._credentials.identity)
 
-    def _renewed(self, refused: S3Store) -> S3Store:
+    def _renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return the client that replaces ``refused``; created once, however many threads were refused."""
         with self._lock:
             if self._client is refused:
-                self._credentials = _CredentialCache(self._source, self._credentials.identity)
+                self._credentials = CredentialCache(self._source, self._credentials.identity)
                 self._client = self._connect()
             return self._client
 
-    def _connect(self) -> S3Store:
-        config: S3Config = {"region": self._settings.region or "us-east-1", "virtual_hosted_style_request": False}
-        options: ClientConfig = {**_CLIENT_OPTIONS}
-        if self._settings.endpoint_url:
-            config["endpoint"] = self._settings.endpoint_url
-            options["allow_http"] = self._settings.endpoint_url.startswith("http://")
-        if certificates := os.environ.get("AWS_CA_BUNDLE"):
-            options["root_certificate"] = _read_certificates(certificates)
+    def _connect(self) -> ObjectStore:
+        cloud = cloud_of(self._url)
         bucket, root = bucket_and_root(self._url)
-        return S3Store(
+        return cloud.store_class()(
             bucket,
             prefix=root.rstrip("/") or None,
-            config=config,
-            client_options=options,
-            retry_config=_RETRY_PARTS if self._multipart else _NO_RETRIES,
+            config=cloud.config(self._settings),
+            client_options=client_options(cloud, self._settings),
+            retry_config=RETRIES if self._multipart else _NO_RETRIES,
             credential_provider=self._credentials,
         )
 
 
-class _CredentialCache:
+class CredentialCache:
     """Keeps credentials for obstore until shortly before they expire: obstore then asks ten times a second."""
 
-    def __init__(self, source: CredentialSource, identity: str = "in use") -> None:
+    def __init__(self, source: CredentialSource, identity: str | None = None) -> None:
         self._source = source
         self.identity = identity
         """What may be shown of the last credentials."""
-        self._cached: Credentials | None = None
+        self._cached: BucketCredentials | None = None
         self._renew_at: datetime | None = None
         self.failure: Exception | None = None
         """Why the source failed the last time, if it did; obstore passes on only the text."""
 
-    def __call__(self) -> S3Credential:
+    def __call__(self) -> Any:
         if self._cached is None or (self._renew_at is not None and _now() >= self._renew_at):
             self._cached = self._renewed()
-        return {
-            "access_key_id": self._cached.access_key_id,
-            "secret_access_key": self._cached.secret_access_key,
-            "token": self._cached.session_token,
-            "expires_at": self._cached.expires_at,
-        }
+        return self._cached.for_obstore()
 
-    def _renewed(self) -> Credentials:
+    def _renewed(self) -> BucketCredentials:
         try:
             credentials = required(self._source())
         except Exception as error:
@@ -161,19 +152,29 @@ class _CredentialCache:
         return credentials
 
 
+def client_options(cloud: Cloud, settings: BucketSettings) -> ClientConfig:
+    """Timeouts, and the certificates that this process's environment names."""
+    options: ClientConfig = {**_CLIENT_OPTIONS}
+    if settings.endpoint_url:
+        options["allow_http"] = settings.endpoint_url.startswith("http://")
+    if certificates := os.environ.get(cloud.certificates_variable):
+        options["root_certificate"] = _read_certificates(certificates, cloud.certificates_variable)
+    return options
+
+
 def bucket_and_root(url: str) -> tuple[str, str]:
     """Return the bucket, and what the names of all objects below ``url`` start with."""
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    bucket, _, prefix = url.partition("://")[2].partition("/")
     return bucket, prefix and f"{prefix}/"
 
 
-def _read_certificates(file: str) -> bytes:
+def _read_certificates(file: str, variable: str) -> bytes:
     try:
         ssl.create_default_context(cafile=file)
         return Path(file).read_bytes()
     except OSError as error:  # SSLError is an OSError
         raise StorageError(
-            f"AWS_CA_BUNDLE is {file}, which contains no readable certificates; correct or remove it."
+            f"{variable} is {file}, which contains no readable certificates; correct or remove it."
         ) from error
 
 

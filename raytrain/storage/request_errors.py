@@ -1,4 +1,4 @@
-"""Read the HTTP status, S3's error code and the like from an error of obstore or botocore.
+"""Read the HTTP status, the cloud's error code and the like from an error of obstore or botocore.
 
 obstore has types for a few errors and raises GenericError for all others; only its text contains the server's answer.
 """
@@ -23,12 +23,15 @@ _CREDENTIAL_CODES = {
     "RequestExpired",
     "InvalidAccessKeyId",
     "InvalidToken",
+    "AuthenticationFailed",  # this and the next: Azure
+    "InvalidAuthenticationInfo",
 }
+_NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 
 
-def s3_error_code(error: BaseException) -> str | None:
-    """Return S3's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
+def error_code(error: BaseException) -> str | None:
+    """Return the cloud's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
     if response := _botocore_response(error):
         return response.get("Error", {}).get("Code")
     found = re.search(
@@ -38,7 +41,7 @@ def s3_error_code(error: BaseException) -> str | None:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the status of S3's answer, such as 503; None if there was no answer or it was successful."""
+    """Return the status of the answer, such as 503; None if there was no answer or it was successful."""
     if isinstance(error, PermissionDeniedError):
         return 403
     if isinstance(error, UnauthenticatedError):
@@ -55,23 +58,28 @@ def server_message(error: BaseException) -> str | None:
     return found and found[1]
 
 
+def names_no_bucket(error: BaseException) -> bool:
+    """Whether the bucket itself does not exist."""
+    return error_code(error) in _NO_BUCKET_CODES
+
+
 def is_transient(error: BaseException) -> bool:
-    """Whether S3 was busy or a connection broke, so that the same request may succeed later."""
+    """Whether the cloud was busy or a connection broke, so that the same request may succeed later."""
     status = http_status(error)
     if status is None:
-        return _BROKEN_CONNECTION.search(str(error)) is not None or s3_error_code(error) in _TRANSIENT_CODES
-    return status in _TRANSIENT_STATUSES or status >= 500 or s3_error_code(error) in _TRANSIENT_CODES
+        return _BROKEN_CONNECTION.search(str(error)) is not None or error_code(error) in _TRANSIENT_CODES
+    return status in _TRANSIENT_STATUSES or status >= 500 or error_code(error) in _TRANSIENT_CODES
 
 
 def refuses_credentials(error: BaseException) -> bool:
-    """Whether S3 refuses the credentials themselves, so that asking their source again may help."""
-    return s3_error_code(error) in _CREDENTIAL_CODES
+    """Whether the cloud refuses the credentials themselves, so that asking their source again may help."""
+    return error_code(error) in _CREDENTIAL_CODES
 
 
 def is_wrong_region(error: BaseException) -> bool:
     """Whether the bucket is in another region than the one configured."""
     # The second is what obstore makes of a redirect.
-    return s3_error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error)
+    return error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error)
 
 
 def bucket_region(error: BaseException) -> str | None:
@@ -83,7 +91,7 @@ def bucket_region(error: BaseException) -> str | None:
 def credential_source_failure(error: BaseException) -> str | None:
     """Return why the source of credentials failed, if obstore raised ``error`` because of that."""
     found = (
-        re.search("External AWS credential provider: (.+)", str(error))
+        re.search(r"External \w+ credential provider: (.+)", str(error))
         if isinstance(error, UnauthenticatedError)
         else None
     )
