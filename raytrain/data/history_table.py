@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
@@ -14,7 +14,6 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.output_file import check_output, new_output
 
 _MAX_COLUMNS = 1000
-_CHUNK = 2**15  # rows that are written at once
 _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
@@ -25,23 +24,19 @@ def export_history(storage: str, name: str, output: str) -> int:
     """
     check_output(output, (".parquet", ".csv"))
     store = open_run(storage, name)
-    num_rows, schema = _survey(_chunks(read_all_metrics(store)))
+    num_rows, schema = _survey(read_all_metrics(store))
     num_left = num_rows
     with new_output(output) as file, table_writer(file, output, schema) as write:
-        for rows in _chunks(read_all_metrics(store)):
+        for rows in read_all_metrics(store):
             write(_table(rows[:num_left], schema))  # a run that trains adds rows meanwhile
             num_left -= len(rows[:num_left])
     return num_rows
 
 
-def _chunks(blocks: Iterable[Sequence[MetricRow]]) -> Iterator[Sequence[MetricRow]]:
-    return (block[start : start + _CHUNK] for block in blocks for start in range(0, len(block), _CHUNK))
-
-
-def _survey(chunks: Iterable[Sequence[MetricRow]]) -> tuple[int, pa.Schema]:
+def _survey(parts: Iterable[Sequence[MetricRow]]) -> tuple[int, pa.Schema]:
     """The number of rows, and the columns with their types. Raises UsageError if there are too many of them."""
     num_rows, found = 0, dict[str, set[type]]()
-    for rows in chunks:
+    for rows in parts:
         num_rows += len(rows)
         for row in rows:
             for name, value in row.to_json().items():

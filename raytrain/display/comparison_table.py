@@ -41,7 +41,7 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     names, styles = [run.name for run in runs], run_styles(runs)
     labels = names if sum(map(len, names)) <= _MAX_HEADINGS else [_letter(number) for number in range(len(names))]
     legend = [] if labels is names else [Text(), *map(_legend_line, labels, names, styles)]
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # six runs fit into 80 columns
     table.add_column(style="dim")
     for label, style in zip(labels, styles, strict=True):
         table.add_column(Text(label, style=style), justify="right", overflow="fold")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _RETRY_S = 2.0
+_MAX_LIST = 2**14  # rows
 
 
 class History:
@@ -156,7 +157,9 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
 def read_all_metrics(store: Store) -> Iterator[list[MetricRow]]:
     """All of the metrics history, in lists of bounded size."""
     for block in StoredLines(store, METRICS).blocks():
-        yield _whole(block.splitlines(), METRICS, MetricRow.from_json, ignore)
+        lines = block.splitlines()
+        for start in range(0, len(lines), _MAX_LIST):
+            yield _whole(lines[start : start + _MAX_LIST], METRICS, MetricRow.from_json, ignore)
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from raytrain.demo.digits import render_digits
 from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
 from raytrain.runs.documents import read_json, write_json
-from raytrain.runs.layout import EVALUATION, STOP_REQUEST
+from raytrain.runs.layout import CONFIG, EVALUATION, STOP_REQUEST
 from raytrain.runs.machine_history import MachineHistory, write_machine_history
 from raytrain.runs.machine_use import MachineUse
 from tests.helpers.alone import ALONE
@@ -163,6 +164,39 @@ def test_text_from_outside_stays_text(visit: Visit, tmp_path: Path) -> None:
         text = page.locator("body").inner_text()
         assert "\x1b" not in text and "\u202e" not in text
         assert page.get_by_text("taken for").inner_text().count("<img src=x") == 1
+
+
+def test_what_is_damaged_in_an_evaluation_hides_nothing_else(visit: Visit, tmp_path: Path) -> None:
+    store = store_run(tmp_path, "run", [step_row(1, loss=1.0)])
+    good = {"image": png_url(1, 1), "label": 0, "prediction": HOSTILE_NAME, "probability": "high"}
+    cells = [5, None, [0, "x", 1], [0, 99, 1], [-1, 0, 1], {"0": 1}, [0, 1, 3], [1, 1, 9]]
+    document = {"step": HOSTILE_NAME, "classes": [HOSTILE_NAME, None], "worst": [None, 5, good], "batch": "many"}
+    write_json(store, EVALUATION, {**document, "confusion": cells})
+    with page_of(tmp_path, "run") as server:
+        page = visit(server.url)
+        expect(page.locator(".gallery img")).to_have_count(1)
+        expect(page.locator("table.matrix td[title]")).to_have_count(4)
+        expect(page.locator(".confusions li")).to_have_count(1)
+        expect(page.locator("table.matrix th").first).to_contain_text("<img src=x onerror=alert(1)>")
+        assert page.locator("img[src=x]").count() == 0
+
+
+def test_options_and_results_of_a_strangers_sweep_stay_text(visit: Visit, tmp_path: Path) -> None:
+    for number, value in enumerate((1e-300, 1e300, math.nan)):
+        rows = [step_row(1, loss=value), evaluation_row(1, accuracy=value)]
+        store = store_run(tmp_path, f"rates-{number}", rows, status="finished")
+        options = {"model": f"{HOSTILE_NAME}{number}", "learning_rate": [0.1, 1e-300, 1e300][number]}
+        write_json(store, CONFIG, {**read_json(store, CONFIG), **options})
+    with page_of(tmp_path, "rates-0", "rates-1", "rates-2") as server:
+        page = visit(server.url)
+        expect(page.locator(".coordinates path.line")).to_have_count(3)
+        expect(page.locator(".coordinates")).to_contain_text("<img src=x onerror=alert(1)>")
+        expect(page.locator(".runs tbody")).to_contain_text("<img src=x onerror=alert(1)>")
+        page.get_by_role("button", name="rates-2").click()
+        expect(page.locator("article.run:visible .config")).to_contain_text("<img src=x onerror=alert(1)>")
+        assert page.locator("img").count() == 0
+        text = page.locator("body").inner_text()
+        assert "\x1b" not in text and "\u202e" not in text
 
 
 def test_a_long_run_is_zoomed_into(visit: Visit, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
 
 def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("raytrain.data.history_table._CHUNK", 3)
+    monkeypatch.setattr("raytrain.runs.history._MAX_LIST", 3)
     whole, late = step_rows(1, 40, own=1.0), MetricRow(kind="step", step=41, epoch=1, metrics={"own": 0.5, "late": 2.0})
     put_rows(stored(tmp_path, "first"), [*whole, late])
     for name in ("out.csv", "out.parquet"):
@@ -164,7 +164,8 @@ def test_a_stored_run_is_watched_in_the_terminal(tmp_path: Path, capsys: pytest.
 def test_runs_with_long_names_are_compared_on_80_columns(num_runs: int, tmp_path: Path) -> None:
     names = [f"cifar10-20261122-15{number}000-ab{number}cde" for number in range(num_runs)]
     for number, name in enumerate(names):
-        put_rows(stored(tmp_path, name, seed=number), [*step_rows(1, 300), evaluation_row(300)])
+        store = stored(tmp_path, name, status="finished", seed=number)
+        put_rows(store, [*step_rows(1, 300), evaluation_row(300)])
     console = PlainConsole(file=io.StringIO(), width=80)
     console.print(comparison_page([read_run(str(tmp_path), name) for name in names]))
     file = console.file
@@ -173,6 +174,8 @@ def test_runs_with_long_names_are_compared_on_80_columns(num_runs: int, tmp_path
     for letter, name in zip("ABCDEF", names, strict=False):
         assert [line.split() for line in lines if name in line] == [[letter, name]]
         assert sum(f"━ {letter} " in line for line in lines) >= 1
+    for words in (["status", *["finished"] * num_runs], ["test", "accuracy", *["0.5000"] * num_runs]):
+        assert words in [line.split() for line in lines]
     assert max(map(len, lines)) <= 80
     axis = [line for line in lines if "┤" in line or "│" in line]
     assert {line.rstrip()[7] for line in axis} <= {"┤", "│"}

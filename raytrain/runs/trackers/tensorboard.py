@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX import SummaryWriter
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] ; made at import
 from tensorboardX.summary import hparams
 
 from raytrain.runs.throttle import Throttle
@@ -40,9 +41,10 @@ class TensorBoardTracker:
             self._writer.file_writer.add_summary(summary)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a row."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        """Write a row, as one event: an event for each number would take several times as long."""
+        assert self._writer.file_writer is not None
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)
 
     def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
         """Write images as one, for which TensorBoard has a slider over the steps."""

@@ -5,6 +5,8 @@ import { el, fill, formatDuration, formatNumber } from "./format.js";
 
 /* global uPlot */
 
+const MAX_VALUES = 8; // as many as there are colours
+
 export class Chart {
   /**
    * @param title the heading.
@@ -155,11 +157,11 @@ export class Chart {
       if (one.quiet) return [];
       const column = this.plot.data[this.places[number]];
       const value = nearest(column, index ?? column.length - 1);
-      return value == null ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? `${one.label} ` : "", el("b", {}, this.format(value)))];
+      return value == null ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? el("span", { class: "label" }, one.label) : null, el("b", {}, this.format(value)))];
     });
     const x = index == null ? null : this.plot.data[0][index];
     const where = x == null ? null : el("span", { class: "where" }, this.axis === "time" ? formatDuration(x) : `step ${formatNumber(x)}`);
-    fill(this.values, where, ...parts.slice(0, 6));
+    fill(this.values, where, ...parts.slice(0, MAX_VALUES));
   }
 }
 

@@ -22,12 +22,12 @@ function gallery(title, about, examples, classes) {
   const figures = examples.filter((example) => IMAGE.test(example?.image)).map((example) => {
     const { image, label, prediction, probability, key } = example;
     const right = label === prediction;
-    const said = `${classes[prediction] ?? prediction} ${probability == null ? "" : `${(100 * probability).toFixed(0)} %`}`;
+    const said = classes[prediction] ?? prediction, sure = probability == null ? "" : `${(100 * probability).toFixed(0)} %`;
     return el(
       "figure",
       { class: right ? "right" : "wrong", title: key ?? "" },
-      el("img", { src: image, alt: `${classes[label] ?? label}, predicted ${said}` }),
-      el("figcaption", {}, el("b", {}, classes[label] ?? label), el("span", {}, said)),
+      el("img", { src: image, alt: `${classes[label] ?? label}, predicted ${said} ${sure}` }),
+      el("figcaption", {}, el("b", {}, classes[label] ?? label), el("div", { class: "said" }, el("span", {}, said), el("i", {}, sure))),
     );
   });
   return el("section", {}, el("h3", {}, title), el("p", { class: "about" }, about), el("div", { class: "gallery" }, ...figures));

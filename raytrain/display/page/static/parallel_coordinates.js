@@ -3,22 +3,33 @@
 import { el, fill, formatNumber, formatPercent, printable } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 1000, HEIGHT = 260, TOP = 34, BOTTOM = 26, SIDE = 70;
+const HEIGHT = 260, TOP = 34, BOTTOM = 26, SIDE = 56;
+const MIN_DISTANCE = 110; // of two axes: their titles have room
 
 export class ParallelCoordinates {
   /** `choose(name)` is called with the run whose line is clicked. */
   constructor(choose) {
     this.choose = choose;
-    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": "parallel coordinates" });
-    this.element = el("figure", { class: "chart coordinates", hidden: true }, el("figcaption", {}, el("h3", {}, "What makes the difference"), el("div", { class: "values" }, "a line is a run, the better the darker")), this.picture);
+    this.picture = svg("svg", { height: HEIGHT, role: "img", "aria-label": "parallel coordinates" });
+    this.frame = el("div", { class: "scroll" }, this.picture);
+    new ResizeObserver(() => this.draw()).observe(this.frame);
+    this.element = el("figure", { class: "chart coordinates", hidden: true }, el("figcaption", {}, el("h3", {}, "What makes the difference"), el("div", { class: "values" }, "a line is a run, the better the stronger")), this.frame);
   }
 
   /** Show `runs`, each with `name`, `values` by option and `score`, the best accuracy or null. */
   show(runs, options) {
     this.element.hidden = runs.length < 2 || !options.length;
+    this.runs = runs;
+    this.options = options;
+    this.draw();
+  }
+
+  draw() {
     if (this.element.hidden) return;
+    const { runs, options } = this, width = Math.max(this.frame.clientWidth, 2 * SIDE + MIN_DISTANCE * options.length);
+    this.picture.setAttribute("width", width);
     const axes = [...options.map((option) => axis(option.replaceAll("_", "-"), runs.map(({ values }) => values[option]), formatNumber)), axis("best accuracy", runs.map(({ score }) => score), formatPercent)];
-    axes.forEach((one, i) => { one.x = SIDE + ((WIDTH - 2 * SIDE) * i) / (axes.length - 1); });
+    axes.forEach((one, i) => { one.x = SIDE + ((width - 2 * SIDE) * i) / (axes.length - 1); });
     const scores = axes.at(-1);
     const lines = runs.map(({ name, values, score }) => ({ name, rank: score == null ? 0 : 1 - scores.place(score), points: axes.map((one, i) => [one.x, one.place(i < options.length ? values[options[i]] : score)]) }));
     fill(this.picture, ...lines.sort((a, b) => a.rank - b.rank).map((line) => this.line(line)), ...axes.flatMap(drawAxis));
