@@ -22,6 +22,7 @@ from rich.console import Console
 
 from raytrain.backends.gpus import Gpu
 from raytrain.backends.placement import Hardware
+from raytrain.backends.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.demo.s3_server import S3Server
 from raytrain.diagnostics import cluster_probe, doctor, findings, node_probe
 from raytrain.diagnostics.cluster_probe import Node
@@ -306,3 +307,18 @@ def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Can be called, and is no function."""
+
+    factor: int
+
+    def __call__(self, node: ClusterNode) -> float:
+        return self.factor * node.cpus
+
+
+def test_whatever_can_be_called_runs_on_each_node() -> None:
+    (answer,) = run_on_each_node(Times(3), 60)
+    assert (answer.result, answer.error) == (6.0, None)

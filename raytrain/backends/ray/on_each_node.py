@@ -38,8 +38,11 @@ def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> 
     """
     import ray
 
+    def call(node: ClusterNode) -> T:  # Ray takes functions only, not everything that can be called
+        return function(node)
+
     # Without CPUs, so that nodes that are fully in use answer too; without retries, so that a failure is reported.
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(call)
     started = [(node, _start(task, node, node_id)) for node, node_id in _live_nodes()]
     ray.wait([ref for _, ref in started], num_returns=len(started), timeout=timeout_s)
     return tuple(_collect(node, ref, timeout_s) for node, ref in started)
