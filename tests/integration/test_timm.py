@@ -148,6 +148,7 @@ def raytrain_alone(words: str, hub: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_timms_weights_and_is_used_with_its_preprocessing(images: Path, tmp_path: Path) -> None:
     before = cached_weights(tmp_path / "hub")
     train = f"train custom --data {images} --storage {tmp_path} --name first --batch-size 30 --learning-rate 0"

@@ -53,6 +53,7 @@ def torchrun(
     return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
+@pytest.mark.slow
 def test_the_loop_trains_under_torchrun(tmp_path: Path) -> None:
     done = torchrun(render_digits(tmp_path / "digits", num_images=200), tmp_path)
     assert done.returncode == 0, done.stderr

@@ -442,7 +442,8 @@ def test_an_error_response_becomes_one_sentence(answer: Answer, expected: str) -
 @pytest.mark.parametrize(
     "failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)]
 )
-def test_transient_failures_are_retried(failure: Answer) -> None:
+def test_transient_failures_are_retried(failure: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.storage.retry.INITIAL_WAIT_S", 0.001)
     with scripted_s3(lambda request: failure if request.number % 3 else Answer(body=b"1")) as (url, requests):
         assert scripted(url).get_many([str(i) for i in range(20)]) == [b"1"] * 20
     assert len(requests) > 20
