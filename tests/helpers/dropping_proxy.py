@@ -8,11 +8,11 @@ from contextlib import suppress
 
 
 class DroppingProxy:
-    """Forwards a free port of this machine to ``target`` while it is open."""
+    """Forwards an address of this machine, by default a free port of it, to port ``target`` while it is open."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(at)
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()

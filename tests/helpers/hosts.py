@@ -62,26 +62,12 @@ class Host:
         self._wire = f"rt-{name}"
         self.home = home = folder / name
         home.mkdir()
-        (home / "passwd").write_text(
-            f"root:x:0:0:root:{home}:/bin/bash\nsshd:x:100:65534::/run/sshd:/usr/sbin/nologin\n"
-        )
+        (home / "passwd").write_text(_USERS.format(home=home))
         boot = _BOOT.format(
             home=home, hosts=hosts_file, name=name, sshd=shutil.which("sshd"), config=folder / "sshd_config"
         )
         self._process = subprocess.Popen(
-            [
-                "unshare",
-                "--net",
-                "--mount",
-                "--uts",
-                "--pid",
-                "--fork",
-                "--mount-proc",
-                "--kill-child",
-                "sh",
-                "-c",
-                boot,
-            ],
+            [*_NAMESPACES, "sh", "-c", boot],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder / f"{name}.log").open("w"),
@@ -115,6 +101,7 @@ class Host:
         subprocess.run([*inside, "tc", "qdisc", "replace", "dev", "eth0", "root", *rate], check=True)
 
     def close(self) -> None:
+        ip("link", "del", self._wire)  # the kernel would take its time
         self._process.kill()
         self._process.wait()
 
@@ -165,4 +152,5 @@ def _make_keys(folder: Path) -> None:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (words, done.stderr)
