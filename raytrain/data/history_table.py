@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from raytrain.data.table_file import table_writer
 from raytrain.errors import UsageError
 from raytrain.runs.documents import open_run
-from raytrain.runs.history import read_all_metrics
+from raytrain.runs.layout import METRICS
+from raytrain.runs.line_file import StoredLines
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.stored_rows import FIELDS, RowParser, StoredRows
+from raytrain.storage.base import Store
 from raytrain.storage.output_file import check_output, new_output
 
 _MAX_COLUMNS = 1000
-_TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+_MAX_PART = 2**15  # rows that are written at once
+_VALUE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
 
 
 def export_history(storage: str, name: str, output: str) -> int:
@@ -24,35 +29,53 @@ def export_history(storage: str, name: str, output: str) -> int:
     """
     check_output(output, (".parquet", ".csv"))
     store = open_run(storage, name)
-    num_rows, schema = _survey(read_all_metrics(store))
+    num_rows, schema = _survey(store)
     num_left = num_rows
     with new_output(output) as file, table_writer(file, output, schema) as write:
-        for rows in read_all_metrics(store):
+        for rows in _parts(store):
             write(_table(rows[:num_left], schema))  # a run that trains adds rows meanwhile
             num_left -= len(rows[:num_left])
     return num_rows
 
 
-def _survey(parts: Iterable[Sequence[MetricRow]]) -> tuple[int, pa.Schema]:
+def _parts(store: Store) -> Iterator[Sequence[MetricRow]]:
+    parse = RowParser()
+    for block in StoredLines(store, METRICS).blocks():
+        lines = block.splitlines()
+        for start in range(0, len(lines), _MAX_PART):
+            yield parse(lines[start : start + _MAX_PART])
+
+
+def _survey(store: Store) -> tuple[int, pa.Schema]:
     """The number of rows, and the columns with their types. Raises UsageError if there are too many of them."""
-    num_rows, found = 0, dict[str, set[type]]()
-    for rows in parts:
+    num_rows, names = 0, dict[str, None]()
+    for rows in _parts(store):
         num_rows += len(rows)
-        for row in rows:
-            for name, value in row.to_json().items():
-                found.setdefault(name, set()).add(type(value))
-        if len(found) > _MAX_COLUMNS:
-            raise UsageError(f"The history names {len(found):,} metrics; a table has at most {_MAX_COLUMNS:,} columns.")
-    return num_rows, pa.schema([(name, _column_type(types)) for name, types in found.items()])
+        names.update(dict.fromkeys(_names(rows)))
+        if len(names) > _MAX_COLUMNS:
+            raise UsageError(f"The history names {len(names):,} metrics; a table has at most {_MAX_COLUMNS:,} columns.")
+    return num_rows, pa.schema([(name, FIELDS.get(name, pa.float64())) for name in names])
 
 
-def _column_type(types: set[type]) -> pa.DataType:
-    """Float if a column has whole numbers and others, or if nothing is known of it."""
-    known = types - {type(None)}
-    return _TYPES[known.pop()] if len(known) == 1 else pa.float64()
+def _names(rows: Sequence[MetricRow]) -> Iterator[str]:
+    """The columns of some rows, in the order in which they occur."""
+    if isinstance(rows, StoredRows):
+        return (name for name in rows.table.column_names if rows.table[name].null_count < len(rows))
+    return (name for row in rows for name in row.to_json())
 
 
 def _table(rows: Sequence[MetricRow], schema: pa.Schema) -> pa.Table:
-    documents = [row.to_json() for row in rows]
-    columns = [pa.array([document.get(field.name) for document in documents], field.type) for field in schema]
+    if isinstance(rows, StoredRows):
+        known = rows.table.column_names
+        columns = [
+            rows.table[name] if name in known else pa.nulls(len(rows), schema.field(name).type) for name in schema.names
+        ]
+    else:
+        documents = [row.to_json() for row in rows]
+        columns = [_column([document.get(field.name) for document in documents], field.type) for field in schema]
     return pa.table(columns, schema=schema)
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values of a history, which may be whole numbers and others in turn, as a column of one type."""
+    return pa.array([None if value is None else _VALUE[kind](value) for value in values], kind)

@@ -24,35 +24,39 @@ _MANY = 1000
 _NUM_LOOKED_AT = 100
 _MAX_NAMES = 64
 """Most metrics of a table: a history of a stranger may name millions, each of which would become a column."""
-_INTEGERS = "step", "epoch", "samples_seen"
-_FLOATS = "elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction"
+FIELDS = {
+    "kind": pa.string(),
+    **dict.fromkeys(("step", "epoch", "samples_seen"), pa.int64()),
+    **dict.fromkeys(("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction"), pa.float64()),
+}
+"""What each row has beside its metrics, which are of float64."""
 
 
 class StoredRows(Sequence[MetricRow]):
-    """Rows as a table: one becomes a :class:`MetricRow` when somebody takes it."""
+    """Rows as a ``table``: one becomes a :class:`MetricRow` when somebody takes it."""
 
     def __init__(self, table: pa.Table) -> None:
-        self._table = table
+        self.table = table
 
     @property
     def names(self) -> list[str]:
         """The metrics that some of the rows have."""
-        table, fields = self._table, ("kind", *_INTEGERS, *_FLOATS)
-        return [name for name in table.column_names if name not in fields and table[name].null_count < len(self)]
+        table = self.table
+        return [name for name in table.column_names if name not in FIELDS and table[name].null_count < len(self)]
 
     def values(self, name: str) -> NDArray[np.float64]:
         """A field or a metric of all rows, (len(self),); NaN if it is not known."""
-        return self._table[name].cast("float64").to_numpy()
+        return self.table[name].cast("float64").to_numpy()
 
     def of_kind(self, kind: Kind) -> StoredRows:
         """The rows of one kind."""
-        return StoredRows(self._table.filter(pc.equal(self._table["kind"], kind)))
+        return StoredRows(self.table.filter(pc.equal(self.table["kind"], kind)))
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self.table.num_rows
 
     def __iter__(self) -> Iterator[MetricRow]:
-        for batch in self._table.to_batches(max_chunksize=_MANY):
+        for batch in self.table.to_batches(max_chunksize=_MANY):
             yield from map(_row, batch.to_pylist())
 
     @overload
@@ -62,9 +66,9 @@ class StoredRows(Sequence[MetricRow]):
     def __getitem__(self, index: int | slice) -> MetricRow | StoredRows:
         chosen = range(len(self))[index]
         if isinstance(chosen, int):
-            return _row(self._table.slice(chosen, 1).to_pylist()[0])
+            return _row(self.table.slice(chosen, 1).to_pylist()[0])
         assert chosen.step == 1
-        return StoredRows(self._table.slice(chosen.start, len(chosen)))
+        return StoredRows(self.table.slice(chosen.start, len(chosen)))
 
 
 class RowParser:
@@ -94,9 +98,7 @@ class RowParser:
 
     def _parse_together(self, lines: Sequence[bytes]) -> StoredRows | None:
         """The lines as a table; None if one of them does not fit, or is damaged."""
-        integers, floats = ((name, pa.int64()) for name in _INTEGERS), ((name, pa.float64()) for name in _FLOATS)
-        metrics = ((name, pa.float64()) for name in self._names)
-        schema = pa.schema([("kind", pa.string()), *integers, *floats, *metrics])
+        schema = pa.schema({**FIELDS, **dict.fromkeys(self._names, pa.float64())})
         options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
         with suppress(pa.ArrowInvalid):
             table = json.read_json(pa.BufferReader(b"\n".join(lines)), parse_options=options)

@@ -116,7 +116,7 @@ def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
 
 def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("raytrain.runs.history._MAX_LIST", 3)
+    monkeypatch.setattr("raytrain.data.history_table._MAX_PART", 3)
     whole, late = step_rows(1, 40, own=1.0), MetricRow(kind="step", step=41, epoch=1, metrics={"own": 0.5, "late": 2.0})
     put_rows(stored(tmp_path, "first"), [*whole, late])
     for name in ("out.csv", "out.parquet"):
@@ -126,6 +126,25 @@ def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.
     assert (table["own"][-1].as_py(), table["late"].to_pylist()) == (0.5, [None] * 40 + [2.0])
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 42
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "out.csv", "out.parquet"]
+
+
+@pytest.mark.parametrize("num_rows", [3, 3_000])
+def test_a_table_has_the_same_columns_however_long_a_history_is(num_rows: int, tmp_path: Path) -> None:
+    rows = step_rows(1, num_rows - 1, own=1.0)
+    odd = b'{"kind": "step", "step": %d, "epoch": 1, "own": 2, "samples_seen": 7.5}\n' % num_rows
+    store = stored(tmp_path, "first")
+    put_rows(store, rows)
+    store.append(METRICS, odd)
+    assert export_history(str(tmp_path), "first", str(tmp_path / "out.parquet")) == num_rows
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert [str(table[name].type) for name in ("kind", "step", "own", "samples_seen")] == [
+        "string",
+        "int64",
+        "double",
+        "int64",
+    ]
+    assert table["own"].to_pylist() == [1.0] * (num_rows - 1) + [2.0]
+    assert table["samples_seen"][-1].as_py() == 7
 
 
 def test_the_log_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
