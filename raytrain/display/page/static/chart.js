@@ -118,7 +118,7 @@ export class Chart {
       series,
       bands,
       legend: { show: false },
-      padding: [8, 10, 0, 0],
+      padding: [8, this.axis === "time" ? 32 : 12, 0, 0], // room for half of the last label
       scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, high) } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => (this.axis === "time" ? formatDuration(tick) : compact(tick))) },
