@@ -14,6 +14,7 @@ import raytrain
 from raytrain import TrainResult
 from raytrain.demo.s3_server import S3Server
 from tests.helpers.azurite import Azurite, azurite
+from tests.helpers.google_storage import GoogleStorage, google_storage
 
 # The same values as in raytrain/backends/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -39,7 +40,7 @@ def _log_level() -> Iterator[None]:
 
 
 def _forget_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
@@ -136,6 +137,20 @@ def azure(azurite_server: Azurite, monkeypatch: pytest.MonkeyPatch) -> Azurite:
 def azure_url(azure: Azurite) -> str:
     """An empty prefix of a container in the emulator."""
     return f"az://tests/{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleStorage]:
+    """A stand-in for Google Cloud Storage, with the variable of this process that points to it."""
+    with google_storage() as storage:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.endpoint_url)
+        yield storage
+
+
+@pytest.fixture
+def google_url(google: GoogleStorage) -> str:
+    """An empty prefix of its bucket."""
+    return f"gs://tests/{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(scope="session")

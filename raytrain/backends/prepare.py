@@ -188,7 +188,9 @@ def _check_best(config: TrainConfig) -> None:
 def check_named(config: TrainConfig) -> None:
     """Raise UsageError if the data or the name is missing, or the name is not allowed."""
     if not config.data:
-        raise UsageError("--data is missing; give s3://…, az://… or a folder with one folder of images per class.")
+        raise UsageError(
+            "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."
+        )
     if config.resume and not config.name:
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if config.name:

@@ -34,7 +34,7 @@ class TrainConfig:
     """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
 
     data: str = ""
-    """Training images: s3://…, az://… or a folder, with one folder per class, or in any folders with --labels."""
+    """Training images: a folder or a URL (s3://…, gs://…, az://…), with one folder per class, or any with --labels."""
     test_data: str | None = None
     """Test images, in the same layout. Without it, --test-fraction of --data is held out."""
     test_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
@@ -50,7 +50,7 @@ class TrainConfig:
     group_by: str | None = None
     """Column of --labels, such as patient: images that share a value are not divided over training and test images."""
     storage: str = "./runs"
-    """Where runs are stored: a folder, s3://bucket/prefix or az://container/prefix."""
+    """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
     name: str | None = None
     """Name of the run; by default the recipe's name and the time."""
     resume: bool = False

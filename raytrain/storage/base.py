@@ -36,7 +36,15 @@ class AzureSettings:
     endpoint_url: str
 
 
-BucketSettings = S3Settings | AzureSettings
+@dataclass(frozen=True)
+class GoogleSettings:
+    """Endpoint of Google Cloud Storage, likewise."""
+
+    endpoint_url: str | None = None
+    """None means Google's own."""
+
+
+BucketSettings = S3Settings | AzureSettings | GoogleSettings
 
 
 class StoredObject(NamedTuple):
@@ -62,7 +70,7 @@ class Store(ABC):
     """
 
     url: str
-    """``s3://bucket/prefix``, ``az://container/prefix``, or the absolute path of a folder."""
+    """``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder."""
     settings: BucketSettings | None
     """Where the bucket is reached; None for a folder."""
 
@@ -179,7 +187,7 @@ class Store(ABC):
 
 
 def cloud_name(url: str) -> str:
-    """What a URL starts with: ``s3`` or ``az``; empty for a folder."""
+    """What a URL starts with: ``s3``, ``az`` or ``gs``; empty for a folder."""
     return url.partition("://")[0] if "://" in url else ""
 
 

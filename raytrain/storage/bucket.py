@@ -27,7 +27,7 @@ from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy
 from raytrain.storage.s3_listing import list_any_names
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta
+    from obstore import GetResult, ObjectMeta, UpdateVersion
 
     from raytrain.storage.bucket_client import ObjectStore
 
@@ -41,7 +41,7 @@ _NOT_IMPLEMENTED = 501
 
 @dataclass(frozen=True)
 class BucketStore(Store):
-    """See :class:`Store`. ``url`` is ``s3://bucket/prefix`` or ``az://container/prefix``."""
+    """See :class:`Store`. ``url`` is ``s3://bucket/prefix``, for example."""
 
     url: str
     settings: BucketSettings  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for a bucket
@@ -207,18 +207,24 @@ def _part(client: ObjectStore, path: str, start: int, num_bytes: int) -> bytes:
 def _put_if(client: ObjectStore, path: str, data: bytes, expected: bytes | None) -> bool:
     """Write an object if its content is ``expected``; whether it holds ``data`` now."""
     try:
-        etag, found = _content(client.get(path))
+        got = client.get(path)
+        version, found = _version(got), bytes(got.bytes())
     except FileNotFoundError:
-        etag, found = None, None
+        version, found = None, None
     if found == data:
         return True
-    return found == expected and _put_unless_changed(client, path, data, etag)
+    return found == expected and _put_unless_changed(client, path, data, version)
 
 
-def _put_unless_changed(client: ObjectStore, path: str, data: bytes, etag: str | None) -> bool:
-    """Write an object that still has this ETag, or that does not exist; whether the server did so."""
+def _version(got: GetResult) -> UpdateVersion:
+    """What tells an object from one that replaced it: its ETag, and Google's generation."""
+    return {"e_tag": got.meta["e_tag"], "version": got.meta["version"]}
+
+
+def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
+    """Write an object that is still of this version, or that does not exist; whether the server did so."""
     try:
-        client.put(path, data, mode="create" if etag is None else {"e_tag": etag})
+        client.put(path, data, mode=version or "create")
     except (AlreadyExistsError, PreconditionError):
         return False
     except Exception as error:

@@ -25,9 +25,9 @@ from raytrain.storage.request_errors import names_no_bucket, refuses_credentials
 from raytrain.storage.retry import DEFAULT, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, ClientConfig, RetryConfig, S3Store
+    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
 
-    ObjectStore = S3Store | AzureStore
+    ObjectStore = S3Store | AzureStore | GCSStore
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from raytrain.storage.base import BucketSettings, cloud_name
 from raytrain.storage.credentials import BucketCredentials
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, S3Store
+    from obstore.store import AzureStore, GCSStore, S3Store
 
 
 class Cloud(ABC):
@@ -29,7 +29,7 @@ class Cloud(ABC):
         """This process's credentials, valid now; None if there are none. Raises what its libraries raise."""
 
     @abstractmethod
-    def store_class(self) -> type[S3Store] | type[AzureStore]:
+    def store_class(self) -> type[S3Store] | type[AzureStore] | type[GCSStore]:
         """The kind of store that obstore has for it."""
 
     @abstractmethod
@@ -43,6 +43,10 @@ def cloud_of(url: str) -> Cloud:
         from raytrain.storage.azure import Azure
 
         return Azure()
+    if cloud_name(url) == "gs":
+        from raytrain.storage.google import Google
+
+        return Google()
     from raytrain.storage.s3 import S3
 
     return S3()

@@ -1,4 +1,4 @@
-"""What S3 and Azure answer, as sentences that say what to do, and what their configuration is called."""
+"""What S3, Azure and Google answer, as sentences that say what to do, and what their configuration is called."""
 
 from __future__ import annotations
 
@@ -127,6 +127,44 @@ AZURE = CloudSentences(
         401: _AZURE_REFUSES,
         403: _AZURE_NO_PERMISSION,
         404: "{endpoint} does not answer as Azure Blob Storage does; check AZURE_STORAGE_ENDPOINT.",
+        429: BUSY,
+        503: BUSY,
+    },
+)
+
+_GOOGLE_REFUSES = (
+    "{endpoint} does not accept the {identity}; check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
+    "(gcloud auth application-default login)."
+)
+_GOOGLE_NO_PERMISSION = (
+    "The {identity} has no permission for {url}; give whom it belongs to the role Storage Object Viewer, "
+    "and to write Storage Object User."
+)
+
+GOOGLE = CloudSentences(
+    endpoint="Google Cloud Storage",
+    endpoint_variable="STORAGE_EMULATOR_HOST",
+    host_variables="STORAGE_EMULATOR_HOST",
+    certificates_variable="REQUESTS_CA_BUNDLE",
+    any_identity="access token",
+    no_credentials=(
+        "There are no Google credentials for {url}; install raytrain[gcs] and set GOOGLE_APPLICATION_CREDENTIALS, or "
+        "sign in (gcloud auth application-default login), or give the machine a service account."
+    ),
+    not_obtained=(
+        "The Google credentials for {url} could not be obtained ({detail}); check GOOGLE_APPLICATION_CREDENTIALS, "
+        "or sign in (gcloud auth application-default login)."
+    ),
+    by_code={
+        "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
+        "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
+        "AccessDenied": _GOOGLE_NO_PERMISSION,
+        "SlowDown": BUSY,
+    },
+    by_status={
+        401: _GOOGLE_REFUSES,
+        403: _GOOGLE_NO_PERMISSION,
+        404: "{endpoint} does not answer as Google Cloud Storage does; check STORAGE_EMULATOR_HOST.",
         429: BUSY,
         503: BUSY,
     },

@@ -89,9 +89,25 @@ class AzureCredentials(BucketCredentials):
         return {self.kind: self.secret, "expires_at": self.expires_at}
 
 
+@dataclass(frozen=True, repr=False)
+class GoogleCredentials(BucketCredentials):
+    """An access token for Google Cloud Storage."""
+
+    token: str
+    expires_at: datetime | None = None
+
+    @property
+    def identity(self) -> str:
+        """What they are."""
+        return "access token"
+
+    def for_obstore(self) -> dict[str, Any]:
+        return {"token": self.token, "expires_at": self.expires_at}
+
+
 def restored(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:
-    """Return the credentials of a cloud (``s3`` or ``az``) of which these are the fields."""
-    kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials}
+    """Return the credentials of a cloud, such as ``s3``, of which these are the fields."""
+    kinds: dict[str, type[BucketCredentials]] = {"s3": Credentials, "az": AzureCredentials, "gs": GoogleCredentials}
     return kinds[cloud](*fields) if fields else None
 
 
@@ -109,7 +125,7 @@ class CredentialSource(Protocol):
 
 
 LentCredentials = Callable[[str], "BucketCredentials | None"]
-"""Returns the credentials that the driver lends for a cloud (``s3`` or ``az``); likewise pickled with a store."""
+"""Returns the credentials that the driver lends for a cloud, such as ``s3``; likewise pickled with a store."""
 
 
 def resolve() -> Credentials | None:

@@ -7,7 +7,7 @@ from functools import cache
 
 from raytrain.errors import StorageError
 from raytrain.storage.base import cloud_name
-from raytrain.storage.cloud_sentences import AZURE, S3, CloudSentences
+from raytrain.storage.cloud_sentences import AZURE, GOOGLE, S3, CloudSentences
 from raytrain.storage.credentials import NoCredentials
 
 _REGION = "The bucket {bucket} is in the region {detail}; set AWS_REGION={detail}."
@@ -66,7 +66,7 @@ def explain(
     if isinstance(error, OSError) and error.errno is not None:
         sentence = _BY_ERRNO.get(error.errno, _OTHER)
         return StorageError(sentence.format(url=url, detail=error.strerror))
-    cloud = AZURE if cloud_name(url) == "az" else S3
+    cloud = {"az": AZURE, "gs": GOOGLE}.get(cloud_name(url), S3)
     sentence, detail = _sentence(error, cloud)
     words = {
         "url": url,

@@ -25,7 +25,7 @@ class ObstoreFileSystem(FsspecStore):
     def __init__(self, url: str, settings: BucketSettings, **options: Any) -> None:
         cloud = cloud_of(url)
         super().__init__(
-            cast(Literal["az"], cloud_name(url)),
+            cast(Literal["az", "gs"], cloud_name(url)),
             config=cloud.config(settings),
             client_options=client_options(cloud, settings),
             retry_config=RETRIES,

@@ -11,8 +11,8 @@ from raytrain.errors import UsageError
 from raytrain.storage.base import BucketSettings, Store
 from raytrain.storage.credentials import CredentialSource
 
-_FORMS = {"s3": "s3://bucket/prefix", "az": "az://container/prefix"}
-URL_FORMS = " or ".join(_FORMS.values())
+_FORMS = {"s3": "s3://bucket/prefix", "gs": "gs://bucket/prefix", "az": "az://container/prefix"}
+URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
 """What the URL of a bucket looks like."""
 
 
@@ -20,7 +20,7 @@ def open_store(url: str, credentials: CredentialSource | None = None, settings: 
     """Return the store at ``url``. Sends no request yet.
 
     Args:
-        url: ``s3://bucket/prefix``, ``az://container/prefix``, or the path of a folder.
+        url: ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the path of a folder.
         credentials: asked for credentials, and again before they expire; by default this process's own.
         settings: where the bucket is reached; by default from this process's configuration.
 
@@ -50,12 +50,13 @@ def check_url(url: str) -> None:
     if "?" in url or "@" in bucket or (scheme.lower() in _FORMS and not re.fullmatch(r"[\w.-]*", bucket)):
         raise UsageError(
             "A URL must not contain credentials, a port or a query; write s3://bucket/prefix and set AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY, or use a profile; or write az://container/prefix and set "
-            "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY."
+            "and AWS_SECRET_ACCESS_KEY, or use a profile; or write gs://bucket/prefix and set "
+            "GOOGLE_APPLICATION_CREDENTIALS; or write az://container/prefix and set AZURE_STORAGE_ACCOUNT_NAME and "
+            "AZURE_STORAGE_ACCOUNT_KEY."
         )
     form = _FORMS.get(scheme)
     if form is None:
-        raise UsageError(f"A URL must start with s3:// or az://; give {URL_FORMS}, or a folder.")
+        raise UsageError(f"A URL must start with s3://, gs:// or az://; give {URL_FORMS}, or a folder.")
     if not bucket:
         raise UsageError(f"{url!r} has no bucket; write {form}.")
     if "//" in rest:

@@ -73,6 +73,8 @@ def is_transient(error: BaseException) -> bool:
 
 def refuses_credentials(error: BaseException) -> bool:
     """Whether the cloud refuses the credentials themselves, so that asking their source again may help."""
+    if isinstance(error, UnauthenticatedError):  # or there were none to send
+        return credential_source_failure(error) is None
     return error_code(error) in _CREDENTIAL_CODES
 
 

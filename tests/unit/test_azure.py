@@ -77,7 +77,7 @@ def test_an_endpoint_that_may_contain_a_signature_is_refused_without_showing_it(
         ("az://images//train", "write az://container/prefix with single slashes"),
         ("az://images@mine.blob.core.windows.net/x", "must not contain credentials"),
         ("az://images/x?sig=hunter2", "must not contain credentials"),
-        ("abfs://images/x", "must start with s3:// or az://"),
+        ("abfs://images/x", "must start with s3://, gs:// or az://"),
     ],
 )
 def test_urls_of_another_form_are_refused(url: str, expected: str, account: None) -> None:

@@ -27,7 +27,7 @@ KEYS = Credentials("AKIATESTKEY1", "secret-one")
 OLD_SESSION, NEW_SESSION = (Credentials(f"ASIA{name}", "secret", "token") for name in ("OLD1", "NEW1"))
 
 
-@pytest.fixture(params=["folder", "s3", "azure"])
+@pytest.fixture(params=["folder", "s3", "azure", "google"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of each kind: all must behave in the same way."""
     url = str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue(f"{request.param}_url")
@@ -247,7 +247,7 @@ def test_a_url_with_credentials_is_refused_without_showing_them(url: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "url", ["gs://bucket/data", "https://host/bucket", "s3://", "s3:///prefix", "s3://bucket//prefix"]
+    "url", ["abfs://bucket/data", "https://host/bucket", "s3://", "s3:///prefix", "s3://bucket//prefix"]
 )
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="s3://bucket/prefix"):

@@ -82,7 +82,7 @@ def test_a_file_that_did_not_arrive_is_an_error(folder: Path, s3_url: str, monke
 
 
 def test_wrong_folders_and_urls_are_refused(folder: Path, s3_url: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'tests/images' is not the URL of a bucket; write s3://bucket/prefix or"):
+    with pytest.raises(UsageError, match=r"'tests/images' is not the URL of a bucket; write s3://bucket/prefix, gs://"):
         upload(str(folder), "tests/images", quiet())
     with pytest.raises(StorageError, match="There is no folder"):
         upload(str(tmp_path / "none"), s3_url, quiet())

@@ -27,7 +27,7 @@ def fetch_dataset(
 
 def upload(
     folder: Annotated[Positional[str], arg(help="Folder to copy.")],
-    url: Annotated[Positional[str], arg(help="Destination: s3://bucket/prefix or az://container/prefix.")],
+    url: Annotated[Positional[str], arg(help="Destination: s3://bucket/prefix, gs://… or az://…")],
 ) -> CommandResult:
     """Copy a folder of images to a bucket. Images that are there already are not sent again.
 
@@ -41,8 +41,12 @@ def upload(
 
 
 def pack(
-    source: Annotated[Positional[str], arg(help="Folder, s3://… or az://… of images, or Parquet or tar files.")],
-    destination: Annotated[Positional[str], arg(help="Destination of the shards: s3://…, az://… or a folder.")],
+    source: Annotated[
+        Positional[str], arg(help="Folder or URL (s3://…, gs://…, az://…) of images, or Parquet or tar files.")
+    ],
+    destination: Annotated[
+        Positional[str], arg(help="Destination of the shards: a folder or a URL (s3://…, gs://…, az://…).")
+    ],
     labels: Annotated[
         str | None,
         arg(help="Label file; by default metadata.csv beside the images, else the folders are the labels."),

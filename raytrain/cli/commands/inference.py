@@ -10,7 +10,7 @@ import raytrain
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import RunName, Storage, Trust
 
-Data = Annotated[str, arg(help="Images: s3://bucket/prefix, az://container/prefix or a folder.")]
+Data = Annotated[str, arg(help="Images: a folder or a URL (s3://…, gs://…, az://…).")]
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
 Workers = Annotated[
     int | None, arg(help="Networks that share the work; by default one per GPU, or what fits a cluster.")
