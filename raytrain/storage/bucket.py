@@ -217,8 +217,11 @@ def _put_if(client: ObjectStore, path: str, data: bytes, expected: bytes | None)
 
 
 def _version(got: GetResult) -> UpdateVersion:
-    """What tells an object from one that replaced it: its ETag, and Google's generation."""
-    return {"e_tag": got.meta["e_tag"], "version": got.meta["version"]}
+    """What tells an object from one that replaced it: its ETag, and in Google's cloud its generation."""
+    version: UpdateVersion = {"e_tag": got.meta["e_tag"]}
+    if (generation := got.meta["version"]) is not None:
+        version["version"] = generation
+    return version
 
 
 def _put_unless_changed(client: ObjectStore, path: str, data: bytes, version: UpdateVersion | None) -> bool:
