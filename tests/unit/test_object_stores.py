@@ -35,7 +35,7 @@ def test_a_head_that_does_not_answer_leaves_it_unknown(monkeypatch: pytest.Monke
     asked_again = threading.Event()
 
     def answer(timeout_s: float) -> dict[str, tuple[int, int]]:
-        if next(num_asked) > 1:
+        if next(num_asked) > 2:  # the other test may have left a question
             asked_again.set()
         raise RpcError("deadline exceeded", 4)
 
