@@ -57,7 +57,7 @@ def test_the_heartbeat_tells_of_the_machines(store: Store, config: ResolvedConfi
     recorder.heartbeat(monitor.snapshot())
     assert read_machines(store) == (use,)
     [worker] = read_machine_history(store).to_json()["workers"]
-    assert worker == {"rank": 0, "node": "n", "values": {"images_per_s": [10.0]}}
+    assert worker == {"rank": 0, "node": "n", "values": {"images_per_s": [10.0], "data_wait_fraction": [0.5]}}
 
 
 def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(
