@@ -27,8 +27,6 @@ _SCOPE = "https://storage.azure.com/.default"
 class Azure(Cloud):
     """Azure Blob Storage, and servers that speak its protocol."""
 
-    certificates_variable = "REQUESTS_CA_BUNDLE"  # which Azure's own command line and azure-identity read
-
     def settings(self, url: str) -> AzureSettings:
         account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
         if not account:

@@ -18,7 +18,8 @@ from obstore.exceptions import InvalidPathError
 
 from raytrain.errors import StorageError
 from raytrain.storage.base import BucketSettings
-from raytrain.storage.cloud import Cloud, cloud_of
+from raytrain.storage.cloud import cloud_of
+from raytrain.storage.cloud_sentences import sentences_of
 from raytrain.storage.credentials import BucketCredentials, CredentialSource, required
 from raytrain.storage.error_sentences import explain
 from raytrain.storage.request_errors import names_no_bucket, refuses_credentials
@@ -115,7 +116,7 @@ class BucketClient:
             bucket,
             prefix=root.rstrip("/") or None,
             config=cloud.config(self._settings),
-            client_options=client_options(cloud, self._settings),
+            client_options=client_options(self._url, self._settings),
             retry_config=RETRIES if self._multipart else _NO_RETRIES,
             credential_provider=self._credentials,
         )
@@ -152,13 +153,14 @@ class CredentialCache:
         return credentials
 
 
-def client_options(cloud: Cloud, settings: BucketSettings) -> ClientConfig:
+def client_options(url: str, settings: BucketSettings) -> ClientConfig:
     """Timeouts, and the certificates that this process's environment names."""
     options: ClientConfig = {**_CLIENT_OPTIONS}
     if settings.endpoint_url:
         options["allow_http"] = settings.endpoint_url.startswith("http://")
-    if certificates := os.environ.get(cloud.certificates_variable):
-        options["root_certificate"] = _read_certificates(certificates, cloud.certificates_variable)
+    variable = sentences_of(url).certificates_variable
+    if certificates := os.environ.get(variable):
+        options["root_certificate"] = _read_certificates(certificates, variable)
     return options
 
 

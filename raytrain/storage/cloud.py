@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 class Cloud(ABC):
     """One cloud, as this process's environment configures it. Can be pickled, and contains no secret."""
 
-    certificates_variable: str
-    """The environment variable that names the file with certificates to trust."""
-
     @abstractmethod
     def settings(self, url: str) -> BucketSettings:
         """Where ``url`` is reached. Raises UsageError or StorageError if the configuration is broken."""

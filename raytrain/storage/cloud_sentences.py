@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raytrain.storage.base import cloud_name
+
 BUSY = "{endpoint} is too busy for {url}, also after retries; try again later, or with fewer workers."
 WRONG_CLOCK = "This machine's clock is wrong, so {endpoint} refuses its requests; set the clock."
 
@@ -19,6 +21,7 @@ class CloudSentences:
     host_variables: str
     """What the name of its host depends on."""
     certificates_variable: str
+    """The environment variable that names the file with certificates to trust."""
     any_identity: str
     """What ``{identity}`` is if that is not known."""
     no_credentials: str
@@ -101,7 +104,7 @@ AZURE = CloudSentences(
     endpoint="Azure Blob Storage",
     endpoint_variable="AZURE_STORAGE_ENDPOINT",
     host_variables="AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT",
-    certificates_variable="REQUESTS_CA_BUNDLE",
+    certificates_variable="REQUESTS_CA_BUNDLE",  # which Azure's own command line and azure-identity read
     any_identity="credentials",
     no_credentials=(
         "There are no Azure credentials for {url}; set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or "
@@ -145,7 +148,7 @@ GOOGLE = CloudSentences(
     endpoint="Google Cloud Storage",
     endpoint_variable="STORAGE_EMULATOR_HOST",
     host_variables="STORAGE_EMULATOR_HOST",
-    certificates_variable="REQUESTS_CA_BUNDLE",
+    certificates_variable="REQUESTS_CA_BUNDLE",  # which google-auth reads
     any_identity="access token",
     no_credentials=(
         "There are no Google credentials for {url}; install raytrain[gcs] and set GOOGLE_APPLICATION_CREDENTIALS, or "
@@ -169,3 +172,8 @@ GOOGLE = CloudSentences(
         503: BUSY,
     },
 )
+
+
+def sentences_of(url: str) -> CloudSentences:
+    """Return those of the cloud that ``url`` is in; those of S3 for a folder."""
+    return {"az": AZURE, "gs": GOOGLE}.get(cloud_name(url), S3)

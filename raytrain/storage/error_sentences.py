@@ -6,8 +6,7 @@ import errno
 from functools import cache
 
 from raytrain.errors import StorageError
-from raytrain.storage.base import cloud_name
-from raytrain.storage.cloud_sentences import AZURE, GOOGLE, S3, CloudSentences
+from raytrain.storage.cloud_sentences import S3, CloudSentences, sentences_of
 from raytrain.storage.credentials import NoCredentials
 
 _REGION = "The bucket {bucket} is in the region {detail}; set AWS_REGION={detail}."
@@ -66,7 +65,7 @@ def explain(
     if isinstance(error, OSError) and error.errno is not None:
         sentence = _BY_ERRNO.get(error.errno, _OTHER)
         return StorageError(sentence.format(url=url, detail=error.strerror))
-    cloud = {"az": AZURE, "gs": GOOGLE}.get(cloud_name(url), S3)
+    cloud = sentences_of(url)
     sentence, detail = _sentence(error, cloud)
     words = {
         "url": url,

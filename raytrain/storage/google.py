@@ -25,8 +25,6 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 class Google(Cloud):
     """Google Cloud Storage, or an emulator of it."""
 
-    certificates_variable = "REQUESTS_CA_BUNDLE"  # which google-auth reads
-
     def settings(self, url: str) -> GoogleSettings:
         emulator = os.environ.get("STORAGE_EMULATOR_HOST")
         if not emulator:

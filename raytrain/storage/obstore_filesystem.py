@@ -27,7 +27,7 @@ class ObstoreFileSystem(FsspecStore):
         super().__init__(
             cast(Literal["az", "gs"], cloud_name(url)),
             config=cloud.config(settings),
-            client_options=client_options(cloud, settings),
+            client_options=client_options(url, settings),
             retry_config=RETRIES,
             credential_provider=CredentialCache(cloud.credentials),
             **options,

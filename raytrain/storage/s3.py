@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class S3(Cloud):
     """Amazon's S3, and other servers that speak its protocol."""
 
-    certificates_variable = "AWS_CA_BUNDLE"
-
     def settings(self, url: str) -> S3Settings:
         return resolve_settings(url)
 

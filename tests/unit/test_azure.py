@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import logging
 import pickle
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from azure.core.exceptions import ClientAuthenticationError
 import raytrain
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage import azure as azure_cloud
-from raytrain.storage.base import AzureSettings, ObjectChanged, Store
+from raytrain.storage.base import AzureSettings, Store
 from raytrain.storage.bucket import BucketStore
 from raytrain.storage.credential_broker import CredentialBroker
 from raytrain.storage.credentials import AzureCredentials, Credentials, restored
@@ -271,18 +270,3 @@ def test_a_file_without_credentials_is_reported(
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     with pytest.raises(StorageError, match=r"The Azure credentials for .*x.csv could not be obtained \(.*none are"):
         read_input(f"{azure_url}/x.csv")
-
-
-# Conditional writes.
-
-
-def test_of_two_conditional_writes_one_is_refused(azure_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_store(azure_url)
-    with caplog.at_level(logging.WARNING, "raytrain"):
-        assert store.has_conditional_puts()
-    store.put_if("a", b"1", None)
-    for expected in (None, b"0"):
-        with pytest.raises(ObjectChanged):
-            store.put_if("a", b"2", expected)
-    store.put_if("a", b"2", b"1")
-    assert store.get("a") == b"2" and list(store.list()) and not caplog.messages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -179,18 +178,6 @@ def test_urls_of_another_form_are_refused(url: str) -> None:
 
 
 # Writes and files.
-
-
-def test_of_two_conditional_writes_one_is_refused(google_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_store(google_url)
-    with caplog.at_level(logging.WARNING, "raytrain"):
-        assert store.has_conditional_puts()
-    store.put_if("a", b"1", None)
-    for expected in (None, b"0"):
-        with pytest.raises(ObjectChanged):
-            store.put_if("a", b"2", expected)
-    store.put_if("a", b"2", b"1")
-    assert store.get("a") == b"2" and not caplog.messages
 
 
 def test_a_write_that_lost_a_race_is_refused(google: GoogleStorage, google_url: str) -> None:

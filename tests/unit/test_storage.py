@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import threading
@@ -16,7 +17,7 @@ from obstore.exceptions import GenericError, UnauthenticatedError
 
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import S3Settings, Store
+from raytrain.storage.base import ObjectChanged, S3Settings, Store
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
@@ -677,3 +678,18 @@ def test_other_errors_become_one_sentence(error: Exception, expected: str) -> No
 def test_explaining_a_storage_error_returns_it() -> None:
     error = StorageError("Said already.")
     assert explain(error, "s3://bucket") is error
+
+
+@pytest.mark.parametrize("cloud", ["azure", "google"])
+def test_of_two_conditional_writes_one_is_refused(
+    cloud: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(request.getfixturevalue(f"{cloud}_url"))
+    with caplog.at_level(logging.WARNING, "raytrain"):
+        assert store.has_conditional_puts()
+    store.put_if("a", b"1", None)
+    for expected in (None, b"0"):
+        with pytest.raises(ObjectChanged):
+            store.put_if("a", b"2", expected)
+    store.put_if("a", b"2", b"1")
+    assert store.get("a") == b"2" and list(store.list()) and not caplog.messages

@@ -64,7 +64,11 @@ def lend_credentials(
     lent is good for that alone; raises UsageError if STS does not issue such credentials.
     """
     served = ServedCredentials(server, secrets.token_hex(16))
-    sources = {cloud_name(store.url): _lent_source(store, scope) for store in stores if store.settings is not None}
+    first: dict[str, Store] = {}
+    for store in stores:
+        if store.settings is not None:
+            first.setdefault(cloud_name(store.url), store)
+    sources = {cloud: _lent_source(store, scope) for cloud, store in first.items()}
     return served, CredentialLender(served._lend, sources) if sources else None
 
 
