@@ -20,8 +20,8 @@ from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
 _BATCH, _LOG_EVERY = 128, 10
-_WARM_UP = 60
-"""Steps until trackers are open: their imports and MLflow's new database take some 16 seconds of a core, once."""
+_WARM_UP_S = 60.0
+"""From the first step on. Trackers open in this time: imports and MLflow's new database take 10 s of a core, once."""
 _NUM_VIEWERS, _TRACKERS = 3, ("tensorboard", "mlflow")
 _VIEWER = """
 import sys, urllib.request
@@ -31,7 +31,7 @@ for line in urllib.request.urlopen(urllib.request.Request(sys.argv[1], headers={
 
 
 def measure(bench: Bench) -> Report:
-    arguments = {"images": str(bench.images), "steps": _WARM_UP + bench.scaled(120, least=10)}
+    arguments = {"images": str(bench.images), "timed_s": bench.scaled(60, least=10)}
     sides = {
         "nobody watches": Side(train_alone, arguments),
         "three viewers and two trackers": Side(train_watched, arguments),
@@ -46,22 +46,22 @@ def measure(bench: Bench) -> Report:
     )
 
 
-def train_alone(images: str, steps: int, folder: str) -> float:
-    return _train(images, steps, folder, None, ())
+def train_alone(images: str, timed_s: int, folder: str) -> float:
+    return _train(images, timed_s, folder, None, ())
 
 
-def train_watched(images: str, steps: int, folder: str) -> float:
+def train_watched(images: str, timed_s: int, folder: str) -> float:
     os.chdir(folder)  # where MLflow keeps files of its own
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     runs = WatchedRuns(folder, ["run"])
     with PageServer(runs, port=0) as server, ExitStack() as viewers:
         for _ in range(_NUM_VIEWERS):
             viewers.enter_context(_viewer(server))
-        return _train(images, steps, folder, runs, _TRACKERS)
+        return _train(images, timed_s, folder, runs, _TRACKERS)
 
 
-def _train(images: str, steps: int, folder: str, runs: WatchedRuns | None, trackers: tuple[str, ...]) -> float:
-    """The images per second of all workers after the first steps."""
+def _train(images: str, timed_s: int, folder: str, runs: WatchedRuns | None, trackers: tuple[str, ...]) -> float:
+    """The images per second of all workers after the warm-up."""
     config = raytrain.recipes.cifar10(
         name="run",
         data=images,
@@ -72,7 +72,8 @@ def _train(images: str, steps: int, folder: str, runs: WatchedRuns | None, track
         backend="local",
         workers=2,
         batch_size=_BATCH,
-        max_steps=steps,
+        epochs=1000,
+        max_time=f"{_WARM_UP_S + timed_s:.0f}s",
         evaluate_every=0,
         checkpoint_every_epochs=0,
         log_every=_LOG_EVERY,
@@ -80,7 +81,8 @@ def _train(images: str, steps: int, folder: str, runs: WatchedRuns | None, track
     loop = partial(_timed_loop, folder=folder)
     raytrain.train(config, loop=loop, view=runs.update if runs else None, trackers=trackers)
     times = json.loads(Path(folder, "times").read_text())
-    return _BATCH * (len(times) - _WARM_UP) / (times[-1] - times[_WARM_UP - 1])
+    timed = [end for end in times if end > times[0] + _WARM_UP_S]
+    return _BATCH * (len(timed) - 1) / (timed[-1] - timed[0])
 
 
 def _timed_loop(run: raytrain.Run, folder: str) -> None:
