@@ -78,6 +78,8 @@ class Run:
         self.loss = Loss(self.config, self.class_weights, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
+        else:
+            torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
         checkpoint = self.checkpoints.load_newest(self.reporter.event, self.device)
         self.progress = checkpoint.progress if checkpoint else Progress()
         step = self.progress.step
