@@ -16,11 +16,21 @@ from tyro.conf import Positional, arg
 from tests.benchmarks.report import Report, write
 from tests.benchmarks.runner import Bench, served
 
-Name = Literal["ingest", "packed", "step", "startup", "memory", "plan", "watch", "network"]
+Name = Literal["ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch", "network"]
+_ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 
 
 def main(
-    benchmarks: Positional[tuple[Name, ...]] = ("ingest", "packed", "step", "startup", "memory", "plan", "watch"),
+    benchmarks: Positional[tuple[Name, ...]] = (
+        "ingest",
+        "packed",
+        "step",
+        "startup",
+        "memory",
+        "plan",
+        "switches",
+        "watch",
+    ),
     *,
     data: Annotated[Path, arg(help="Folder that holds CIFAR-10 as train/<class>/*.jpg.")],
     scale: Annotated[

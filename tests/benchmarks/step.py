@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -48,11 +48,11 @@ from tests.helpers.gloo_processes import run_in_processes
 NUM_WORKERS, BATCH_PER_WORKER, BLOCK_ROWS, NUM_CLASSES = 2, 128, 512, 10
 BATCH = NUM_WORKERS * BATCH_PER_WORKER
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
-_WARM_UP = 5
+WARM_UP = 5
 
 
 def measure(bench: Bench) -> Report:
-    steps = _WARM_UP + bench.scaled(35, least=4)
+    steps = WARM_UP + bench.scaled(35, least=4)
     images = str(bench.scratch / "images.npz")
     bench.alone(Side(keep_images, {"url": bench.url, "num_images": steps * BATCH, "file": images}))
     float32, bfloat16 = ({"images": images, "precision": precision} for precision in ("float32", "bfloat16"))
@@ -66,12 +66,10 @@ def measure(bench: Bench) -> Report:
         "bfloat16, plain": Side(plainly, bfloat16),
         "bfloat16, raytrain": Side(through_raytrain, bfloat16),
     }
-    results = bench.alternate(sides, bench.scaled(3), lambda times: f"{_rate(times):,.0f} images/s")
-    figures = {name: Figure(name, "images/s", [_rate(times) for times in rounds]) for name, rounds in results.items()}
+    results = bench.alternate(sides, bench.scaled(3), lambda times: f"{rate(times):,.0f} images/s")
+    figures = {name: Figure(name, "images/s", [rate(times) for times in rounds]) for name, rounds in results.items()}
     checks = [_check(figures, name, name.replace("raytrain", "plain")) for name in figures if "raytrain" in name]
-    title = (
-        f"step: cifar10's network, 2 processes of 1 thread, {BATCH_PER_WORKER} images each, {steps - _WARM_UP} steps"
-    )
+    title = f"step: cifar10's network, 2 processes of 1 thread, {BATCH_PER_WORKER} images each, {steps - WARM_UP} steps"
     return Report(title, list(figures.values()), checks)
 
 
@@ -79,9 +77,9 @@ def _check(figures: dict[str, Figure], name: str, beside: str) -> Check:
     return Check(f"{name} : {beside}", figures[name].median / figures[beside].median, at_least=0.95)
 
 
-def _rate(times: list[float]) -> float:
+def rate(times: list[float]) -> float:
     """Return the images per second of both workers, from the times at which one worker finished its steps."""
-    return BATCH * (len(times) - _WARM_UP) / (times[-1] - times[_WARM_UP - 1])
+    return BATCH * (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
 
 
 def _options(precision: Any, **others: Any) -> TrainConfig:
@@ -98,8 +96,9 @@ def _options(precision: Any, **others: Any) -> TrainConfig:
     )
 
 
-def _resolved(precision: Any) -> ResolvedConfig:
-    return _options(precision).resolve(name="step", num_workers=NUM_WORKERS, device="cpu", mean=MEAN, std=STD)
+def _resolved(precision: Any, **others: Any) -> ResolvedConfig:
+    options = _options(precision, **others)
+    return options.resolve(name="step", num_workers=NUM_WORKERS, device="cpu", mean=MEAN, std=STD)
 
 
 def keep_images(url: str, num_images: int, file: str) -> None:
@@ -215,17 +214,19 @@ class Silent:
 
 
 def through_raytrain(images: str, precision: str, folder: str) -> list[float]:
-    return run_in_processes(NUM_WORKERS, train_in_memory, images, precision, folder)[0]
+    return run_in_processes(NUM_WORKERS, train_in_memory, images, {"precision": precision}, folder)[0]
 
 
-def train_in_memory(file: str, precision: str, folder: str) -> list[float]:
-    config = _resolved(precision)
+def train_in_memory(
+    file: str, options: dict[str, Any], folder: str, loop: Callable[[Run], None] | None = None
+) -> list[float]:
+    config = _resolved(**options)
     with np.load(file) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     plan = BatchPlan(len(images), BATCH, config.epochs, config.seed)
     spec = RunSpec(
         config=config,
-        loop=None,
+        loop=loop,
         classes=tuple(map(str, range(NUM_CLASSES))),
         manifest_digest="",
         plan=plan,
