@@ -15,7 +15,7 @@ from raytrain.storage.open import open_store
 from tests.helpers.small_runs import assert_same_weights, config, put_images
 
 
-@pytest.fixture(params=["azure", "google"])
+@pytest.fixture(params=["azure", pytest.param("google", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest) -> str:
     """An empty prefix in each cloud."""
     return request.getfixturevalue(f"{request.param}_url")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LATE = """
 from raytrain.backends.ray.connection import connection
 
@@ -46,6 +48,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_no_thread_outlives_a_run_in_a_local_cluster(images: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", INTERRUPTED, str(images), str(tmp_path)]
     done = subprocess.run(

@@ -149,6 +149,7 @@ def test_a_killed_worker_does_not_change_the_weights(
     assert steps == list(range(1, 21))
 
 
+@pytest.mark.slow  # test_local_backend has the same without Ray
 def test_an_error_in_the_loop_is_reported_in_one_sentence(images: Path, tmp_path: Path) -> None:
     def broken(run: raytrain.Run) -> None:
         print("what the loop prints")
