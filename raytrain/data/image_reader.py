@@ -12,7 +12,7 @@ from raytrain.data.decode import BadImage, ImageShape, Pixels, decode
 from raytrain.data.decode_process import DecodeProcess
 from raytrain.data.framing import STRETCHED, Frame, Framing
 from raytrain.data.manifest import Manifest
-from raytrain.data.shards import DamagedShard, read_packed
+from raytrain.data.shards import DamagedShard, each_packed
 from raytrain.storage.base import ObjectChanged, Store
 
 _DecodeOne = Callable[[bytes, Frame], Pixels]
@@ -57,30 +57,30 @@ class ImageReader:
     def _read(
         self, manifest: Manifest, frames: Sequence[Frame] | None, decode_one: _DecodeOne
     ) -> tuple[Pixels, dict[int, str]]:
-        framed = list(
-            zip(read_contents(self.store, manifest), frames or [self.framing.frame] * len(manifest), strict=True)
-        )
-        return self._decode_all(framed, decode_one)
-
-    def _decode_all(
-        self, framed: Sequence[tuple[bytes | Exception, Frame]], decode_one: _DecodeOne
-    ) -> tuple[Pixels, dict[int, str]]:
-        shape = self.shape
-        images = np.zeros((len(framed), shape.height, shape.width, shape.channels), np.uint8)
+        """Decode each image as it arrives, while others are on their way."""
+        shape, frames = self.shape, frames or [self.framing.frame] * len(manifest)
+        images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
         bad: dict[int, str] = {}
-        for index, (data, frame) in enumerate(framed):
+        for index, data in _each_content(self.store, manifest):
             try:
-                images[index] = decode_one(require_bytes(data), frame)
+                images[index] = decode_one(require_bytes(data), frames[index])
             except BadImage as error:
                 bad[index] = str(error)
-        return images, bad
+        return images, dict(sorted(bad.items()))
 
 
 def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
     """The files of the images of ``manifest``, in its order, or why one cannot be read."""
+    contents: list[bytes | Exception] = [b""] * len(manifest)
+    for index, content in _each_content(store, manifest):
+        contents[index] = content
+    return contents
+
+
+def _each_content(store: Store, manifest: Manifest) -> Iterator[tuple[int, bytes | Exception]]:
     if manifest.packing is not None:
-        return read_packed(store, manifest.packing)
-    return store.get_many(manifest.keys.to_pylist(), manifest.etags.to_pylist())
+        return each_packed(store, manifest.packing)
+    return store.get_each(manifest.keys.to_pylist(), manifest.etags.to_pylist())
 
 
 def require_bytes(data: bytes | Exception) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -77,13 +77,15 @@ def is_shard_of(images: Manifest, data: bytes) -> bool:
     return columns == (images.keys.to_pylist(), images.labels.tolist(), images.sizes_bytes.tolist())
 
 
-def read_packed(store: Store, packing: Packing) -> list[bytes | Exception]:
-    """Contents of images in the order of ``packing``. Each shard is fetched once, or taken from the cache."""
-    numbers = np.unique(packing.shard).tolist()
-    columns = _cache.get_many(store, [packing.shards[number] for number in numbers])
-    shards = dict(zip(numbers, columns, strict=True))
-    rows = zip(packing.shard.tolist(), packing.row.tolist(), strict=True)
-    return [_image(shards[number], row) for number, row in rows]
+def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | Exception]]:
+    """Index in ``packing`` and content of each image, shard by shard as they arrive.
+
+    Each shard is fetched once, or taken from the cache.
+    """
+    numbers, which = np.unique(packing.shard, return_inverse=True)
+    for arrived, column in _cache.get_each(store, [packing.shards[number] for number in numbers]):
+        for index in np.flatnonzero(which == arrived).tolist():
+            yield index, _image(column, int(packing.row[index]))
 
 
 class _ShardCache:
@@ -93,15 +95,19 @@ class _ShardCache:
         self._columns: dict[tuple[str, str], pa.Array] = {}  # the least recently used first
         self._lock = threading.Lock()
 
-    def get_many(self, store: Store, paths: Sequence[str]) -> list[pa.Array | Exception]:
-        """The images of each shard, or why it cannot be read."""
+    def get_each(self, store: Store, paths: Sequence[str]) -> Iterator[tuple[int, pa.Array | Exception]]:
+        """The index of each shard in ``paths``, and its images or why it cannot be read."""
         with self._lock:
-            cached = {path: self._columns.get((store.url, path)) for path in paths}
-        found: dict[str, pa.Array | Exception] = {path: column for path, column in cached.items() if column is not None}
-        missing = [path for path in paths if path not in found]
-        found |= {path: _image_column(data) for path, data in zip(missing, store.get_many(missing), strict=True)}
-        self._put({(store.url, path): column for path, column in found.items() if isinstance(column, pa.Array)})
-        return [found[path] for path in paths]
+            columns = {index: self._columns.get((store.url, path)) for index, path in enumerate(paths)}
+        found = {index: column for index, column in columns.items() if column is not None}
+        yield from found.items()
+        missing = [index for index in columns if index not in found]
+        for arrived, data in store.get_each([paths[index] for index in missing]):
+            column = _image_column(data)
+            if isinstance(column, pa.Array):
+                found[missing[arrived]] = column
+            yield missing[arrived], column
+        self._put({(store.url, paths[index]): column for index, column in found.items()})
 
     def _put(self, newest: dict[tuple[str, str], pa.Array]) -> None:
         """Add or renew shards, and drop the least recently used ones of the others if the cache is too large."""

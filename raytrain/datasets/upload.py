@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, StoredObject, threads
+from raytrain.storage.base import Store, StoredObject
+from raytrain.storage.fetch_many import threads
 from raytrain.storage.local import refuse_links_out
 from raytrain.storage.open import URL_FORMS, open_store
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
 from raytrain.storage.credentials import CredentialSource, LentCredentials, OwnRoleOr
 from raytrain.storage.disk_cache import DiskCache
-
-MAX_THREADS = 64
-"""Most requests that one process has in flight at a time, over all of its stores."""
+from raytrain.storage.fetch_many import fetch_each
 
 
 @dataclass(frozen=True)
@@ -156,28 +153,21 @@ class Store(ABC):
     def remove_if_empty(self) -> None:
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
-    def get_many(
-        self, paths: Sequence[str], etags: Sequence[str] = (), concurrency: int = MAX_THREADS
-    ) -> list[bytes | Exception]:
-        """Return the contents in the order of ``paths``. If :meth:`get` raises an error, that takes its place.
+    def get_each(self, paths: Sequence[str], etags: Sequence[str] = ()) -> Iterator[tuple[int, bytes | Exception]]:
+        """Fetch objects, many at a time; yields the index of each path and its content, whichever comes first.
 
-        ``etags`` are those of ``paths`` in a listing, or empty. At most ``concurrency`` requests are in flight.
-
-        Uses plain threads: obstore releases the GIL, and a thread that waits for obstore takes half the CPU time of an
-        asyncio task.
+        ``etags`` are those of ``paths`` in a listing, or empty. If :meth:`get` raises an error, that takes the
+        content's place.
         """
-        results: list[bytes | Exception] = [b""] * len(paths)
-        # All threads share one iterator: whichever is free takes the next path.
-        remaining = iter(enumerate(zip(paths, etags or repeat(""), strict=bool(etags))))
+        wanted = list(zip(paths, etags or repeat(""), strict=bool(etags)))
+        return fetch_each(lambda index: self._get_or_error(*wanted[index]), len(wanted))
 
-        def work() -> None:
-            for position, (path, etag) in remaining:
-                results[position] = self._get_or_error(path, etag)
-
-        workers = [threads().submit(work) for _ in range(min(concurrency, len(paths)))]
-        for worker in workers:
-            worker.result()
-        return results
+    def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:
+        """What :meth:`get_each` fetches, in the order of ``paths``."""
+        contents: list[bytes | Exception] = [b""] * len(paths)
+        for index, content in self.get_each(paths, etags):
+            contents[index] = content
+        return contents
 
     def _get_or_error(self, path: str, etag: str) -> bytes | Exception:
         try:
@@ -189,9 +179,3 @@ class Store(ABC):
 def cloud_name(url: str) -> str:
     """What a URL starts with: ``s3``, ``az`` or ``gs``; empty for a folder."""
     return url.partition("://")[0] if "://" in url else ""
-
-
-@cache
-def threads() -> ThreadPoolExecutor:
-    """This process's thread pool for requests. Started once, because calls are many and short."""
-    return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="storage")

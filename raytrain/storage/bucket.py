@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
-from raytrain.storage.base import BucketSettings, ObjectChanged, S3Settings, Store, StoredObject, threads
+from raytrain.storage.base import BucketSettings, ObjectChanged, S3Settings, Store, StoredObject
 from raytrain.storage.bucket_client import BucketClient, UnusableNames
 from raytrain.storage.credentials import Credentials, CredentialSource, required
 from raytrain.storage.disk_cache import DiskCache
+from raytrain.storage.fetch_many import threads
 from raytrain.storage.request_errors import http_status
 from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy
 from raytrain.storage.s3_listing import list_any_names

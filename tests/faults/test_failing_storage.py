@@ -26,7 +26,7 @@ from raytrain.runs.documents import open_run, read_config
 from raytrain.runs.records import read_run
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.stop_request import StopRequest
-from raytrain.storage.base import MAX_THREADS
+from raytrain.storage.fetch_many import MAX_THREADS
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3

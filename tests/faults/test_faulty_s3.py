@@ -14,7 +14,8 @@ from raytrain.data.manifest import build_manifest
 from raytrain.demo.digits import render_digits
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import bucket_client
-from raytrain.storage.base import MAX_THREADS, ObjectChanged, S3Settings, Store
+from raytrain.storage.base import ObjectChanged, S3Settings, Store
+from raytrain.storage.fetch_many import MAX_THREADS
 from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from raytrain.data.image_reader import read_contents
 from raytrain.data.manifest import build_manifest
-from raytrain.data.shards import read_packed
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
@@ -42,9 +42,7 @@ def packed(source: Path | str, folder: Path | str, **options: Any) -> PackResult
 def contents(folder: Path | str) -> Contents:
     store = open_store(str(folder))
     manifest = build_manifest(store)
-    assert manifest.packing is not None
-    data = read_packed(store, manifest.packing)
-    rows = zip(manifest.keys.to_pylist(), manifest.labels, data, strict=True)
+    rows = zip(manifest.keys.to_pylist(), manifest.labels, read_contents(store, manifest), strict=True)
     return {key: (manifest.classes[label], bytes(content)) for key, label, content in rows}  # pyright: ignore
 
 

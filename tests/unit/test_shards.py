@@ -25,7 +25,7 @@ from raytrain.data.block_order import WorkerOrder
 from raytrain.data.blocks import to_block
 from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import ImageFormat, ImageShape
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.image_reader import ImageReader, read_contents
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
 from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
 from raytrain.data.partition import Partition
@@ -84,9 +84,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def labelled_contents(manifest: Manifest) -> dict[str, tuple[str, bytes | Exception]]:
-    store = open_store(manifest.url)
     keys: list[str] = manifest.keys.to_pylist()
-    contents = store.get_many(keys) if manifest.packing is None else shard_files.read_packed(store, manifest.packing)
+    contents = read_contents(open_store(manifest.url), manifest)
     return {
         key: (manifest.classes[label], data) for key, label, data in zip(keys, manifest.labels, contents, strict=True)
     }
@@ -341,10 +340,10 @@ def test_the_shard_cache_is_bounded_and_holds_all_shards_of_a_block(
     monkeypatch.setattr(shard_files, "_CACHE_BYTES", 3 * 5_700)
     store = open_store(str(shards))
     for numbers in ([0, 1], [2], [0], [3], [1], [0]):  # Shard 1 is the least recently used one when 3 is read.
-        shard_files.read_packed(store, manifest.packing.select(np.flatnonzero(np.isin(of, numbers))))
+        read_contents(store, manifest.select(np.flatnonzero(np.isin(of, numbers))))
     assert [reads[manifest.packing.shards[number]] for number in range(4)] == [1, 2, 1, 1]
-    shard_files.read_packed(store, manifest.packing)
-    shard_files.read_packed(store, manifest.packing)
+    read_contents(store, manifest)
+    read_contents(store, manifest)
     assert [reads[path] for path in manifest.packing.shards[4:]] == [1] * (len(manifest.packing.shards) - 4)
 
 

@@ -129,7 +129,7 @@ def test_special_characters_in_names_are_preserved(store: Store, name: str) -> N
 def test_get_many_keeps_the_order_and_returns_errors_in_place(store: Store) -> None:
     for i in range(0, 200, 2):
         store.put(f"{i}", str(i).encode())
-    got = store.get_many([f"{i}" for i in range(200)], concurrency=7)
+    got = store.get_many([f"{i}" for i in range(200)])
     assert got[::2] == [str(i).encode() for i in range(0, 200, 2)]
     assert all(isinstance(missing, FileNotFoundError) for missing in got[1::2])
     assert isinstance(pickle.loads(pickle.dumps(got))[1], FileNotFoundError)
@@ -614,7 +614,7 @@ def test_revoked_credentials_are_reported_by_identity_without_endless_renewals()
         sentence = "does not know the access key …KEY1; check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
         assert said == f"{url} {sentence}"
         assert all(isinstance(problem, StorageError) for problem in problems)
-        assert len(requests) <= 10 + 2 * 100 and len(asked) <= 1 + 100
+        assert len(requests) <= 10 + 2 * 111 and len(asked) <= 1 + 111, "a tenth may be sent again, being slow"
 
 
 def test_a_store_and_its_copies_use_one_client_per_process() -> None:
