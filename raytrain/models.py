@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+
+_WHITENING = (
+    ((1, 1, 1, 1), ((0.179, 0.186, 0.179), (0.797, 0.018, -0.814), (1.048, -1.948, 0.984))),
+    ((1, -1, 1, -1), ((1.001, 1.014, 0.934), (11.065, -1.217, -10.540), (8.170, -17.867, 10.640))),
+    ((1, 1, -1, -1), ((0.925, 0.936, 0.862), (9.346, -1.298, -8.614), (6.915, -15.966, 9.909))),
+    ((1, -1, -1, 1), ((2.489, 2.516, 2.334), (24.368, 2.591, -28.782), (19.642, -32.171, 13.734))),
+)
+"""What makes normalised patches of 2x2 pixels uncorrelated: for four patterns of signs, three weights of the colours.
+
+Measured once on the 50,000 training images of CIFAR-10, by each channel's mean and deviation. Mirrored either way, they
+look the same, so that each eigenvector of the patches' covariance is a mean or a difference of the pixels (the signs)
+times a mix of the colours. That is divided by sqrt(eigenvalue + 5e-4). A table, because it is the same on all workers
+and after a resume, and because small patches are much alike in all photographs.
+"""
 
 
 def digits(num_classes: int, channels: int) -> nn.Module:
@@ -53,6 +68,54 @@ def cifar10(num_classes: int, channels: int) -> nn.Module:
     )
 
 
+def cifar10_fast(num_classes: int, channels: int) -> nn.Module:
+    """Whitened patches, then three blocks of two convolutions, 64, 256 and 256 channels wide: (B, channels, 32, 32) ->
+    logits (B, num_classes).
+
+    The network of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (airbench94), with its initial
+    weights. Images of other sizes, from 9x9 pixels on, are accepted, because the last pooling takes the maximum over
+    the whole map (3x3 for 32x32 images).
+    """
+    return nn.Sequential(
+        _whitening(channels),
+        nn.GELU(),
+        *_fast_block(24, 64),
+        *_fast_block(64, 256),
+        *_fast_block(256, 256),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+        nn.Linear(256, num_classes, bias=False),
+        _Scale(1 / 9),
+    )
+
+
+class _Scale(nn.Module):
+    """Multiplies by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.factor
+
+
+class _FastBias(nn.Module):
+    """Adds a bias to each channel that SGD changes 64 times as much as one that is not multiplied by 8.
+
+    Its gradient is 8 times as large, and so is the effect of each change of the parameter; weight decay shrinks it as
+    it shrinks others. So it needs no learning rate of its own.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W), in the dtype of the input, which may be that of mixed precision."""
+        return input + (8 * self.bias)[:, None, None].to(input.dtype)
+
+
 class _RowLstm(nn.Module):
     """Reads the rows of an image in both directions; the two last states together give the logits."""
 
@@ -77,3 +140,41 @@ def _block(in_channels: int, width: int, depth: int = 4) -> list[nn.Module]:
 
 def _normalised(width: int) -> list[nn.Module]:
     return [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+
+
+def _whitening(channels: int) -> nn.Conv2d:
+    """A convolution with frozen weights: 12 uncorrelated components of each patch, and their negatives for GELU."""
+    signs, colours = (torch.tensor(each, dtype=torch.float32) for each in zip(*_WHITENING, strict=True))
+    weights = torch.einsum("pij,pkc->pkcij", signs.view(4, 2, 2) / 2, colours).flatten(0, 1)  # (12, 3, 2, 2)
+    if channels == 1:
+        weights = weights.sum(dim=1, keepdim=True)  # a grey image is one whose colours are equal
+    conv = nn.Conv2d(channels, 24, kernel_size=2)
+    conv.weight = nn.Parameter(torch.cat([weights, -weights]), requires_grad=False)
+    return conv
+
+
+def _fast_block(in_channels: int, width: int) -> list[nn.Module]:
+    return [
+        _dirac_convolution(in_channels, width),
+        nn.MaxPool2d(2),
+        *_fast_normalised(width),
+        _dirac_convolution(width, width),
+        *_fast_normalised(width),
+    ]
+
+
+def _dirac_convolution(in_channels: int, width: int) -> nn.Conv2d:
+    """A convolution whose first channels are nearly those of its input at first (Zagoruyko and Komodakis 2017).
+
+    A hundredth of the usual random weights stays in them. Otherwise many pixels of the first step are equal, because
+    those of photographs are whole numbers, and rounding errors decide which of them max pooling takes: they differ with
+    the number of workers.
+    """
+    conv = nn.Conv2d(in_channels, width, kernel_size=3, padding=1, bias=False)
+    first = conv.weight.detach()[:in_channels]
+    first.lerp_(nn.init.dirac_(torch.empty_like(first)), 0.99)
+    return conv
+
+
+def _fast_normalised(width: int) -> list[nn.Module]:
+    return [nn.BatchNorm2d(width, eps=1e-12, momentum=0.4, affine=False), _FastBias(width), nn.GELU()]

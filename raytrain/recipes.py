@@ -74,6 +74,43 @@ def cifar10(**overrides: Any) -> TrainConfig:
     )
 
 
+def cifar10_fast(**overrides: Any) -> TrainConfig:
+    """The network and the options of the fastest known training on CIFAR-10 (Jordan 2024); 16 epochs, 1,024 images.
+
+    It differs in these points. The learning rate rises from near 0 and falls to 0, there from 0.2 and to 0.07 of the
+    peak. The weights are averaged without writing the average back every five steps (Lookahead), because a rate that
+    ends at 0 settles them as well; the average mostly smooths the statistics of batch norm. Shifted images are filled
+    with the mean colour, not mirrored at the edge. The bias of the first layer learns until the end, and the last batch
+    of an epoch is used, too. And it trains for 16 epochs, there 9.9, because JPEG coding costs half a percent.
+    """
+    return _config(
+        overrides,
+        recipe="cifar10-fast",
+        model="raytrain.models:cifar10_fast",
+        image_size=(32, 32),
+        epochs=16,
+        batch_size=1024,  # for any number of workers
+        # There the loss is a sum over the 1,024 images of a batch, here their mean, so a rate here is 1,024 times as
+        # large: 11.5 / (1024 * (1 + 1 / (1 - 0.85))) * 1024 = 1.5.
+        learning_rate=1.5,
+        # There each step shrinks the weights by 0.0153 / (1 + 1 / (1 - 0.85)), before momentum. Here that is the rate
+        # times the decay, so the decay is 0.0153 / 11.5.
+        weight_decay=0.00133,
+        momentum=0.85,
+        nesterov=True,
+        schedule="linear",
+        warmup_epochs=3.7,  # 23 % of the epochs
+        label_smoothing=0.2,
+        ema_decay=0.95,
+        channels_last=True,
+        evaluate_every=4,  # an evaluation predicts six views of each image, and so takes as long as half an epoch
+        flip_test=True,
+        shift_test=True,
+        alternating_flip=True,
+        translate=2,
+    )
+
+
 def flowers(**overrides: Any) -> TrainConfig:
     """A ResNet-50 on flowers at 100x100; 100 epochs, 128 images per worker, learning rate 0.01."""
     return _config(
@@ -123,6 +160,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
     "digits": digits,
     "digits-lstm": digits_lstm,
     "cifar10": cifar10,
+    "cifar10-fast": cifar10_fast,
     "flowers": flowers,
     "alexnet-transfer": alexnet_transfer,
     "custom": custom,

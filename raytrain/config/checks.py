@@ -20,6 +20,8 @@ def check_combinations(config: TrainConfig) -> None:
     _check_gpus(config)
     _check_accelerator_type(config)
     _check_crops(config)
+    _check_flips(config)
+    _check_nesterov(config)
     _check_early_stop(config)
     _check_labels(config)
     _check_multi_label(config)
@@ -81,6 +83,22 @@ def _check_crops(config: TrainConfig) -> None:
         raise UsageError(
             f"--translate is {config.translate}, and images have {height}x{width} pixels; it must be less than each "
             "side."
+        )
+
+
+def _check_flips(config: TrainConfig) -> None:
+    if config.horizontal_flip and config.alternating_flip:
+        raise UsageError(
+            "--horizontal-flip draws anew in each epoch which images are mirrored, and --alternating-flip mirrors them "
+            "in turn; omit one of them (--no-horizontal-flip if the recipe has it)."
+        )
+
+
+def _check_nesterov(config: TrainConfig) -> None:
+    if config.nesterov and (config.optimizer != "sgd" or config.momentum == 0):
+        raise UsageError(
+            f"--nesterov is for SGD with momentum, and --optimizer is {config.optimizer} with --momentum "
+            f"{config.momentum:g}; omit it."
         )
 
 

@@ -116,6 +116,8 @@ class TrainConfig:
     """Multiplies the learning rate once more for each layer nearer to the images, such as 0.75; for timm's networks."""
     momentum: NonNegativeFloat = 0.9
     """Momentum of SGD."""
+    nesterov: bool = False
+    """SGD looks ahead along its momentum, as Nesterov's does."""
     weight_decay: NonNegativeFloat = 0.0
     """L2 penalty for SGD, decoupled weight decay for the others."""
     decay_norms_and_biases: bool = True
@@ -124,7 +126,7 @@ class TrainConfig:
     """Scale the gradients of each step down to this Euclidean norm, if theirs is larger."""
     ema_decay: Annotated[float, Interval(ge=0, lt=1)] | None = None
     """Evaluate and export a moving average of the weights with this decay per step, such as 0.999."""
-    schedule: Literal["constant", "piecewise", "cosine"] = "constant"
+    schedule: Literal["constant", "piecewise", "cosine", "linear"] = "constant"
     """Learning rate schedule after the warm-up."""
     drop_factor: float = 0.1
     """piecewise: multiplies the learning rate at each drop."""
@@ -150,11 +152,15 @@ class TrainConfig:
     """Compile the network with torch.compile."""
     flip_test: bool = False
     """Evaluate and predict with the mean of the logits for an image and for its mirror image."""
+    shift_test: bool = False
+    """Evaluate and predict with the mean of the logits for an image, with weight 2, and for it shifted by a pixel."""
     seed: int = 0
     """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
 
     horizontal_flip: bool = False
     """Mirror half of the training images."""
+    alternating_flip: bool = False
+    """Mirror half of the training images in the first epoch, the other half in the second, and so on in turn."""
     translate: NonNegativeInt = 0
     """Shift training images by up to this many pixels in each direction; the gap is 0 after normalisation."""
     random_resized_crop: bool = False

@@ -18,9 +18,9 @@ from raytrain.runs.documents import open_run
 from raytrain.storage.base import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
-from raytrain.training.flip_test import flip_test
 from raytrain.training.label_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
+from raytrain.training.shift_test import with_views
 
 
 class Classifier(nn.Module):
@@ -32,6 +32,7 @@ class Classifier(nn.Module):
         framing: what it sees of an image file.
         checkpoint: the path of the weights within the run.
         flip_test: whether the logits are the mean of those for an image and for its mirror image.
+        shift_test: whether they are the mean of those for an image and for shifted copies of it.
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
     """
 
@@ -48,6 +49,7 @@ class Classifier(nn.Module):
         self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
         self.flip_test = config.flip_test
+        self.shift_test = config.shift_test
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
         self._augment = Augment(config)
         if config.precision == "float64":
@@ -55,8 +57,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of ``images``, uint8 (B, H, W, C), resized and normalised as in training."""
-        inputs = self._augment.evaluate(images)
-        return flip_test(self.network, inputs) if self.flip_test else self.network(inputs)
+        network = with_views(self.network, flip=self.flip_test, shift=self.shift_test)
+        return network(self._augment.evaluate(images))
 
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> Tensor:

@@ -49,9 +49,11 @@ class Augment:
         if self.transforms is not None:
             pixels = pixels.round().to(torch.uint8)  # no change if they are already
             pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
-        if not (self.config.horizontal_flip or self.config.translate):
+        if not (self.config.horizontal_flip or self.config.alternating_flip or self.config.translate):
             return self._normalise(pixels)
         draws = torch.from_numpy(uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)).to(pixels.device)
+        if self.config.alternating_flip:
+            draws[:, _FLIP] = torch.from_numpy(_alternating_draws(self.config.seed, epoch, samples))
         return self._normalise(*self._flip_and_shift(pixels, draws))
 
     def evaluate(self, images: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ class Augment:
         y = torch.arange(height, device=pixels.device) - shifts[:, :1]  # (B, H): source row
         x = torch.arange(width, device=pixels.device) - shifts[:, 1:]  # (B, W): source column
         inside = _within(y, height)[:, None, :, None] & _within(x, width)[:, None, None, :]
-        if self.config.horizontal_flip:
+        if self.config.horizontal_flip or self.config.alternating_flip:
             x = torch.where(draws[:, _FLIP, None] < 0.5, width - 1 - x, x)
         source = y.clamp(0, height - 1)[:, :, None] * width + x.clamp(0, width - 1)[:, None, :]  # (B, H, W)
         source = source.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)  # one gather per plane is the fastest
@@ -87,6 +89,12 @@ class Augment:
         if inside is not None:
             planes.mul_(inside)
         return planes.contiguous(memory_format=self.memory_format)  # last: broadcasting over three channels is slow
+
+
+def _alternating_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
+    """Uniform random numbers, float64 (B,), of which each is below 0.5 in every second epoch (Jordan 2024)."""
+    first = uniform(mix(seed), samples, _NUM_DRAWS)[:, _FLIP]
+    return (first + epoch / 2) % 1
 
 
 def _within(index: Tensor, size: int) -> Tensor:

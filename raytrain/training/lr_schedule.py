@@ -11,15 +11,17 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     """The factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
 
     A linear warm-up of n steps starts at 1/n and reaches 1 in its last step. ``piecewise`` counts its epochs from the
-    start of the run. ``cosine`` falls from the end of the warm-up to 0 just after the last step (Loshchilov and Hutter
-    2017, without restarts).
+    start of the run. ``cosine`` (Loshchilov and Hutter 2017, without restarts) and ``linear`` fall from the end of the
+    warm-up to 0 just after the last step.
     """
     num_warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < num_warmup:
         return (step + 1) / num_warmup
     if config.schedule == "piecewise":
         return config.drop_factor ** (step // steps_per_epoch // config.drop_period)
+    done = (step - num_warmup) / max(num_steps - num_warmup, 1)
     if config.schedule == "cosine":
-        done = (step - num_warmup) / max(num_steps - num_warmup, 1)
         return (1 + math.cos(math.pi * done)) / 2
+    if config.schedule == "linear":
+        return 1 - done
     return 1.0

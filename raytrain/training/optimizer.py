@@ -26,7 +26,8 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
     if not config.decay_norms_and_biases:
         groups = [part for group in groups for part in _with_and_without_decay(group)]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, weight_decay=decay, fused=True)
+        momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
+        return torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=True, **momentum)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=True)
     return _timm_optimizer(config.optimizer, groups, rate, decay)

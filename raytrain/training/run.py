@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +30,7 @@ from raytrain.training.batch import Batch, to_batch
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_schedule import CheckpointSchedule
 from raytrain.training.early_stop import EarlyStop
-from raytrain.training.flip_test import Network, flip_test
+from raytrain.training.flip_test import Network
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_validator import LoopValidator, check_loops_returned
 from raytrain.training.loss import Loss
@@ -43,6 +42,7 @@ from raytrain.training.precision import emulation_warning
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import BatchSource, Reporter
 from raytrain.training.sample_trace import SampleTrace
+from raytrain.training.shift_test import with_views
 from raytrain.training.state import CheckpointState, Stateful
 from raytrain.training.step_metrics import StepMetrics
 from raytrain.training.step_reduce import StepContribution, StepReduce, StepTotals
@@ -302,8 +302,9 @@ class Run:
     # What happens between two batches.
 
     def _built_in_evaluation(self) -> dict[str, float]:
-        network = self._models.evaluated
-        return self.evaluation(self, partial(flip_test, network) if self.config.flip_test else network)
+        config = self.config
+        network = with_views(self._models.evaluated, flip=config.flip_test, shift=config.shift_test)
+        return self.evaluation(self, network)
 
     def _begin_step(self, step: int, local_batches: Iterator[LocalBatch]) -> Batch:
         started = time.perf_counter()

@@ -1,0 +1,28 @@
+"""Predictions from images and from copies of them that are shifted by a pixel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from raytrain.training.flip_test import Network, flip_test
+
+
+def with_views(network: Network, *, flip: bool, shift: bool) -> Network:
+    """The ``network``, averaged over mirror images if ``flip``, over shifted images if ``shift``, over six if both."""
+    flipped = partial(flip_test, network) if flip else network
+    return partial(shift_test, flipped) if shift else flipped
+
+
+def shift_test(network: Network, images: Tensor) -> Tensor:
+    """The mean of the ``network``'s logits for ``images``, with weight 2, and for two shifted copies: (B, num_classes).
+
+    One is shifted by a pixel up and left, the other down and right, as in Jordan 2024; the gap is 0, the mean colour,
+    as that of ``--translate``.
+    """
+    height, width = images.shape[2:]
+    padded = F.pad(images, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
+    shifted = network(padded[:, :, 2:, 2:]) + network(padded[:, :, :height, :width])
+    return network(images) / 2 + shifted / 4

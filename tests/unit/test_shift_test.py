@@ -1,0 +1,69 @@
+"""Test-time shifts: in a run's evaluations, in a loaded network, and in exported programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import raytrain
+from raytrain import Run
+from raytrain.training.evaluation import evaluate
+from raytrain.training.flip_test import flip_test
+from raytrain.training.shift_test import shift_test
+from tests.helpers.folder_runs import folder_run, train_here
+from tests.unit.test_flip_test import add_run
+
+
+def test_an_image_counts_half_and_each_diagonal_neighbour_a_quarter() -> None:
+    images = torch.zeros(1, 1, 5, 7)
+    images[0, 0, 2, 3] = 8  # each logit stands for a pixel
+    found = shift_test(lambda pixels: pixels.flatten(1), images).view(5, 7)
+    expected = torch.zeros(5, 7)
+    expected[2, 3], expected[1, 2], expected[3, 4] = 4, 2, 2
+    assert torch.equal(found, expected)
+    ones = shift_test(lambda pixels: pixels.flatten(1), torch.ones(1, 1, 5, 7)).view(5, 7)
+    assert (ones[1:-1, 1:-1] == 1).all() and ones[0, 0] == ones[-1, -1] == 0.75  # what is shifted in is 0
+
+
+def test_a_run_trained_with_both_is_loaded_and_exported_with_six_views(tmp_path: Path) -> None:
+    run = add_run(tmp_path / "runs", flip_test=True, shift_test=True)
+    model = raytrain.load(**run)
+    images = torch.randint(0, 256, (3, 20, 12, 1), dtype=torch.uint8)
+    with torch.no_grad():
+        found = model(images)
+    plain = raytrain.load(**run)
+    plain.flip_test = plain.shift_test = False
+    seen: list[Tensor] = []
+    plain.network.register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad():
+        plain(images)
+        views = shift_test(partial(flip_test, plain.network), seen[0])
+    torch.testing.assert_close(found, views)
+    assert len(seen) == 7 and not torch.allclose(found, plain(images))
+    raytrain.export(output=str(tmp_path / "model.pt2"), **run)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program(images), found)
+
+
+def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_path: Path) -> None:
+    def by_hand(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for batch in run.batches(evaluate=lambda: evaluate(run, partial(shift_test, partial(flip_test, model)))):
+            loss = run.loss(model(batch.images), batch.targets)
+            run.backward(loss)
+            run.log(loss=loss)
+            run.step(optimizer)
+
+    def losses(name: str, **given: Any) -> list[float | None]:
+        _, recorder = train_here(folder_run(images, tmp_path, name, **given))
+        return [row.metrics["loss"] for row in recorder.rows if row.kind == "evaluation"]
+
+    by_option = losses("option", flip_test=True, shift_test=True)
+    assert by_option == pytest.approx(losses("hand", loop=by_hand))
+    assert by_option != pytest.approx(losses("flipped", flip_test=True))
