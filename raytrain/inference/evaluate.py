@@ -41,6 +41,7 @@ def evaluate(
     labels: str | None = None,
     threshold: Sequence[float] = (),
     flip_test: bool = False,
+    shift_test: bool = False,
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -58,6 +59,7 @@ def evaluate(
             classes or one for each; by default those with the best F1 on the run's own test images.
         flip_test: whether images are predicted with their mirror images, as those of a run trained with it always are:
             by the mean of the logits.
+        shift_test: the same with copies that are shifted by a pixel.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -72,7 +74,9 @@ def evaluate(
     thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
     manifest = _labelled(trained, images, labels)
-    table = trained.predict(images, manifest, workers=workers, address=address, flip_test=flip_test)
+    table = trained.predict(
+        images, manifest, workers=workers, address=address, flip_test=flip_test, shift_test=shift_test
+    )
     if trained.config.multi_label:
         return score_labels(trained, manifest, table, thresholds)
     readable = table.filter(table["error"].is_null())

@@ -58,6 +58,7 @@ In the order of the outputs:
 """
 
 _FLIP_TEST = "; the logits are the mean of those for an image and for its mirror image"
+_SHIFT_TEST = "; the logits are averaged over shifted copies of an image"
 _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, on black"}
 
 
@@ -73,7 +74,7 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
         channels=config.channels,
         step=progress.step,
         samples=progress.samples_seen,
-        result=_result(checkpoint) + (_FLIP_TEST if config.flip_test else ""),
+        result=_result(checkpoint) + _FLIP_TEST * config.flip_test + _SHIFT_TEST * config.shift_test,
         digest=one_line(identity.manifest_digest),
         preprocessing=_preprocessing(config),
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),

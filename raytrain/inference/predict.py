@@ -44,6 +44,7 @@ def predict(
     top_k: int = 1,
     threshold: Sequence[float] = (),
     flip_test: bool = False,
+    shift_test: bool = False,
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -65,6 +66,7 @@ def predict(
             classes or one for each; by default those with the best F1 on the run's own test images.
         flip_test: whether images are predicted with their mirror images, as those of a run trained with it always are:
             by the mean of the logits.
+        shift_test: the same with copies that are shifted by a pixel.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -85,7 +87,15 @@ def predict(
     thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
     manifest = list_images(images)
-    table = trained.predict(images, manifest, workers=workers, address=address, flip_test=flip_test, top_k=top_k)
+    table = trained.predict(
+        images,
+        manifest,
+        workers=workers,
+        address=address,
+        flip_test=flip_test,
+        shift_test=shift_test,
+        top_k=top_k,
+    )
     columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)
     write_output(output, encode_table(columns, output))
     num_errors = len(table) - table["error"].null_count

@@ -28,11 +28,13 @@ class Predictor:
         run: str,
         top_k: int,
         flip_test: bool = False,
+        shift_test: bool = False,
         trust: bool = False,
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
-        With ``flip_test``, or if the run was trained with it, images are predicted with their mirror images.
+        With ``flip_test``, or if the run was trained with it, images are predicted with their mirror images; so are they
+        with shifted copies with ``shift_test``.
         """
         import torch
 
@@ -42,6 +44,7 @@ class Predictor:
         self._device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
         self._classifier.flip_test |= flip_test
+        self._classifier.shift_test |= shift_test
         self._top_k = top_k
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:

@@ -50,6 +50,7 @@ class TrainedRun:
         workers: int | None,
         address: str | None,
         flip_test: bool,
+        shift_test: bool,
         top_k: int = 1,
     ) -> pa.Table:
         """Predict the classes of the manifest's images, which are in the store ``images``.
@@ -64,7 +65,8 @@ class TrainedRun:
         Raises:
             UsageError: there is no cluster at ``address``, or it is too small for ``workers``.
         """
-        load_predictor = partial(Predictor, run=self.name, top_k=top_k, flip_test=flip_test, trust=self.trust)
+        views = {"flip_test": flip_test, "shift_test": shift_test}
+        load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust, **views)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
         if uses_cluster(address):
             return self._predict_on_cluster(request, workers, address)

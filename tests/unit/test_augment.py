@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain.config import ResolvedConfig
+from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.random_numbers import uniform
+from raytrain.errors import UsageError
 from raytrain.training.augment import Augment
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.1, 0.2, 0.3)
@@ -77,7 +78,9 @@ def test_downscaling_averages_pixels() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [ALL, {"horizontal_flip": True}, {"translate": 3}, ALL | {"channels_last": True}], ids=str
+    "options",
+    [ALL, {"horizontal_flip": True}, {"alternating_flip": True}, {"translate": 3}, ALL | {"channels_last": True}],
+    ids=str,
 )
 def test_the_augmentation_of_an_image_is_the_same_in_any_batch(options: dict[str, Any]) -> None:
     ours = augment(**options)
@@ -103,6 +106,23 @@ def test_about_half_of_the_images_are_mirrored_and_the_rest_unchanged() -> None:
     untouched = (out == plain).flatten(1).all(dim=1)
     assert (mirrored ^ untouched).all()
     assert 10 <= mirrored.sum() <= 30
+
+
+def test_alternating_flips_mirror_each_image_in_every_second_epoch() -> None:
+    ours, plain = augment(alternating_flip=True), augment().evaluate(images())
+    epochs = [ours.train(images(), SAMPLES, epoch) for epoch in range(4)]
+    mirrored = torch.stack([(out == plain.flip(3)).flatten(1).all(dim=1) for out in epochs])  # (4, B)
+    untouched = torch.stack([(out == plain).flatten(1).all(dim=1) for out in epochs])
+    assert (mirrored ^ untouched).all()
+    assert (mirrored[1:] == untouched[:-1]).all()
+    assert 10 <= mirrored[0].sum() <= 30
+    other = augment(alternating_flip=True, seed=5).train(images(), SAMPLES, 0)
+    assert not torch.equal(other, epochs[0]) and not torch.equal(other, epochs[1])
+
+
+def test_two_kinds_of_flips_are_refused() -> None:
+    with pytest.raises(UsageError, match="--alternating-flip mirrors them in turn; omit one of them"):
+        TrainConfig(batch_size=1, learning_rate=0.5, horizontal_flip=True, alternating_flip=True)
 
 
 @pytest.mark.parametrize("flip", [False, True])

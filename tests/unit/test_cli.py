@@ -395,6 +395,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
                 "top_k": 3,
                 "threshold": (),
                 "flip_test": False,
+                "shift_test": False,
                 "workers": None,
                 "address": None,
                 "trust": False,
@@ -423,7 +424,7 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     calls: list[Any] = []
     stand_in(evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
     assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
-    named = {"labels": None, "threshold": (), "flip_test": False, "storage": "./runs"}
+    named = {"labels": None, "threshold": (), "flip_test": False, "shift_test": False, "storage": "./runs"}
     named |= {"workers": 2, "address": None, "trust": False}
     assert calls == [(("first", "d"), named)]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

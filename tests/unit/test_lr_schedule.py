@@ -49,6 +49,13 @@ def test_cosine_starts_at_the_end_of_the_warm_up() -> None:
     assert max(found) == pytest.approx(0.8)
 
 
+def test_linear_falls_from_the_end_of_the_warm_up_to_zero() -> None:
+    found = rates(schedule="linear", warmup_epochs=2)
+    assert found[9] == pytest.approx(0.4) and max(found) == found[19] == found[20] == 0.8
+    assert found[60] == pytest.approx(0.4)
+    assert found[99] == pytest.approx(0.8 / 80)
+
+
 def test_piecewise_counts_epochs_from_the_start_of_the_run() -> None:
     assert rates(schedule="piecewise", drop_period=3, warmup_epochs=1)[30] == pytest.approx(0.08)
 

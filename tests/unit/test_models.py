@@ -46,6 +46,38 @@ def test_cifar10_has_the_layers_of_its_document() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
+def test_cifar10_fast_has_the_layers_and_the_initial_weights_of_its_paper() -> None:
+    model = models.cifar10_fast(num_classes=10, channels=3)
+    found = kinds(model)
+    assert (found[nn.Conv2d], found[nn.BatchNorm2d], found[nn.GELU], found[nn.MaxPool2d]) == (7, 6, 7, 3)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert [layer.out_channels for layer in convolutions] == [24, 64, 64, 256, 256, 256, 256]
+    assert model[:-4](torch.zeros(2, 3, 32, 32)).shape == (2, 256, 3, 3)  # type: ignore[index]
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trainable == 24 + 9 * (24 * 64 + 64 * 64 + 64 * 256 + 3 * 256 * 256) + 2 * (64 + 256 + 256) + 2560
+    maps = torch.randn(2, 64, 8, 8)
+    torch.testing.assert_close(convolutions[3](maps)[:, :64], maps, rtol=0, atol=0.1)  # passes its input on
+
+
+def test_the_first_layer_of_cifar10_fast_makes_patches_uncorrelated() -> None:
+    whitening = models.cifar10_fast(num_classes=10, channels=3)[0]  # type: ignore[index]
+    assert isinstance(whitening, nn.Conv2d) and not whitening.weight.requires_grad
+    first, second = whitening.weight.chunk(2)
+    assert torch.equal(first, -second)
+    smooth = nn.functional.avg_pool2d(torch.randn(400, 1, 20, 20, generator=torch.Generator().manual_seed(0)), 5, 1)
+    grey = (smooth / smooth.std()).expand(-1, 3, -1, -1)  # neighbouring pixels are much alike, as in photographs
+    maps = nn.functional.conv2d(grey, first).transpose(0, 1).flatten(1).view(4, 3, -1)[:, 0]  # grey of each pattern
+    assert maps.std(dim=1).min() > 0.3 and maps.std(dim=1).max() < 3
+    assert (torch.corrcoef(maps) - torch.eye(4)).abs().max() < 0.1
+
+
+def test_a_bias_of_cifar10_fast_learns_64_times_as_fast() -> None:
+    layer = next(layer for layer in models.cifar10_fast(10, 3).modules() if isinstance(layer, models._FastBias))
+    layer(torch.zeros(1, 64, 1, 1)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.01).step()
+    torch.testing.assert_close(layer(torch.zeros(1, 64, 1, 1)), torch.full((1, 64, 1, 1), -0.64))
+
+
 def test_digits_lstm_reads_rows_and_keeps_no_state() -> None:
     model = models.digits_lstm(num_classes=10, channels=1).double()
     images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
@@ -59,7 +91,7 @@ def test_digits_lstm_reads_rows_and_keeps_no_state() -> None:
     assert kinds(model)[nn.LSTM] == 1
 
 
-@pytest.mark.parametrize("build", [models.digits, models.digits_lstm, models.cifar10])
+@pytest.mark.parametrize("build", [models.digits, models.digits_lstm, models.cifar10, models.cifar10_fast])
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 40, 24), (3, 9, 9)])
 def test_networks_accept_other_sizes_and_channels(build: Any, channels: int, height: int, width: int) -> None:
     assert build(num_classes=4, channels=channels)(torch.zeros(2, channels, height, width)).shape == (2, 4)

@@ -40,3 +40,13 @@ def test_without_timm_it_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match=r"--optimizer lion needs timm, .* install raytrain\[timm\]"):
         check_optimizer_name("lion")
     check_optimizer_name("adamw")
+
+
+def test_nesterovs_momentum_is_torchs_and_refused_without_momentum() -> None:
+    given = TrainConfig(batch_size=1, learning_rate=0.5, momentum=0.8, nesterov=True)
+    config = given.resolve(name="run", num_workers=1, device="cpu", mean=(0.0,) * 3, std=(1.0,) * 3)
+    (group,) = build_optimizer(config, nn.Linear(3, 2), 2).param_groups
+    assert (group["momentum"], group["nesterov"]) == (0.8, True)
+    for other in ({"momentum": 0.0}, {"optimizer": "adamw"}):
+        with pytest.raises(UsageError, match="--nesterov is for SGD with momentum"):
+            TrainConfig(batch_size=1, learning_rate=0.5, nesterov=True, **other)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raytrain.config import TrainConfig
-from raytrain.recipes import RECIPES, alexnet_transfer, cifar10, custom, digits, digits_lstm, flowers
+from raytrain.recipes import RECIPES, alexnet_transfer, cifar10, cifar10_fast, custom, digits, digits_lstm, flowers
 from raytrain.runs.documents import parse_config
 from raytrain.training.model import build_model
 
@@ -29,6 +29,15 @@ def test_cifar10_scales_with_the_workers_as_in_its_document() -> None:
         1,
         "aggregate",
     )
+
+
+def test_cifar10_fast_has_the_rates_of_its_paper_for_a_mean_loss() -> None:
+    config = cifar10_fast().scaled_to(num_workers=8)
+    scale = 1024 * (1 + 1 / (1 - 0.85))  # there the loss is a sum, and weights shrink by 0.0153 a thousand images
+    assert config.batch_size == 1024 and config.momentum == 0.85 and config.nesterov
+    assert config.learning_rate == pytest.approx(11.5 / scale * 1024)
+    assert config.learning_rate * config.weight_decay == pytest.approx(0.0153 * 1024 / scale, rel=1e-3)
+    assert config.warmup_epochs == pytest.approx(0.23 * config.epochs, rel=0.01)
 
 
 def test_digits_and_flowers_have_the_options_of_their_documents() -> None:
@@ -64,14 +73,14 @@ def test_a_recipe_is_a_complete_configuration(name: str) -> None:
     assert parse_config(TrainConfig, config.to_json().encode()) == config
 
 
-@pytest.mark.parametrize("name", ["digits", "digits-lstm", "cifar10"])
+@pytest.mark.parametrize("name", ["digits", "digits-lstm", "cifar10", "cifar10-fast"])
 def test_the_network_of_a_recipe_takes_its_images(name: str) -> None:
     config = RECIPES[name]()
     model = build_model(config.model, 10, config.channels, config.seed)
     assert model(torch.zeros(2, config.channels, *config.full_image_size)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("recipe", [digits, digits_lstm, cifar10, flowers, alexnet_transfer, custom])
+@pytest.mark.parametrize("recipe", [digits, digits_lstm, cifar10, cifar10_fast, flowers, alexnet_transfer, custom])
 def test_every_field_can_be_overridden(recipe: Any) -> None:
     other = dataclasses.replace(
         TrainConfig(batch_size=3, learning_rate=0.5), recipe="mine", channels=1, epochs=1, translate=1

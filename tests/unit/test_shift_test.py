@@ -6,17 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import raytrain
 from raytrain import Run
+from raytrain.inference.classification_metrics import Scores
 from raytrain.training.evaluation import evaluate
 from raytrain.training.flip_test import flip_test
 from raytrain.training.shift_test import shift_test
 from tests.helpers.folder_runs import folder_run, train_here
-from tests.unit.test_flip_test import add_run
+from tests.unit.test_flip_test import add_run, mirror_pairs, scores_of_pairs
 
 
 def test_an_image_counts_half_and_each_diagonal_neighbour_a_quarter() -> None:
@@ -48,6 +50,19 @@ def test_a_run_trained_with_both_is_loaded_and_exported_with_six_views(tmp_path:
     raytrain.export(output=str(tmp_path / "model.pt2"), **run)
     program = torch.export.load(tmp_path / "model.pt2").module()
     torch.testing.assert_close(program(images), found)
+
+
+def test_evaluate_and_predict_do_it_for_other_runs(tmp_path: Path) -> None:
+    images = mirror_pairs(tmp_path / "images")
+    plain, option = add_run(tmp_path / "plain"), add_run(tmp_path / "option", shift_test=True)
+    by_option = raytrain.evaluate(data=str(images), **option)
+    asked = raytrain.evaluate(data=str(images), **plain, shift_test=True)
+    without = raytrain.evaluate(data=str(images), **plain)
+    assert isinstance(by_option, Scores) and isinstance(asked, Scores) and isinstance(without, Scores)
+    assert asked.loss == by_option.loss != without.loss
+    ours, _ = scores_of_pairs(images, **plain, shift_test=True)
+    theirs, _ = scores_of_pairs(images, **option)
+    assert (ours == theirs).all() and not np.allclose(ours, scores_of_pairs(images, **plain)[0])
 
 
 def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ Threshold = Annotated[
 FlipTest = Annotated[
     bool, arg(help="Predict each image with its mirror image, as runs trained with --flip-test always do.")
 ]
+ShiftTest = Annotated[
+    bool, arg(help="Predict each image with shifted copies, as runs trained with --shift-test always do.")
+]
 
 
 def evaluate(
@@ -38,6 +41,7 @@ def evaluate(
     ] = None,
     threshold: Threshold = (),
     flip_test: FlipTest = False,
+    shift_test: ShiftTest = False,
     storage: Storage = "./runs",
     workers: Workers = None,
     address: Address = None,
@@ -61,6 +65,7 @@ def evaluate(
         labels=labels,
         threshold=threshold,
         flip_test=flip_test,
+        shift_test=shift_test,
         storage=storage,
         workers=workers,
         address=address,
@@ -80,6 +85,7 @@ def predict(
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
     threshold: Threshold = (),
     flip_test: FlipTest = False,
+    shift_test: ShiftTest = False,
     workers: Workers = None,
     address: Address = None,
     trust: Trust = False,
@@ -98,6 +104,7 @@ def predict(
         top_k=top_k,
         threshold=threshold,
         flip_test=flip_test,
+        shift_test=shift_test,
         workers=workers,
         address=address,
         trust=trust,
