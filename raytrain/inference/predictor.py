@@ -33,8 +33,8 @@ class Predictor:
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
-        With ``flip_test``, or if the run was trained with it, images are predicted with their mirror images; so are they
-        with shifted copies with ``shift_test``.
+        With ``flip_test``, or if the run was trained with it, images are predicted with their mirror images; so are
+        they with shifted copies with ``shift_test``.
         """
         import torch
 
