@@ -262,7 +262,7 @@ def test_bad_usage_is_the_same_sentence_in_a_narrow_terminal_with_colours(
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["train", "cifar10", "--schedule", "stairs"]) == 2
-    expected = "raytrain: --schedule is 'stairs'; it must be one of constant, piecewise, cosine.\n"
+    expected = "raytrain: --schedule is 'stairs'; it must be one of constant, piecewise, cosine, linear.\n"
     assert capsys.readouterr().err == expected
 
 

@@ -36,7 +36,7 @@ def test_cifar10_fast_has_the_rates_of_its_paper_for_a_mean_loss() -> None:
     scale = 1024 * (1 + 1 / (1 - 0.85))  # there the loss is a sum, and weights shrink by 0.0153 a thousand images
     assert config.batch_size == 1024 and config.momentum == 0.85 and config.nesterov
     assert config.learning_rate == pytest.approx(11.5 / scale * 1024)
-    assert config.learning_rate * config.weight_decay == pytest.approx(0.0153 * 1024 / scale, rel=1e-3)
+    assert 1.5 * config.weight_decay == pytest.approx(0.0153 * 1024 / scale, rel=1e-3)
     assert config.warmup_epochs == pytest.approx(0.23 * config.epochs, rel=0.01)
 
 
