@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 from tests.benchmarks.report import Report, write
 from tests.benchmarks.runner import Bench, served
 
-Name = Literal["ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch", "network"]
+Name = Literal["ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch", "line", "network"]
 _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 
 
