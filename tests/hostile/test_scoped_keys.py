@@ -159,6 +159,23 @@ def test_the_cluster_is_lent_the_scoped_keys_and_no_others(
     assert ("canary-own" in lent[0].fields(), "GetFederationToken" in asked) == (not scoped, scoped)
 
 
+def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    original: Callable[..., Any] = BaseClient._make_api_call  # pyright: ignore
+
+    def call(self: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:
+        asked.append(f"{operation} {self.meta.region_name}")
+        return original(self, operation, arguments)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", call)
+    stores = [
+        open_store(url, settings=S3Settings(None, region))
+        for url, region in (("s3://images/cats", "eu-west-1"), ("s3://runs/mine/first", "us-east-2"))
+    ]
+    lend_credentials(Server(monkeypatch), stores, SCOPE)
+    assert [each for each in asked if "Token" in each] == ["GetFederationToken eu-west-1"]
+
+
 def test_the_scope_of_a_run_is_its_images_and_itself(images: Path, tmp_path: Path) -> None:
     with prepare(config(images, tmp_path, scope_keys=True)) as prepared:
         scope = prepared.scope(f"{prepared.store.url}/")
