@@ -12,6 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainResult
+from raytrain.backends.ray.lean_imports import lean, lean_imports
 from raytrain.demo.s3_server import S3Server
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.google_storage import GoogleStorage, google_storage
@@ -55,8 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Start a local Ray cluster with 2 CPUs and no AWS configuration, and connect this process to it."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, lean_imports():
         _forget_clouds(monkeypatch)
+        monkeypatch.setenv("PYTHONPATH", lean(os.environ)["PYTHONPATH"])
         stop_ray = _start_ray()
     yield
     stop_ray()

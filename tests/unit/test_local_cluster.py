@@ -8,27 +8,29 @@ import pytest
 from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.errors import UsageError
 
-RAY = """
-import pathlib, types
+NODE = """
+import pathlib
 tries = pathlib.Path(__file__).with_name("tries")
 errors = {errors!r}
 
-def init(*args, **options):
-    n = int(tries.read_text()) if tries.exists() else 0
-    tries.write_text(str(n + 1))
-    if n < len(errors):
-        raise Exception(errors[n])
-    return types.SimpleNamespace(address_info=dict(gcs_address=f"127.0.0.1:{{n}}"))
-
-def shutdown():
-    pass
+class Node:
+    def __init__(self, *args, **options):
+        n = int(tries.read_text()) if tries.exists() else 0
+        tries.write_text(str(n + 1))
+        if n < len(errors):
+            raise Exception(errors[n])
+        self.gcs_address = f"127.0.0.1:{{n}}"
 """
 TOO_SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
 
 
 def start(folder: Path, *errors: str) -> str:
     """The address of a cluster whose Ray raises ``errors`` at its first tries."""
-    (folder / "ray.py").write_text(RAY.format(errors=list(errors)))
+    private = folder / "ray" / "_private"
+    private.mkdir(parents=True)
+    (private.parent / "__init__.py").touch()
+    (private / "parameter.py").write_text("RayParams = dict")
+    (private / "node.py").write_text(NODE.format(errors=list(errors)))
     before = dict(os.environ)
     cluster = LocalCluster({"PYTHONPATH": str(folder)})
     try:
@@ -46,4 +48,4 @@ def test_a_cluster_that_was_too_slow_is_started_again(tmp_path: Path) -> None:
 def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, errors: list[str], tries: int) -> None:
     with pytest.raises(UsageError, match=r"could not start a cluster on this machine \(.*(timed out|no space left)"):
         start(tmp_path, *errors)
-    assert int((tmp_path / "tries").read_text()) == tries
+    assert int((tmp_path / "ray" / "_private" / "tries").read_text()) == tries

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from raytrain.backends.gpus import visible_gpus
+from raytrain.backends.ray.lean_imports import lean_imports
 from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback
 from raytrain.errors import UsageError
@@ -55,6 +56,7 @@ class Connection:
             before_start()
         self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
         self._opened = ExitStack()
+        self._opened.enter_context(lean_imports())
 
     @property
     def started_here(self) -> bool:

@@ -103,7 +103,7 @@ class Coordinator:
             started_at=run.started_at,
         )
         self._outcome: Outcome | None = None
-        self._controller: Any = None
+        self._controller: list[Any] = []
 
     # Credentials.
 
@@ -187,12 +187,12 @@ class Coordinator:
         """See :meth:`RunMonitor.finish`."""
         self._monitor.finish(status, result)
 
-    def set_controller(self, controller: Any) -> None:
-        """Keep the handle of Ray Train's controller of this run."""
+    def set_controller(self, controller: list[Any]) -> None:
+        """Keep Ray Train's controller of this run: a list with the reference of its handle."""
         self._controller = controller
 
-    def controller(self) -> Any:
-        """The handle of Ray Train's controller; None until it has started."""
+    def controller(self) -> list[Any]:
+        """What :meth:`set_controller` was given; empty until the controller has started."""
         return self._controller
 
     # Cached blocks.

@@ -7,8 +7,8 @@ driver, however the driver ends.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -16,9 +16,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT
+from raytrain.backends.ray.lean_imports import lean
+from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT, start_head
 from raytrain.errors import UsageError
 
 # Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
@@ -38,6 +38,7 @@ _OF_THE_CLUSTER = {
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
 _NUM_TRIES = 3
+_OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
 
 class LocalCluster:
@@ -48,7 +49,7 @@ class LocalCluster:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         driver = {**_WITHOUT_EXTRAS, **_token_settings()}
-        self._environment = {**os.environ, **driver, **_OF_THE_CLUSTER, **environment}
+        self._environment = lean({**os.environ, **driver, **_OF_THE_CLUSTER, **environment})
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
         self._process = self._start()
         self._before = {name: os.environ.get(name) for name in driver}
@@ -122,12 +123,12 @@ def _create_token() -> None:
 def hold() -> None:
     """Start the cluster, print its address, and keep it until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import ray
-
-    context: Any = ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    print(context.address_info["gcs_address"], flush=True)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    head = start_head()  # it ends with this process
+    print(head.gcs_address, flush=True)
     sys.stdin.read()
-    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ IS_CLUSTER_ALLOWED = PrivateApi(
     "ENABLE_RAY_CLUSTER",
     "have a cluster on this machine listen on the loopback interface only",
 )
+NODE = PrivateApi(
+    "ray._private.node", "Node", "start a cluster on this machine without the processes that show and scale it"
+)
+NODE_PARAMETERS = PrivateApi("ray._private.parameter", "RayParams", NODE.purpose)
 TRAIN_CONTEXT = PrivateApi(
     "ray.train.v2._internal.execution.context",
     "get_train_context",
@@ -63,6 +67,14 @@ DEFAULT_CALLBACKS = PrivateApi(
     "ray.train.torch",
     "TorchTrainer._create_default_callbacks",
     "leave out callbacks that each start a process no run here needs",
+)
+RUN_CONTROLLER = PrivateApi(
+    "ray.train.torch",
+    "TorchTrainer._initialize_and_run_controller",
+    "give a cluster that never grows a policy that asks for no machines",
+)
+FIXED_SCALING_POLICY = PrivateApi(
+    "ray.train.v2._internal.execution.scaling_policy.fixed", "FixedScalingPolicy", RUN_CONTROLLER.purpose
 )
 EXECUTION_CALLBACK = PrivateApi(
     "ray.data._internal.execution.execution_callback",
@@ -103,9 +115,13 @@ PRIVATE_APIS = (
     GCS_CLIENT,
     ENABLE_TOKEN,
     IS_CLUSTER_ALLOWED,
+    NODE,
+    NODE_PARAMETERS,
     TRAIN_CONTEXT,
     CONTROLLER_CALLBACK,
     DEFAULT_CALLBACKS,
+    RUN_CONTROLLER,
+    FIXED_SCALING_POLICY,
     EXECUTION_CALLBACK,
     REF_BUNDLES,
     TUNE_ENVIRONMENT,
@@ -142,6 +158,22 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         setattr(constants, IS_CLUSTER_ALLOWED.name, before)
+
+
+def start_head() -> Any:
+    """Start a cluster on this machine, at the ``gcs_address`` of what is returned. It ends with this process.
+
+    ``ray.init`` would start three more Python processes: a server for a dashboard even without a dashboard, one that
+    sends logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
+    """
+    node_type: Any = NODE.load()
+
+    class Head(node_type):
+        def start_api_server(self, **_: Any) -> None:
+            """Start none."""
+
+    parameters = NODE_PARAMETERS.load()(include_dashboard=False, include_log_monitor=False, no_monitor=True)
+    return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
 
 def announced_preemption() -> Any:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
@@ -19,7 +19,7 @@ from raytrain.backends.placement import Placement
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.hardware import worker_resources
-from raytrain.backends.ray.private_api import CONTROLLER_CALLBACK
+from raytrain.backends.ray.private_api import CONTROLLER_CALLBACK, FIXED_SCALING_POLICY
 
 _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
 _CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
@@ -77,7 +77,7 @@ class TrainerThread:
     def remember_controller(self) -> None:
         """Get the controller's handle from the coordinator, to be called now and then: the coordinator may die."""
         if self._controller is None:
-            self._controller = ray.get(self._coordinator.controller.remote())
+            self._controller = self._ask_for_controller()
 
     def wait_in_shared_cluster(self) -> None:
         """Let Ray Train notice that the workers are done: in a cluster that stays, its list of runs says so."""
@@ -104,10 +104,17 @@ class TrainerThread:
         until = time.monotonic() + timeout_s
         while self._controller is None and not self.ended.done():
             with suppress(GetTimeoutError):  # the machine is busy starting the run
-                self._controller = ray.get(self._coordinator.controller.remote(), timeout=_ABORTED_WITHIN_S)
+                self._controller = self._ask_for_controller(_ABORTED_WITHIN_S)
             if time.monotonic() >= until:
                 return
             concurrent.futures.wait([self.ended], timeout=0.1)
+
+    def _ask_for_controller(self, timeout_s: float | None = None) -> Any:
+        put_away: list[Any] = ray.get(self._coordinator.controller.remote(), timeout=timeout_s)
+        for ref in put_away:
+            with suppress(ObjectLostError):  # it has died
+                return ray.get(ref, timeout=timeout_s)
+        return None
 
     def failure(self) -> str | None:
         """Why Ray Train gave up; None if it has not ended, or ended normally."""
@@ -128,6 +135,7 @@ class _Trainer(TorchTrainer):
     def __init__(self, *args: Any, coordinator: CoordinatorHandle, own_cluster: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
+        self._own_cluster = own_cluster
         self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_CONTROLLER} if own_cluster else set())
 
     def _create_default_callbacks(self) -> list[Any]:  # DEFAULT_CALLBACKS in private_api.py
@@ -135,8 +143,27 @@ class _Trainer(TorchTrainer):
         kept = [callback for callback in defaults if type(callback).__name__ not in self._left_out]
         return [*kept, _ControllerReporter(self._coordinator)]
 
+    def _initialize_and_run_controller(self, **options: Any) -> Any:  # RUN_CONTROLLER in private_api.py
+        if self._own_cluster and not self.scaling_config.elasticity_enabled:
+            options["scaling_policy"] = _NeverGrows(self.scaling_config)
+        return super()._initialize_and_run_controller(**options)
+
 
 _ControllerCallback: Any = CONTROLLER_CALLBACK.load()
+_FixedScalingPolicy: Any = FIXED_SCALING_POLICY.load()
+
+
+class _NeverGrows(_FixedScalingPolicy):
+    """Asks nobody for machines. Ray's policy starts a process for that, also in a cluster of this machine alone."""
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+    def _cancel_resource_request(self) -> None:
+        pass
 
 
 class _ControllerReporter(_ControllerCallback):
@@ -147,7 +174,8 @@ class _ControllerReporter(_ControllerCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray Train, in the controller's process."""
-        self._coordinator.set_controller.remote(ray.get_runtime_context().current_actor)
+        # Put away, and in a list: whoever is given the handle itself imports all of Ray Train.
+        self._coordinator.set_controller.remote([ray.put(ray.get_runtime_context().current_actor)])
 
 
 class _FailureReporter(UserCallback):
