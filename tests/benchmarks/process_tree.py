@@ -1,4 +1,5 @@
-"""End a process and all of its descendants, in any session: a Ray cluster outlives its driver for a while."""
+"""A process and all of its descendants, in any session: to end them, for a Ray cluster outlives its driver for a while,
+and to measure their CPU time."""
 
 from __future__ import annotations
 
@@ -26,6 +27,26 @@ def end_tree(process: subprocess.Popen[Any]) -> None:
             each.kill()
     psutil.wait_procs(alive, timeout=_GONE_WITHIN_S)
     process.wait()
+
+
+class CpuOfTree:
+    """The CPU time of a process and its descendants, also of those that have ended, as of the last look."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._seconds: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Read the times of all processes that there are."""
+        for process in _descendants(self._pid):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                self._seconds[process.pid] = times.user + times.system
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a core."""
+        return sum(self._seconds.values())
 
 
 def _descendants(pid: int) -> set[psutil.Process]:
