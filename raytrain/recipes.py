@@ -75,20 +75,20 @@ def cifar10(**overrides: Any) -> TrainConfig:
 
 
 def cifar10_fast(**overrides: Any) -> TrainConfig:
-    """The network and the options of airbench94, made to learn CIFAR-10 fast (Jordan 2024); 20 epochs, 1,024 images.
+    """The network and the options of airbench94, made to learn CIFAR-10 fast (Jordan 2024); 16 epochs, 1,024 images.
 
     It differs in these points. The learning rate rises from near 0 and falls to 0, there from 0.2 and to 0.07 of the
     peak. The weights are averaged without writing the average back every five steps (Lookahead), because a rate that
     ends at 0 settles them as well; the average mostly smooths the statistics of batch norm. Shifted images are filled
     with the mean colour, not mirrored at the edge. The bias of the first layer learns until the end, and the last batch
-    of an epoch is used, too. And it trains for 20 epochs, there 9.9, because JPEG coding costs half a percent.
+    of an epoch is used, too. And it trains for 16 epochs, there 9.9, for a margin above 94 % of the test images.
     """
     return _config(
         overrides,
         recipe="cifar10-fast",
         model="raytrain.models:cifar10_fast",
         image_size=(32, 32),
-        epochs=20,
+        epochs=16,
         batch_size=1024,  # for any number of workers
         # There the loss is a sum over the 1,024 images of a batch, here their mean, so a rate here is 1,024 times as
         # large: 11.5 / (1024 * (1 + 1 / (1 - 0.85))) * 1024 = 1.5.
@@ -99,11 +99,11 @@ def cifar10_fast(**overrides: Any) -> TrainConfig:
         momentum=0.85,
         nesterov=True,
         schedule="linear",
-        warmup_epochs=4.6,  # 23 % of the epochs
+        warmup_epochs=3.7,  # 23 % of the epochs
         label_smoothing=0.2,
         ema_decay=0.95,
         channels_last=True,
-        evaluate_every=5,  # an evaluation predicts six views of each image, which takes nearly half as long as an epoch
+        evaluate_every=4,  # an evaluation predicts six views of each image, which takes nearly half as long as an epoch
         flip_test=True,
         shift_test=True,
         alternating_flip=True,
