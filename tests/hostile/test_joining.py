@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from raytrain import UsageError
+from raytrain.backends.ray import connection
 from raytrain.backends.ray.connection import Connection
 from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE
@@ -35,15 +36,32 @@ def joins_a_cluster() -> bool:
         opened.close()
 
 
-def test_the_address_that_was_read_is_the_one_that_is_joined(note: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_address_that_was_read_is_the_one_that_is_joined(
+    note: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = note.read_text().strip()
     opened = Connection(None)
     note.write_text("127.0.0.1:1\n")  # changed by somebody between the look and the connection
-    with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \("):
+    asked: list[str] = []
+
+    def refuse(address: str) -> None:
+        asked.append(address)
+        raise UsageError("nobody answers")
+
+    monkeypatch.setattr(connection, "_check_answers", refuse)
+    with pytest.raises(UsageError):
         opened.connect()
+    assert asked == [address]
     assert [record.getMessage() for record in caplog.records if record.name == "raytrain"] == [
         f"Joining the Ray cluster at {address}, which was started on this machine; --address local starts a new one."
     ]
+
+
+@pytest.mark.slow  # Ray asks for 40 seconds
+def test_what_listens_without_being_a_ray_cluster_is_not_joined(note: Path) -> None:
+    address = note.read_text().strip()
+    with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \("):
+        Connection(None).connect()
 
 
 @pytest.mark.parametrize(("owner", "joined"), [(0, True), (None, True), (65534, False)])
