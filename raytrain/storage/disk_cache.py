@@ -7,6 +7,7 @@ sake. So a part of a data set that is larger than the cache stays, while each fi
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -15,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,10 +52,14 @@ class DiskCache:
         if not _belongs_to_user(self.folder) or not speed.disk_is_worth_it():
             return speed.fetch(fetch)
         path = self._path(name)
-        if (kept := speed.read(lambda: self._read(path))) is None:
-            kept = speed.fetch(fetch)
-            self._keep(path, kept)
-        return kept
+        if (kept := speed.read(lambda: self._read(path))) is not None:
+            return kept
+        with nullcontext(False) if _room(self).closed else _turn(path) as waited:
+            kept = self._read(path) if waited else None
+            if kept is None:
+                kept = speed.fetch(fetch)
+                self._keep(path, kept)
+            return kept
 
     def _path(self, name: str) -> Path:
         digest = hashlib.sha256(name.encode()).hexdigest()
@@ -90,6 +95,53 @@ class DiskCache:
             _room(self).close()
 
 
+@contextmanager
+def _turn(path: Path) -> Iterator[bool]:
+    """Let one process at a time fetch an entry: those that decode images of one shard want it at the same moment.
+
+    Yields whether this one has waited for another. Threads of one process do not wait: the second one is there because
+    the first one's request is slow.
+    """
+    if path in _fetched_here:
+        yield False
+        return
+    _fetched_here.add(path)
+    try:
+        with _locked(path) as waited:
+            yield waited
+    finally:
+        _fetched_here.discard(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    lock = path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
+    try:
+        number = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:  # a disk that refuses costs a request at worst
+        yield False
+        return
+    try:
+        yield _wait_for(number)
+        with suppress(FileNotFoundError):
+            os.unlink(lock)  # whoever waits for it finds the entry
+    finally:
+        os.close(number)
+
+
+def _wait_for(lock: int) -> bool:
+    """Take a lock; whether another process had it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return True
+    return False
+
+
+_fetched_here: set[Path] = set()
+
+
 class _Entry(NamedTuple):
     used_at: float
     num_bytes: int
@@ -116,6 +168,11 @@ class _Room:
                 return False
             self._left_bytes -= num_bytes
             return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process writes no more: there is no room, or the disk refuses."""
+        return self._closed
 
     def close(self) -> None:
         """Write no more in this process."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import build_manifest
 from raytrain.demo.s3_server import S3Server
+from raytrain.storage import disk_cache
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
 from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import faulty_s3
@@ -64,6 +70,45 @@ def test_what_was_fetched_once_is_read_from_the_disk_by_later_runs_too(bucket: B
         bucket.get(cache(tmp_path), 1)
         bucket.get(cache(tmp_path), 2)
     assert bucket.fetched == [1, 2]
+
+
+def fetch_slowly(folder: str, begun: Event, may_end: Event) -> None:
+    """In another process: fetch what ``Bucket`` calls 1, as long as the test says."""
+
+    def fetch() -> bytes:
+        begun.set()
+        may_end.wait()
+        return bytes([1]) * 10 * KB
+
+    cache(Path(folder)).get("name 1", fetch)
+
+
+@pytest.mark.parametrize(("ending", "fetched"), [("finishes", []), ("is killed", [1])])
+def test_what_another_process_fetches_is_waited_for(
+    ending: str, fetched: list[int], bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn = get_context("spawn")
+    begun, may_end, waits = spawn.Event(), spawn.Event(), threading.Event()
+    other = spawn.Process(target=fetch_slowly, args=(str(tmp_path), begun, may_end))
+    other.start()
+    begun.wait()
+    flock = disk_cache.fcntl.flock
+
+    def tell_of_waiting(number: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            waits.set()
+        flock(number, how)
+
+    monkeypatch.setattr(disk_cache.fcntl, "flock", tell_of_waiting)
+    with ThreadPoolExecutor(1) as threads:
+        got = threads.submit(bucket.get, cache(tmp_path), 1)
+        got.add_done_callback(lambda _: waits.set())
+        waits.wait()
+        may_end.set() if ending == "finishes" else other.kill()
+        got.result()
+    other.join()
+    assert bucket.fetched == fetched
+    assert not list(tmp_path.glob("unfinished-*"))
 
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"x" + data[1:]])
