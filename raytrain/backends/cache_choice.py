@@ -47,7 +47,8 @@ def choose_cache(
     room = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
     train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
-    return CacheChoice(train, test_bytes <= room, _disk_if_useful(config, data) if used_again and not train else None)
+    read_again = used_again or data.train.packing is not None  # several blocks need images of one shard
+    return CacheChoice(train, test_bytes <= room, _disk_if_useful(config, data) if read_again and not train else None)
 
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:

@@ -7,9 +7,9 @@ other worker reads, except for one at each end; and the order does not depend on
 
 How many lanes? If there are more workers than lanes, several workers read the same shards, which is a reason for many
 lanes. But a worker has the windows of all of its lanes open at once, and each of its data tasks fetches those that its
-blocks need, which is a reason for few. With 32 lanes, windows of 2 and shards of 1 MiB, photographs are fetched about
-three times an epoch by one worker with many tasks, once by 8 workers, and four times by 128. Small images are fetched
-by every task; but a million of them is a gigabyte.
+blocks need, which is a reason for few. With 32 lanes, windows of 2 and shards of 1 MiB, photographs would be fetched
+about three times an epoch by one worker with many tasks, once by 8 workers, and four times by 128, if the tasks of a
+machine did not share what they fetch on its disk (``--cache auto``, ``disk``).
 """
 
 from __future__ import annotations

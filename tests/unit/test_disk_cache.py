@@ -26,6 +26,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import build_manifest
+from raytrain.data.shards import assign_shards
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import disk_cache
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
@@ -246,10 +247,10 @@ def test_images_are_fetched_once_and_anew_if_they_were_replaced(
         assert len(gets) == 21
 
 
-def choice(url: str, memory_bytes: int = 0, **options: Any) -> CacheChoice:
+def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: Any) -> CacheChoice:
     """What is kept of a run of three epochs with the images of ``url``."""
     store = open_store(url)
-    manifest = build_manifest(store)
+    manifest = assign_shards(build_manifest(store), url) if packed else build_manifest(store)
     data = Dataset(store, store, manifest, manifest, FORMAT, FORMAT, (0.0,) * 3, (1.0,) * 3)
     given = TrainConfig(data=url, batch_size=2, **{"epochs": 3, **options})
     config = given.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
@@ -262,6 +263,7 @@ def test_auto_takes_memory_if_the_images_fit_else_the_disk_if_they_are_used_agai
     too_large = choice(url, cache_folder=str(tmp_path))
     assert not too_large.train and too_large.disk is not None and too_large.disk.folder == str(tmp_path)
     assert choice(url, cache_folder=str(tmp_path), epochs=1).disk is None
+    assert choice(url, cache_folder=str(tmp_path), epochs=1, packed=True).disk is not None
     assert choice(url, cache="none").disk is None
 
 
