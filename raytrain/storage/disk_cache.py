@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -96,7 +96,7 @@ class DiskCache:
 
 
 @contextmanager
-def _turn(path: Path) -> Iterator[bool]:
+def _turn(path: Path) -> Generator[bool, None, None]:
     """Let one process at a time fetch an entry: those that decode images of one shard want it at the same moment.
 
     Yields whether this one has waited for another. Threads of one process do not wait: the second one is there because
@@ -114,7 +114,7 @@ def _turn(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def _locked(path: Path) -> Generator[bool, None, None]:
     lock = path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
     try:
         number = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
