@@ -49,6 +49,11 @@ class Placement:
     accelerator_type: str | None = None
     """The type of GPU that each worker needs; None if any will do, or if it needs none."""
 
+    @property
+    def cpus_beside_start(self) -> float:
+        """CPUs that are free while the workers start: until then each takes a whole one, whatever it computes with."""
+        return (self.cpus + self.data_cpus - 1.0) * self.num_workers
+
 
 def place(config: TrainConfig, found: Hardware) -> Placement:
     """Workers, their device and their CPUs; raises UsageError if more is asked for than the cluster has.

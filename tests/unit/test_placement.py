@@ -1,4 +1,4 @@
-"""GPUs of a type that the user names."""
+"""GPUs of a type that the user names, and CPUs beside the workers."""
 
 from __future__ import annotations
 
@@ -47,3 +47,9 @@ def test_the_types_are_those_of_rays_nodes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": each} for each in nodes])
     found = hardware.cluster_hardware()
     assert found.gpu_types == {"L4": 6, "T4": 1} and found.gpus == 7
+
+
+@pytest.mark.parametrize(("cores", "workers", "free"), [(2, 2, 0), (2, 1, 1), (8, 6, 2), (64, 8, 56), (2, 4, -2)])
+def test_cores_that_starting_workers_leave_free(cores: int, workers: int, free: int) -> None:
+    placement = place(config(workers=workers, device="cpu"), Hardware(1, float(cores), 0.0, 10**9))
+    assert round(placement.cpus_beside_start) == free

@@ -22,9 +22,9 @@ _CLOSE_S = 10.0
 class CacheFiller:
     """Reads data sets into the object store, one after the other, and reports each block to the run's coordinator.
 
-    The driver reads the first blocks itself, so that training can start. Ray Data reads the rest. It starts after the
-    workers, not beside them, because both keep every core busy. The filler lives in the driver, which owns the blocks:
-    they outlast any worker, and Ray reads lost ones again.
+    The driver reads the first blocks itself, so that training can begin. Ray Data reads the rest, from :meth:`start`:
+    after the workers have started if both together would keep every core busy. The filler lives in the driver, which
+    owns the blocks: they outlast any worker, and Ray reads lost ones again.
     """
 
     def __init__(
@@ -34,26 +34,26 @@ class CacheFiller:
         self._cpus = cpus
         self._sets = sets
         self._refs: list[Any] = []
-        self._workers_run = threading.Event()
+        self._started = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._fill, daemon=True, name="cache")
         self._thread.start()
 
-    def workers_started(self) -> None:
-        """Read the rest, now that the workers have started."""
-        self._workers_run.set()
+    def start(self) -> None:
+        """Read the rest from now on."""
+        self._started.set()
 
     def close(self) -> None:
         """Stop reading, and release the blocks."""
         self._closed = True
-        self._workers_run.set()
+        self._started.set()
         self._thread.join(_CLOSE_S)
         self._refs.clear()
 
     def _fill(self) -> None:
         try:
             heads = {name: self._add_head(name) for name in self._sets}
-            self._workers_run.wait()
+            self._started.wait()
             for name, (images, order) in self._sets.items():
                 for _, ref in block_refs(images, [order], self._cpus, first=heads[name]):
                     if self._closed:

@@ -22,6 +22,8 @@ from raytrain.data.manifest import Manifest
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import LentCredentials
 
+_CPUS_TO_FILL_BESIDE_START = 2.0  # a process that reads takes seconds of a core to start: fewer would delay the workers
+
 
 class DataFeed:
     """Training and test images on their way to the workers, from :meth:`start` to :meth:`close`.
@@ -72,11 +74,13 @@ class DataFeed:
             opened.callback(streams.close)
             self._filler = CacheFiller(self._coordinator, cpus, self._to_cache())
             opened.callback(self._filler.close)
+            if placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
+                self._filler.start()
             self._opened = opened.pop_all()
 
     def workers_started(self) -> None:
         """The workers run: the cores that they needed to start are free for reading."""
-        self._filler.workers_started()
+        self._filler.start()
 
     def close(self) -> None:
         """Stop reading, and release what was read."""
