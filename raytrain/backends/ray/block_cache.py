@@ -9,8 +9,8 @@ import ray
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs, read_block
-from raytrain.data.block_order import CacheOrder
+from raytrain.backends.ray.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
+from raytrain.data.block_order import BlockRef, CacheOrder
 from raytrain.data.blocks import Block, to_block
 from raytrain.data.decode import ImageShape
 
@@ -22,9 +22,9 @@ _CLOSE_S = 10.0
 class CacheFiller:
     """Reads data sets into the object store, one after the other, and reports each block to the run's coordinator.
 
-    The driver reads the first blocks itself, so that training can begin. Ray Data reads the rest, from :meth:`start`:
-    after the workers have started if both together would keep every core busy. The filler lives in the driver, which
-    owns the blocks: they outlast any worker, and Ray reads lost ones again.
+    The driver reads the first blocks itself, so that training can begin. Tasks read the rest, from :meth:`start`: after
+    the workers have started if both together would keep every core busy. The filler lives in the driver, which owns
+    the blocks: they outlast any worker, and Ray reads lost ones again.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class CacheFiller:
             heads = {name: self._add_head(name) for name in self._sets}
             self._started.wait()
             for name, (images, order) in self._sets.items():
-                for _, ref in block_refs(images, [order], self._cpus, first=heads[name]):
+                turns = (BlockRef(0, number) for number in range(heads[name], len(order)))
+                for _, ref in blocks_by_tasks(images, [order], turns, self._cpus.num_tasks, self._cpus.task):
                     if self._closed:
                         return
                     self._add(name, ref)

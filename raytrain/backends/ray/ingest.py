@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -79,31 +79,31 @@ class DataCpus:
         return max(1, round(self.all / self.task))
 
 
-def block_refs(
-    images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, first: int = 0
-) -> Iterator[tuple[int, Any]]:
-    """References of the blocks of all ``orders``, in turn, as they are read: number of the order, and reference.
-
-    The first ``first`` turns are left out.
-    """
-    turns = islice(interleave(orders), first, None)
+def block_refs(images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus) -> Iterator[tuple[int, Any]]:
+    """References of the blocks of all ``orders``, in turn, as they are read: number of the order, and reference."""
+    turns = interleave(orders)
     head = list(islice(turns, images.within(_HEAD_BLOCKS, _HEAD_BYTES) * len(orders)))
     piped = Prefetch(_by_pipelines(images, orders, cpus, turns), depth=2)  # starts now
     try:
-        yield from _by_tasks(images, orders, cpus, head)
+        # They take no CPUs of the cluster: the pipeline beside them has those for reading, and workers need the others.
+        yield from blocks_by_tasks(images, orders, head, cpus.num_tasks, task_cpus=0)
         yield from piped
     finally:
         piped.close(_CLOSE_S)  # otherwise its thread asks a cluster that may have ended by then
 
 
-def _by_tasks(
-    images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Sequence[BlockRef]
+def blocks_by_tasks(
+    images: ImageSet, orders: Sequence[BlockOrder], turns: Iterable[BlockRef], at_a_time: int, task_cpus: float
 ) -> Iterator[tuple[int, Any]]:
-    read = ray.remote(read_block).options(num_cpus=cpus.task)
+    """The same for ``turns`` alone, without Ray Data: sooner, but without a limit on what is read and not yet used.
+
+    ``at_a_time`` tasks of ``task_cpus`` each run at a time. The blocks lie on all nodes; a lost one is read again.
+    """
+    read = ray.remote(read_block).options(num_cpus=task_cpus, max_retries=-1, scheduling_strategy="SPREAD")
     asked: deque[tuple[int, Any]] = deque()
     running: list[Any] = []
     for which, number in turns:
-        if len(running) >= cpus.num_tasks:  # more of them would wait for CPUs that starting workers need
+        if len(running) >= at_a_time:  # more of them would wait for CPUs that starting workers need
             _, running = ray.wait(running, num_returns=1, fetch_local=False)
         asked.append((which, read.remote(images, orders[which], number)))
         running.append(asked[-1][1])

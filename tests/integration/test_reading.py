@@ -1,0 +1,75 @@
+"""What reading leaves to the workers of a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs
+from raytrain.data.decode import ImageFormat, ImageShape
+from raytrain.data.manifest import build_manifest
+from raytrain.storage.open import open_store
+
+
+@dataclass(frozen=True)
+class Slow:
+    """An order whose blocks are not known before ``released`` is there; a file tells of each that is asked for."""
+
+    folder: Path
+
+    @property
+    def released(self) -> Path:
+        return self.folder / "released"
+
+    def __len__(self) -> int:
+        return 20
+
+    def samples(self, number: int) -> Any:
+        (self.folder / str(number)).touch()
+        while not self.released.exists():
+            time.sleep(0.1)
+        raise RuntimeError("released")
+
+    def epoch(self, number: int) -> int:
+        return 0
+
+    def priority(self, number: int) -> int:
+        return number
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_workers_find_room_while_the_first_blocks_are_read(images: Path, tmp_path: Path) -> None:
+    import ray
+    from ray.exceptions import RayTaskError
+    from ray.util import placement_group, remove_placement_group
+
+    store = open_store(str(images))
+    manifest = build_manifest(store)
+    image_set = ImageSet(store, ImageFormat(ImageShape(12, 12, 3)), ray.put(manifest), len(manifest), packed=False)
+    order: Any = Slow(tmp_path)
+    blocks = block_refs(image_set, [order], DataCpus(all=1.0, task=0.5))  # of 2 CPUs
+
+    def read() -> None:
+        with suppress(RayTaskError):  # when the test is over
+            for _, ref in blocks:
+                ray.get(ref)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        until = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 4:  # two of the first blocks, and two of the pipeline
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        workers = placement_group([{"CPU": 0.5}] * 2)
+        assert workers.wait(20)
+        remove_placement_group(workers)
+    finally:
+        order.released.touch()
+        reader.join(60)
