@@ -19,8 +19,8 @@ from tests.helpers.small_runs import assert_same_weights, config, make_images
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 OPTIONS = {"batch_size": 200, "epochs": 2}
-KILLS = {"ray::read_block": 2, "ray::MapBatches": 2}
-"""Kills for each kind of reading process: single tasks at the start of the run, then the tasks of Ray Data."""
+KILLS = {"memory": {"ray::read_block": 4}, "none": {"ray::read_block": 2, "ray::MapBatches": 2}}
+"""Kills for each kind of process: single tasks fill a cache, and read the start of a stream; Ray Data reads its rest."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def undisturbed(ray_cluster: None, bucket: Path, tmp_path_factory: pytest.TempPa
 class Killer:
     """Kills the client of every 50th request, until each kind of process was killed as often as ``left`` says."""
 
-    def __init__(self) -> None:
-        self.left = Counter(KILLS)
+    def __init__(self, kills: dict[str, int]) -> None:
+        self.left = Counter(kills)
         self._num_requests = 0
         self._lock = threading.Lock()
 
@@ -74,7 +74,7 @@ def test_killed_readers_lose_no_samples(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    killer = Killer()
+    killer = Killer(KILLS[cache])
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     with faulty_s3(server.endpoint_url, interfere=killer.interfere) as proxy:
