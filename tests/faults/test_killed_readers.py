@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.m
 
 OPTIONS = {"batch_size": 200, "epochs": 2}
 KILLS = {"memory": {"ray::read_block": 4}, "none": {"ray::read_block": 2, "ray::MapBatches": 2}}
-"""Kills for each kind of process: single tasks fill a cache, and read the start of a stream; Ray Data reads its rest."""
+"""Kills for each kind of process: single tasks fill a cache, and start a stream; Ray Data reads the rest of it."""
 
 
 @pytest.fixture(scope="module")
