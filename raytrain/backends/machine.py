@@ -36,7 +36,7 @@ def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
 
 def image_memory() -> tuple[str, int]:
     """The folder for files of decoded images, and the bytes that they may take."""
-    wanted = int(_CACHE_FRACTION * _available_bytes())
+    wanted = int(_CACHE_FRACTION * available_bytes())
     room = {folder: min(wanted, _free_bytes(folder)) for folder in (_SHARED_MEMORY, tempfile.gettempdir())}
     return max(room.items(), key=lambda item: item[1])  # of equals the first
 
@@ -47,7 +47,7 @@ def _free_bytes(folder: str) -> int:
     return 0
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that can be taken without swapping, within the limit of the container."""
     limits = [_read_number(Path(path).read_text()) for path in _LIMITS if os.access(path, os.R_OK)]
     for line in Path("/proc/meminfo").read_text().splitlines():

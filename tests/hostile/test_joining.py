@@ -31,7 +31,7 @@ def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def joins_a_cluster() -> bool:
     opened = Connection(None)
     try:
-        return not opened.started_here
+        return not opened.is_own
     finally:
         opened.close()
 

@@ -78,7 +78,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
     environments: list[Mapping[str, str]] = []
     monkeypatch.setattr(connection, "LocalCluster", environments.append)
     monkeypatch.setattr(connection, "is_connected", lambda: False)
-    monkeypatch.setattr(connection, "_local_cluster_address", lambda: None)
+    monkeypatch.setattr(connection, "ray_start_address", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return environments
 

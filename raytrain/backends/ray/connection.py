@@ -7,12 +7,14 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from typing import Any
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.lean_imports import lean_imports
 from raytrain.backends.ray.local_cluster import LocalCluster
-from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback
+from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, job_config, on_loopback
+from raytrain.backends.ray.ray_start import ray_start_address
+from raytrain.backends.ray.warm_cluster import WarmCluster
 from raytrain.errors import UsageError
 from raytrain.runs.startup_log import STARTUP
 
@@ -27,11 +29,17 @@ class Connection:
     ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
     for a new one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine,
     else a new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
-    ``before_start`` is called before a new one is started, and may raise what speaks against it.
+    ``before_start`` is called before a new one is started, and may raise what speaks against it. ``warm`` says that
+    instead of a new one it may be the one of ``raytrain up``, which one command uses at a time.
     """
 
     def __init__(
-        self, address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
+        self,
+        address: str | None,
+        gpus: str | None = None,
+        before_start: Callable[[], None] | None = None,
+        *,
+        warm: bool = True,
     ) -> None:
         # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. This must
         # be set before Ray is loaded.
@@ -54,13 +62,15 @@ class Connection:
             )
         if starts_here and before_start is not None:
             before_start()
-        self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
+        warm = warm and not gpus and self._address != "local"
+        kept = WarmCluster.take() if starts_here and warm else None
+        self._own = kept or (LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None)
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
 
     @property
-    def started_here(self) -> bool:
-        """Whether the cluster was started for this connection."""
+    def is_own(self) -> bool:
+        """Whether the cluster is this machine alone, and nobody else uses it as long as the connection is open."""
         return self._own is not None
 
     def connect(self) -> None:
@@ -77,13 +87,14 @@ class Connection:
             _check_answers(self._address)
         import ray
 
-        address = self._address
+        address, variables = self._address, None
         if self._own is not None:
-            address = self._own.address()
+            address, variables = self._own.address(), self._own.job_variables
             self._opened.enter_context(on_loopback())
         assert address is not None
+        job: Any = job_config(variables) if variables else None
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
         self._opened.callback(_leave)
@@ -91,7 +102,7 @@ class Connection:
     @staticmethod
     def _running_here() -> str | None:
         """The address of the cluster that runs on this machine, which the user hears of."""
-        address = _local_cluster_address()
+        address = ray_start_address()
         if address is not None:
             _LOG.warning(
                 "Joining the Ray cluster at %s, which was started on this machine; --address local starts a new one.",
@@ -108,10 +119,14 @@ class Connection:
 
 @contextmanager
 def connection(
-    address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
+    address: str | None,
+    gpus: str | None = None,
+    before_start: Callable[[], None] | None = None,
+    *,
+    warm: bool = True,
 ) -> Iterator[Connection]:
     """A :class:`Connection`: its cluster is starting when the ``with`` block begins, and is left when it ends."""
-    opened = Connection(address, gpus, before_start)
+    opened = Connection(address, gpus, before_start, warm=warm)
     try:
         yield opened
     finally:
@@ -120,7 +135,7 @@ def connection(
 
 def uses_cluster(address: str | None) -> bool:
     """Whether there is a cluster to use, or the user asks for one; otherwise, a :class:`Connection` starts one."""
-    return bool(address or is_connected() or os.environ.get("RAY_ADDRESS") or _local_cluster_address())
+    return bool(address or is_connected() or os.environ.get("RAY_ADDRESS") or ray_start_address())
 
 
 def is_connected() -> bool:
@@ -186,20 +201,3 @@ def _no_cluster(address: str, reason: str) -> UsageError:
         f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or use --address local for a "
         "new cluster on this machine."
     )
-
-
-def _local_cluster_address() -> str | None:
-    """The address of a cluster that this user, or root, started on this machine with ``ray start``, if it answers.
-
-    Ray writes the address into a folder that everybody may write to. Another user's cluster would run this user's code,
-    and would be shown this user's token. Found without importing Ray, which takes a second.
-    """
-    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
-    with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
-            return None
-        address = file.read().strip()
-        host, port = address.rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=1.0):
-            return address
-    return None

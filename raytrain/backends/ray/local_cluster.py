@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from raytrain.backends.ray.lean_imports import lean
@@ -23,13 +23,13 @@ from raytrain.errors import UsageError
 
 # Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
 # The driver reads these, too, whenever it starts a run: usage statistics are a thread that would outlive it.
-_WITHOUT_EXTRAS = {
+WITHOUT_EXTRAS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _OF_THE_CLUSTER = {
-    **_WITHOUT_EXTRAS,
+    **WITHOUT_EXTRAS,
     **LOOPBACK_ENVIRONMENT,
     # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
     # CPUs.
@@ -47,13 +47,16 @@ class LocalCluster:
     Until it is closed, this process's variables are those that Ray wants to see in the driver of such a cluster.
     """
 
+    job_variables: Mapping[str, str] | None = None
+    """What Ray is to set in the processes of each run; they have all variables of this process anyway."""
+
     def __init__(self, environment: Mapping[str, str]) -> None:
-        driver = {**_WITHOUT_EXTRAS, **_token_settings()}
-        self._environment = lean({**os.environ, **driver, **_OF_THE_CLUSTER, **environment})
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(driver_variables())
+        self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **environment})
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
+        self._opened.callback(self._stderr.close)
         self._process = self._start()
-        self._before = {name: os.environ.get(name) for name in driver}
-        os.environ.update(driver)
 
     def address(self) -> str:
         """The cluster's address, once it is up; raises UsageError with the reason if it could not start."""
@@ -67,19 +70,18 @@ class LocalCluster:
             self._process = self._start()
         raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
 
+    @property
+    def runs(self) -> bool:
+        """Whether the process that holds it does."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the cluster, wait until its processes are gone, and put this process's variables back."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
-        self._stderr.close()
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        self._before = {}
+        self._opened.close()
 
     def _start(self) -> subprocess.Popen[str]:
         # A session of its own: a Ctrl-C in the terminal is for the driver alone.
@@ -99,6 +101,22 @@ class LocalCluster:
         self._stderr.seek(0)
         lines = [line.strip() for line in self._stderr if line.strip()]
         return lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
+
+
+@contextlib.contextmanager
+def driver_variables() -> Iterator[None]:
+    """While open, this process's variables are those that Ray wants to see in the driver of such a cluster."""
+    variables = {**WITHOUT_EXTRAS, **_token_settings()}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _token_settings() -> dict[str, str]:

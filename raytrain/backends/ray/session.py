@@ -63,8 +63,8 @@ class RemoteMonitor:
 class RunSession:
     """A run that trains while the session is open. When it closes, nothing of the run is left in the cluster.
 
-    ``own_cluster`` says that the cluster ends with this process. Raises UsageError if the cluster has too little for
-    the run.
+    ``own_cluster`` says that nobody else uses the cluster, which is this machine. Raises UsageError if the cluster has
+    too little for the run.
     """
 
     def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool) -> None:
@@ -193,5 +193,6 @@ class RunSession:
             train_origin=self._feed.origin,
             test_cached=self._feed.test_cached,
             threads=self._placement.threads,
+            folder=os.getcwd() if self._own_cluster else None,
             coordinator=self._coordinator,
         )

@@ -35,7 +35,8 @@ class TrainerThread:
     """Runs ``work`` on every worker of ``placement``, and restarts failed workers up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. ``own_cluster`` says
-    that the cluster ends with this process. Ray Train keeps notes of its own in ``folder``.
+    that nobody else uses the cluster, which is this machine, and that this process leaves it at the end. Ray Train
+    keeps notes of its own in ``folder``.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class WorkerSpec:
     train_origin: Cursor | None  # where the cached training images start; None if they are streamed
     test_cached: bool
     threads: int
+    folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
     coordinator: CoordinatorHandle
 
 
@@ -54,6 +56,8 @@ def work(spec: WorkerSpec) -> None:
     """Train on this worker until the run ends or stops."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     torch.set_num_threads(spec.threads)
+    if spec.folder is not None:
+        os.chdir(spec.folder)  # a loop or a model may read files by relative paths
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = spec.run.config
     device = ray.train.torch.get_device() if config.device == "cuda" else torch.device("cpu")

@@ -1,13 +1,15 @@
-"""Commands that look at the machines."""
+"""Commands that look at the machines, or keep Ray ready on this one."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
-from tyro.conf import arg
+from tyro.conf import FlagCreatePairsOff, arg
 
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, Storage
+from raytrain.cli.commands.confirm import confirmed
 
 
 def doctor(
@@ -24,6 +26,41 @@ def doctor(
 
     report = diagnose(data, storage, address)
     return CommandResult(doctor_page(report), report.summary(), exit_code=0 if report.ok else 1)
+
+
+def up(
+    idle_minutes: Annotated[float, arg(help="End it when nobody has used it for so many minutes.")] = 60.0,
+) -> CommandResult:
+    """Keep Ray ready on this machine: runs on Ray then start three times as fast, until `raytrain down`.
+
+    Example: raytrain up --idle-minutes 120
+    """
+    from raytrain.backends.ray.warm_cluster import keep_warm
+
+    kept = keep_warm(idle_minutes)
+    text = (
+        f"Ray is ready at {kept.address}: {kept.num_processes} processes wait for the next run on this machine. They "
+        f"end with `raytrain down`, or when nobody has used them for {kept.idle_minutes:g} minutes."
+    )
+    return CommandResult(text, dataclasses.asdict(kept))
+
+
+def down(
+    yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask, also if a run uses it.")] = False,
+) -> CommandResult:
+    """End the Ray that `raytrain up` keeps ready.
+
+    Example: raytrain down
+    """
+    from raytrain.backends.ray.warm_cluster import end, locked, running
+
+    if (found := running()) is None:
+        return CommandResult("No Ray is kept ready on this machine.", {"ended": None})
+    with locked() as free:
+        if not free and not yes and not confirmed("A command uses the Ray of `raytrain up`. End both?"):
+            return CommandResult("Nothing was ended.", {"ended": None}, exit_code=1)
+        end(found)
+    return CommandResult("Ray has ended.", {"ended": found.address})
 
 
 def devices(address: Address = None) -> CommandResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import RunName, Storage
+from raytrain.cli.commands.confirm import confirmed
 from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def rm(
         raise UsageError("raytrain rm takes the names of runs; `raytrain runs` lists them.")
     for name in runs:
         open_run(storage, name)
-    if not yes and not _confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
+    if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
         return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
     num_files = sum(delete_run(storage, name) for name in runs)
     return CommandResult(f"Deleted {', '.join(runs)}: {num_files:,} files.", {"deleted": runs, "files": num_files})
@@ -109,12 +109,3 @@ def logs(
     else:
         show(reader.snapshot())
     return CommandResult("\n".join(texts) or ("" if follow else "There is nothing yet."), {"run": run, "lines": texts})
-
-
-def _confirmed(question: str) -> bool:
-    """Ask whoever sits at the terminal. Raises UsageError if nobody does."""
-    if not sys.stdin.isatty():
-        raise UsageError("Nobody can be asked here; add --yes to delete without a question.")
-    from raytrain.runs.printable import one_line
-
-    return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")

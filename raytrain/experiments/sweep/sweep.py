@@ -104,7 +104,7 @@ def sweep(
                 evaluations,
                 loop,
                 early_stopping=early_stopping,
-                own_cluster=cluster.started_here,
+                own_cluster=cluster.is_own,
             )
             recorder = SweepRecorder(prepared, planned, session.num_steps)
             with signals or StopSignals() as signals, recorder, session:

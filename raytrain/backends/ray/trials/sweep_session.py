@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
@@ -46,7 +47,7 @@ class SweepSession:
             these is an epoch and an accuracy on the test images.
         loop: the training loop; None for the built-in one.
         early_stopping: whether trials that are worse than the others are asked to stop.
-        own_cluster: whether the cluster ends with this process.
+        own_cluster: whether nobody else uses the cluster, which is this machine.
 
     Raises UsageError if the cluster has too little for the sweep.
     """
@@ -197,6 +198,7 @@ class SweepSession:
             cache_plan=self._specs[0].plan,
             weights=self._weights[number],
             threads=self._placement.threads,
+            folder=os.getcwd() if self._own_cluster else None,
             coordinator=self._coordinator,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ class TrialSpec:
     cache_plan: BatchPlan  # the order of the training images in the object store, the same for all trials
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
     threads: int
+    folder: str | None  # as for workers of a run
     coordinator: SweepCoordinatorHandle
 
 
@@ -59,6 +61,8 @@ def train_trial(config: dict[str, Any], specs: dict[int, TrialSpec]) -> None:
     if ray.get(spec.coordinator.wait_for_stop_request.remote(0.0)) is None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         torch.set_num_threads(spec.threads)
+        if spec.folder is not None:
+            os.chdir(spec.folder)
         with claim_run(spec.run.store, spec.run.config.name) as claim:
             _Trial(replace(spec, run=replace(spec.run, store=claim.owned_store))).train()
 
