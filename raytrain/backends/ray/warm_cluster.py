@@ -34,7 +34,7 @@ JOB_VARIABLES = {**WITHOUT_EXTRAS, "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
 """What Ray Train sets in some processes of a run, and here in all: those that wait fit only equal variables."""
 _KEEPER = "raytrain.backends.ray.warm_keeper"
 _ENDS_WITHIN_S = 30.0
-_LOCK_TRIES, _LOCK_AGAIN_S = 3, 0.05  # others only look whether it is locked, which takes microseconds
+_LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.05  # who keeps it locks it once a second, for a moment
 _LOG = logging.getLogger("raytrain")
 
 
@@ -173,16 +173,6 @@ def locked() -> Iterator[bool]:
                 return
             time.sleep(_LOCK_AGAIN_S)
         yield False
-
-
-def is_in_use() -> bool:
-    """Whether a command uses the kept cluster."""
-    with open(_file("lock"), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def remember(kept: WarmRay) -> None:

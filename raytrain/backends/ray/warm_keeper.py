@@ -26,7 +26,7 @@ from raytrain.backends.ray.warm_cluster import (
     READY_FOLDER,
     WarmRay,
     forget,
-    is_in_use,
+    locked,
     remember,
     this_version,
     visible_gpus,
@@ -114,11 +114,15 @@ def keep(idle_minutes: float) -> None:
 
 def _wait_until_idle(cluster: LocalCluster, pool: Pool, idle_s: float, ended: threading.Event) -> None:
     used_at = time.monotonic()
-    while cluster.runs and not ended.wait(_LOOK_EVERY_S) and time.monotonic() - used_at < idle_s:
-        if is_in_use():
-            used_at = time.monotonic()
-        else:
-            pool.fill()
+    while cluster.runs and not ended.wait(_LOOK_EVERY_S):
+        with locked() as free:
+            if not free:
+                used_at = time.monotonic()
+            elif time.monotonic() - used_at < idle_s:
+                pool.fill()
+            else:
+                forget()  # before a command can lock it
+                return
 
 
 if __name__ == "__main__":

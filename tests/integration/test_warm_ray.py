@@ -1,0 +1,92 @@
+"""Runs on the Ray that `raytrain up` keeps, with the real Ray: their processes are those that waited."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.small_runs import make_images
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LOOP = """
+import os
+from raytrain.training.loop import train as built_in
+
+def loop(run):
+    with open("folder-of-the-command.txt") as file:
+        open(f"{file.read()}-{run.rank}.txt", "w").write(str(os.getpid()))
+    built_in(run)
+"""
+
+
+class Machine:
+    """Runs commands in ``folder`` with a home of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+        self._environment = {name: value for name, value in os.environ.items() if name not in names}
+        self._environment |= {"HOME": str(folder), "RAY_TMPDIR": str(folder)}
+
+    def command(self, *words: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "raytrain", *words],
+            cwd=self.folder,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def train(self, name: str) -> tuple[int, str, str]:
+        (self.folder / "folder-of-the-command.txt").write_text(name)
+        options = "--data images --workers 2 --device cpu --model resnet18 --batch-size 20 --epochs 1 --loop own.py:loop --json"
+        return self.command("train", "custom", "--name", name, *options.split())
+
+
+@pytest.fixture
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    folder = tmp_path_factory.mktemp("m")
+    (folder / "images").mkdir()
+    make_images(folder / "images", 60)
+    (folder / "own.py").write_text(LOOP)
+    machine = Machine(folder)
+    yield machine
+    machine.command("down", "--yes")
+
+
+def waiting(keeper: int) -> set[int]:
+    children = psutil.Process(keeper).children(recursive=True)
+    return {child.pid for child in children if child.cmdline()[:1] == ["ray::IDLE"]}
+
+
+def test_a_run_uses_processes_that_waited_and_leaves_as_many(machine: Machine) -> None:
+    code, out, errors = machine.command("up", "--json")
+    assert code == 0, errors
+    kept = json.loads(out)
+    before = waiting(kept["pid"])
+    assert len(before) == kept["num_processes"]
+    for name in ("first", "second"):
+        code, out, errors = machine.train(name)
+        assert code == 0, errors
+        assert json.loads(out.splitlines()[-1])["status"] == "finished"
+        assert "Using the Ray that `raytrain up` keeps" in errors
+        workers = {int(file.read_text()) for file in machine.folder.glob(f"{name}-?.txt")}
+        assert len(workers) == 2
+        assert workers <= before
+        while len(after := waiting(kept["pid"])) < len(before):  # the test's time limit ends this
+            time.sleep(0.5)
+        before = after
+    code, out, errors = machine.command("down")
+    assert (code, out.strip()) == (0, "Ray has ended."), errors
+    assert not psutil.pid_exists(kept["pid"])
