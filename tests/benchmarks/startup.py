@@ -32,6 +32,7 @@ def measure(bench: Bench) -> Report:
         "the same under torchrun": [*_TORCHRUN, *train],
     }
     sides = {name: Side(start_up, {"module": command}) for name, command in commands.items()}
+    sides["the same after raytrain up"] = Side(start_up_warm, {"module": train})
     sides[f"{bare_loop}, without the grammar that JupyterLab brings"] = Side(
         start_up, {"module": commands[bare_loop], "without_grammar": True}
     )
@@ -39,18 +40,34 @@ def measure(bench: Bench) -> Report:
     wall, cpu = (
         [Figure(name, "s", [each[kind] for each in values]) for name, values in results.items()] for kind in _KINDS
     )
-    bare, ray, local, torchrun, lean_bare = (figure.median for figure in wall)
+    bare, ray, local, torchrun, warm, lean_bare = (figure.median for figure in wall)
     bare_cpu, ray_cpu, *_, lean_bare_cpu = (figure.median for figure in cpu)
     checks = [
         Check("raytrain : bare", ray / bare, at_most=0.8),
         Check("raytrain : bare, seconds of a core", ray_cpu / bare_cpu, at_most=0.9),
         Check("raytrain : bare without the grammar", ray / lean_bare, at_most=0.8),
         Check("raytrain : bare without the grammar, seconds of a core", ray_cpu / lean_bare_cpu, at_most=0.9),
+        Check("after raytrain up : bare", warm / bare, at_most=0.35),
         Check("--backend local : raytrain", local / ray, at_most=0.5),
         Check("--backend local : torchrun", local / torchrun, at_most=0.8),
     ]
     figures = wall + [replace(figure, name=f"{figure.name}, all cores together") for figure in cpu]
     return Report("startup: seconds after the start of the process, on both workers", figures, checks)
+
+
+def start_up_warm(module: list[str], folder: str) -> dict[str, float]:
+    """The same on the Ray that ``raytrain up`` keeps, without what that command takes."""
+    from raytrain.backends.ray.warm_cluster import end, keep_warm
+
+    os.environ.update({NOTES: str(Path(folder, "notes")), "HOME": folder})
+    kept = keep_warm(60)
+    waiting = CpuOfTree(kept.pid)
+    waiting.look()
+    before = waiting.seconds
+    took = start_up(module, folder)
+    waiting.look()
+    end(kept)
+    return took | {"cpu": took["cpu"] + waiting.seconds - before}
 
 
 def start_up(module: list[str], folder: str, *, without_grammar: bool = False) -> dict[str, float]:
