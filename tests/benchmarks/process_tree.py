@@ -36,16 +36,12 @@ class CpuOfTree:
         self._pid = pid
         self._seconds: dict[int, float] = {}
 
-    def look(self) -> None:
-        """Read the times of all processes that there are."""
+    def look(self) -> float:
+        """Read the times of all processes that there are; returns the seconds of a core."""
         for process in _descendants(self._pid):
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 self._seconds[process.pid] = times.user + times.system
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a core."""
         return sum(self._seconds.values())
 
 

@@ -61,17 +61,17 @@ def start_up_warm(module: list[str], folder: str) -> dict[str, float]:
 
     os.environ.update({NOTES: str(Path(folder, "notes")), "HOME": folder})
     kept = keep_warm(60)
-    waiting = CpuOfTree(kept.pid)
-    waiting.look()
-    before = waiting.seconds
-    took = start_up(module, folder)
-    waiting.look()
+    took = start_up(module, folder, kept=kept.pid)
     end(kept)
-    return took | {"cpu": took["cpu"] + waiting.seconds - before}
+    return took
 
 
-def start_up(module: list[str], folder: str, *, without_grammar: bool = False) -> dict[str, float]:
+def start_up(
+    module: list[str], folder: str, *, without_grammar: bool = False, kept: int | None = None
+) -> dict[str, float]:
     """End the command as soon as both workers have noted their start; ``without_grammar``: see ``lean_imports.py``.
+
+    ``kept`` is a process whose descendants work for the command, too.
 
     Returns the seconds until then (``wall``), and those of a core that its processes took (``cpu``).
     """
@@ -80,11 +80,12 @@ def start_up(module: list[str], folder: str, *, without_grammar: bool = False) -
     started = time.time()
     environment = (lean(os.environ) if without_grammar else dict(os.environ)) | {NOTES: str(notes)}
     command = subprocess.Popen([sys.executable, "-m", *module], env=environment, cwd=folder)
-    tree = CpuOfTree(command.pid)
+    trees = [CpuOfTree(pid) for pid in (command.pid, kept) if pid is not None]
+    used = before = sum(tree.look() for tree in trees)
     while len(times := notes.read_text().split()) < 2:
         if command.poll() is not None:
             raise RuntimeError(f"{module} ended with {command.returncode} before both workers had started")
         time.sleep(_LOOK_EVERY_S)
-        tree.look()
+        used = sum(tree.look() for tree in trees)
     end_tree(command)
-    return {"wall": max(map(float, times)) - started, "cpu": tree.seconds}
+    return {"wall": max(map(float, times)) - started, "cpu": used - before}

@@ -50,8 +50,8 @@ class Machine:
 
     def train(self, name: str) -> tuple[int, str, str]:
         (self.folder / "folder-of-the-command.txt").write_text(name)
-        options = "--data images --workers 2 --device cpu --model resnet18 --batch-size 20 --epochs 1 --loop own.py:loop"
-        return self.command("train", "custom", "--name", name, "--json", *options.split())
+        options = "--data images --workers 2 --model resnet18 --batch-size 20 --epochs 1 --loop own.py:loop --json"
+        return self.command("train", "custom", "--name", name, "--device", "cpu", *options.split())
 
 
 @pytest.fixture

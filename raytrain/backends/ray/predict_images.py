@@ -19,7 +19,8 @@ from raytrain.backends.predict_request import (
     samples_of_block,
 )
 from raytrain.backends.ray.credential_server import serving_credentials
-from raytrain.backends.ray.ingest import ImageSet, chosen, configure
+from raytrain.backends.ray.image_pipeline import configure
+from raytrain.backends.ray.ingest import ImageSet, chosen
 from raytrain.backends.ray.private_api import is_repeated_task
 from raytrain.data.decode import ImageShape
 from raytrain.data.image_reader import ImageReader

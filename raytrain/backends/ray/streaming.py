@@ -17,7 +17,8 @@ from ray.exceptions import RayError
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
-from raytrain.backends.ray.ingest import DataCpus, ImageSet, block_refs
+from raytrain.backends.ray.image_pipeline import block_refs
+from raytrain.backends.ray.ingest import DataCpus, ImageSet
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import WorkerOrder

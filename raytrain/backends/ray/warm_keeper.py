@@ -37,9 +37,9 @@ _LOOK_EVERY_S = 1.0
 _LOOK_AT_START_EVERY_S = 0.1
 _READY_WITHIN_S = 180.0
 _BESIDE_WORKERS = 3  # the coordinator, and two processes of Ray Train
-_MOST_READERS = 4
+_READERS_PER_CORE, _MOST_READERS = 2, 4  # some read the start of a stream while others start with its rest
 _MOST_PROCESSES = 16
-_PROCESS_BYTES = 720 * 1024**2
+_PROCESS_BYTES = 540 * 1024**2  # with its share of what all have in common
 _SETTINGS = {
     "RAY_preload_python_modules": "raytrain.backends.ray.warm_process",
     "RAY_prestart_worker_first_driver": "0",  # processes that fit no run here would take the cores as one starts
@@ -86,7 +86,7 @@ def _waits(process: str) -> bool:
 def pool_size() -> int:
     """As many processes as a run on this machine uses, if they take at most half of the memory that is free."""
     found = machine_hardware()
-    wanted = _BESIDE_WORKERS + int(found.gpus or found.cpus) + min(int(found.cpus), _MOST_READERS)
+    wanted = _BESIDE_WORKERS + int(found.gpus or found.cpus) + min(_READERS_PER_CORE * int(found.cpus), _MOST_READERS)
     return max(1, min(wanted, _MOST_PROCESSES, available_bytes() // 2 // _PROCESS_BYTES))
 
 
