@@ -165,7 +165,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         leave(config, "finished")
         return RunStatus(status="finished")
 
-    monkeypatch.setattr(Connection, "__init__", lambda *_: None)
+    monkeypatch.setattr(Connection, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(Connection, "connect", lambda _: None)
     monkeypatch.setattr(Connection, "close", lambda _: None)
     found = Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
