@@ -113,7 +113,7 @@ class _Cached:
         order = CacheOrder(partition.plan, origin, images.rows_per_block)
         self._partition = partition
         self._blocks = SharedBlocks(folder, order, images.format.shape, images.read)
-        self._cache = CachedBlocks(self._blocks, images.rows_per_block, partition.plan, origin)
+        self._cache = CachedBlocks(self._blocks, order)
 
     def batches(self, first_step: int) -> Iterator[LocalBatch]:
         return batches_from_cache(self._partition, self._cache, first_step)

@@ -183,5 +183,5 @@ def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
             with signals:
                 STARTUP.info("starting the workers …")
                 wait_for_machines(config, lambda: signals.stop_request is not None)
-                with RunSession(prepared, request, own_cluster=cluster.is_own) as session:
+                with RunSession(prepared, request, own_cluster=cluster.is_own, keeps_images=cluster.is_kept) as session:
                     return session.watch()

@@ -87,8 +87,14 @@ class CacheOrder:
     def samples(self, number: int) -> Int64s:
         """Samples of block ``number``."""
         start = number * self.rows_per_block
-        rows = np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64)
-        return self.plan.each_once(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
+        return self._in_rows(np.arange(start, min(start + self.rows_per_block, self.plan.num_samples), dtype=np.int64))
+
+    def row_of_sample(self) -> Int64s:
+        """In which row of the whole data set each sample is, (num_samples,)."""
+        rows = np.arange(self.plan.num_samples, dtype=np.int64)
+        row_of_sample = np.empty_like(rows)
+        row_of_sample[self._in_rows(rows)] = rows
+        return row_of_sample
 
     def epoch(self, number: int) -> int:
         """The first epoch that uses block ``number``; later ones use it again."""
@@ -97,6 +103,9 @@ class CacheOrder:
     def priority(self, number: int) -> int:
         """Blocks are needed in the order of their numbers."""
         return number
+
+    def _in_rows(self, rows: Int64s) -> Int64s:
+        return self.plan.each_once(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
 
 
 BlockOrder = WorkerOrder | CacheOrder

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.arrow_arrays import number_array, numbers
-from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.block_order import CacheOrder
 from raytrain.data.decode import ImageShape, Pixels
 from raytrain.data.permutation import Int64s
 
@@ -51,19 +51,21 @@ def to_table(pixels: Pixels, labels: Int64s, samples: Int64s) -> pa.Table:
     return pa.table({"image": column, "label": number_array(labels), "sample": number_array(samples)})
 
 
+def smallest_label(table: pa.Table) -> int:
+    """The smallest label in a table of :func:`to_table`; below 0 if an image could not be read."""
+    return int(numbers(table.column("label")).min())
+
+
 class CachedBlocks:
-    """A whole data set as blocks in memory; their row ``r`` is position ``origin.position + r`` of epoch
-    ``origin.epoch``, if each sample came once.
+    """A whole data set as blocks in memory, whose samples are in the given order.
 
     ``block(i)`` returns block ``i`` and waits until it is available, so that training can start with the first block.
     """
 
-    def __init__(self, block: Callable[[int], Block], rows_per_block: int, plan: BatchPlan, origin: Cursor) -> None:
+    def __init__(self, block: Callable[[int], Block], order: CacheOrder) -> None:
         self._block = block
-        self._rows_per_block = rows_per_block
-        positions = (origin.position + np.arange(plan.num_samples, dtype=np.int64)) % plan.num_samples
-        self._row_of_sample = np.empty(plan.num_samples, np.int64)
-        self._row_of_sample[plan.each_once(origin.epoch, positions)] = np.arange(plan.num_samples)
+        self._rows_per_block = order.rows_per_block
+        self._row_of_sample = order.row_of_sample()
 
     def gather(self, samples: Int64s) -> Block:
         """Copy the images of ``samples`` (see :meth:`BatchPlan.samples`) out of the blocks, in their order."""

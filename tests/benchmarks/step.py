@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from raytrain import models
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.decode import ImageShape
 from raytrain.data.image_reader import ImageReader
@@ -182,15 +183,14 @@ class MemorySource:
     partition: Partition
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return batches_from_cache(
-            self.partition, CachedBlocks(self._block, BLOCK_ROWS, self.partition.plan, Cursor()), first_step
-        )
+        order = CacheOrder(self.partition.plan, Cursor(), BLOCK_ROWS)
+        return batches_from_cache(self.partition, CachedBlocks(self._block, order), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
         one_batch = BatchPlan(len(self.images), BATCH, 1, 0, max_steps=1)
         return batches_from_cache(
             Partition(one_batch, self.partition.rank, self.partition.loads),
-            CachedBlocks(self._block, BLOCK_ROWS, one_batch, Cursor()),
+            CachedBlocks(self._block, CacheOrder(one_batch, Cursor(), BLOCK_ROWS)),
             0,
         )
 

@@ -1,4 +1,4 @@
-"""Runs on the Ray that `raytrain up` keeps, with the real Ray: their processes are those that waited."""
+"""Runs on the Ray that `raytrain up` keeps, with the real Ray: they use its processes, and the last one's images."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +27,10 @@ def loop(run):
         open(f"{file.read()}-{run.rank}.txt", "w").write(str(os.getpid()))
     built_in(run)
 """
+
+
+# No image is read for mean and standard deviation, and another seed holds out no others.
+OPTIONS = "--epochs 2 --cache memory --mean 0.5 0.5 0.5 --std 0.3 0.3 0.3 --test-data images"
 
 
 class Machine:
@@ -48,10 +53,10 @@ class Machine:
         )
         return done.returncode, done.stdout, done.stderr
 
-    def train(self, name: str) -> tuple[int, str, str]:
+    def train(self, name: str, *more: str) -> tuple[int, str, str]:
         (self.folder / "folder-of-the-command.txt").write_text(name)
-        options = "--data images --workers 2 --model resnet18 --batch-size 20 --epochs 1 --loop own.py:loop --json"
-        return self.command("train", "custom", "--name", name, "--device", "cpu", *options.split())
+        options = f"{OPTIONS} --data images --workers 2 --model resnet18 --batch-size 20 --loop own.py:loop --json"
+        return self.command("train", "custom", "--name", name, "--device", "cpu", *options.split(), *more)
 
 
 @pytest.fixture
@@ -90,3 +95,29 @@ def test_a_run_uses_processes_that_waited_and_leaves_as_many(machine: Machine) -
     code, out, errors = machine.command("down")
     assert (code, out.strip()) == (0, "Ray has ended."), errors
     assert not psutil.pid_exists(kept["pid"])
+
+
+def spoil(folder: Path) -> None:
+    """Make every image unreadable, as a listing does not show."""
+    for file in filter(Path.is_file, folder.rglob("*")):
+        before = file.stat()
+        file.write_bytes(bytes(before.st_size))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_the_next_run_on_the_same_images_reads_none_of_them(machine: Machine) -> None:
+    undisturbed = result(machine.train("undisturbed", "--seed", "1", "--backend", "local"))
+    assert machine.command("up")[0] == 0
+    first = result(machine.train("first"))
+    spoil(machine.folder / "images")
+    second = result(machine.train("second", "--seed", "1"))
+    assert second["test_loss"] == pytest.approx(undisturbed["test_loss"])
+    assert second["test_loss"] != pytest.approx(first["test_loss"])
+    code, _, errors = machine.train("other", "--image-size", "40", "40")
+    assert (code, "cannot be used" in errors) == (1, True), errors
+
+
+def result(ended: tuple[int, str, str]) -> dict[str, Any]:
+    code, out, errors = ended
+    assert code == 0, errors
+    return json.loads(out.splitlines()[-1])

@@ -30,9 +30,8 @@ def all_streamed(partition: Partition, first_step: int, rows_per_block: int) -> 
 
 
 def all_cached(partition: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
-    origin = partition.plan.cursor(first_step)
-    order = CacheOrder(partition.plan, origin, rows_per_block)
-    blocks = CachedBlocks(lambda number: block(order.samples(number)), rows_per_block, partition.plan, origin)
+    order = CacheOrder(partition.plan, partition.plan.cursor(first_step), rows_per_block)
+    blocks = CachedBlocks(lambda number: block(order.samples(number)), order)
     return list(batches_from_cache(partition, blocks, first_step))
 
 

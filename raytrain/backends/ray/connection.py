@@ -73,6 +73,11 @@ class Connection:
         """Whether the cluster is this machine alone, and nobody else uses it as long as the connection is open."""
         return self._own is not None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the cluster is that of ``raytrain up``, which outlives the connection."""
+        return isinstance(self._own, WarmCluster)
+
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` if there is none at the address."""
         if is_connected():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import ray
 
 from raytrain.backends.cache_choice import choose_cache
 from raytrain.backends.placement import Placement
-from raytrain.backends.ray.block_cache import CacheFiller
+from raytrain.backends.ray.block_cache import CachedImages, CacheFiller
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import DataCpus, ImageSet
+from raytrain.backends.ray.kept_images import ImageKeeperHandle, KeptImages, identity, image_keeper
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.backends.ray.streaming import StreamReader
 from raytrain.config import ResolvedConfig
@@ -28,6 +30,8 @@ _CPUS_TO_FILL_BESIDE_START = 2.0  # a process that reads takes seconds of a core
 class DataFeed:
     """Training and test images on their way to the workers, from :meth:`start` to :meth:`close`.
 
+    ``keeps_images``: whether the decoded images stay in the cluster for the next run.
+
     Raises UsageError if ``--cache memory`` asks for more than an object store has.
     """
 
@@ -39,6 +43,8 @@ class DataFeed:
         test_plan: BatchPlan,
         first_step: int,
         object_store_bytes: int,
+        *,
+        keeps_images: bool,
     ) -> None:
         choice = choose_cache(config, data, plan, first_step, object_store_bytes)
         self._config = config
@@ -46,12 +52,13 @@ class DataFeed:
         self._plan = plan
         self._test_plan = test_plan
         self._first_step = first_step
-        self.train_cached, self.test_cached = choice.train, choice.test
+        self._choice = choice
+        self._keeps_images = keeps_images
 
     @property
-    def origin(self) -> Cursor | None:
-        """Where the cached training images start; None if they are streamed."""
-        return self._plan.cursor(self._first_step) if self.train_cached else None
+    def orders(self) -> dict[str, CacheOrder]:
+        """The order in which each cached data set is kept."""
+        return {name: cached.order for name, cached in self._cached.items()}
 
     def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials) -> None:
         """Describe the images to data tasks and workers, as ``train`` and ``test``.
@@ -63,16 +70,18 @@ class DataFeed:
         self._credentials = credentials
         self.train = self._image_set(data.train_store, data.train, data.train_format)
         self.test = self._image_set(data.test_store, data.test, data.test_format)
+        self._keeper = image_keeper() if self._keeps_images else None
+        self._cached = self._to_cache() if self._keeper is None else self._kept(self._to_cache(), self._keeper)
 
     def start(self, placement: Placement) -> None:
         """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
         cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
-        expected = None if self.train_cached else Stream(0, 0, "train", self._first_step, placement.num_workers)
+        expected = None if "train" in self._cached else Stream(0, 0, "train", self._first_step, placement.num_workers)
         sets = {"train": (self.train, self._plan), "test": (self.test, self._test_plan)}
         with ExitStack() as opened:
             streams = StreamReader(self._coordinator, cpus, sets, self._config.worker_load or (), expected)
             opened.callback(streams.close)
-            self._filler = CacheFiller(self._coordinator, cpus, self._to_cache())
+            self._filler = CacheFiller(self._coordinator, cpus, self._cached, self._keeper)
             opened.callback(self._filler.close)
             if placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
                 self._filler.start()
@@ -96,10 +105,28 @@ class DataFeed:
             packed=manifest.packing is not None,
         )
 
-    def _to_cache(self) -> dict[str, tuple[ImageSet, CacheOrder]]:
-        to_cache: dict[str, tuple[ImageSet, CacheOrder]] = {}
-        if self.origin is not None:
-            to_cache["train"] = (self.train, CacheOrder(self._plan, self.origin, self.train.rows_per_block))
-        if self.test_cached:
-            to_cache["test"] = (self.test, CacheOrder(self._test_plan, Cursor(), self.test.rows_per_block))
+    def _to_cache(self) -> dict[str, CachedImages]:
+        to_cache: dict[str, CachedImages] = {}
+        if self._choice.train:
+            origin = self._plan.cursor(self._first_step)
+            to_cache["train"] = CachedImages(self.train, CacheOrder(self._plan, origin, self.train.rows_per_block))
+        if self._choice.test:
+            order = CacheOrder(self._test_plan, Cursor(), self.test.rows_per_block)
+            to_cache["test"] = CachedImages(self.test, order)
         return to_cache
+
+    def _kept(self, to_cache: dict[str, CachedImages], keeper: ImageKeeperHandle) -> dict[str, CachedImages]:
+        """The same with the blocks that the keeper has, in their order."""
+        data = self._data
+        files: dict[str, tuple[Manifest, ImageFormat]] = {
+            "train": (data.train, data.train_format),
+            "test": (data.test, data.test_format),
+        }
+        keys = {name: identity(name, *files[name]) for name in to_cache}
+        found: dict[str, KeptImages] = ray.get(
+            keeper.begin.remote({keys[name]: cached.order for name, cached in to_cache.items()})
+        )
+        return {
+            name: replace(cached, identity=key, order=found[key].order, kept=found[key].blocks)
+            for (name, cached), key in zip(to_cache.items(), keys.values(), strict=True)
+        }

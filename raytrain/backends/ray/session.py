@@ -63,11 +63,11 @@ class RemoteMonitor:
 class RunSession:
     """A run that trains while the session is open. When it closes, nothing of the run is left in the cluster.
 
-    ``own_cluster`` says that nobody else uses the cluster, which is this machine. Raises UsageError if the cluster has
-    too little for the run.
+    ``own_cluster`` says that nobody else uses the cluster, which is this machine, and ``keeps_images`` that it keeps
+    the decoded images for the next run. Raises UsageError if the cluster has too little for the run.
     """
 
-    def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool) -> None:
+    def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool, keeps_images: bool) -> None:
         found = cluster_hardware()
         self._placement = place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
@@ -82,7 +82,13 @@ class RunSession:
         self._spec = run_spec(config, prepared.data, prepared.store, request.loop, num_workers)
         pickle_by_value(self._spec.transforms)
         self._feed = DataFeed(
-            config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step, found.object_store_bytes
+            config,
+            prepared.data,
+            self._spec.plan,
+            self._spec.test_plan,
+            prepared.first_step,
+            found.object_store_bytes,
+            keeps_images=keeps_images,
         )
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
@@ -190,8 +196,8 @@ class RunSession:
             train=self._feed.train,
             test=self._feed.test,
             weights=self._weights,
-            train_origin=self._feed.origin,
-            test_cached=self._feed.test_cached,
+            train_order=self._feed.orders.get("train"),
+            test_order=self._feed.orders.get("test"),
             threads=self._placement.threads,
             folder=os.getcwd() if self._own_cluster else None,
             coordinator=self._coordinator,

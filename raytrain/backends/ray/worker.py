@@ -22,7 +22,7 @@ from raytrain.backends.ray.ingest import ImageSet
 from raytrain.backends.ray.private_api import announced_preemption
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.backends.ray.streaming import stream_blocks
-from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import CachedBlocks
 from raytrain.data.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
@@ -45,8 +45,8 @@ class WorkerSpec:
     train: ImageSet
     test: ImageSet
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
-    train_origin: Cursor | None  # where the cached training images start; None if they are streamed
-    test_cached: bool
+    train_order: CacheOrder | None  # in which the training images are kept; None if they are streamed
+    test_order: CacheOrder | None
     threads: int
     folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
     coordinator: CoordinatorHandle
@@ -92,19 +92,17 @@ class RayBatches:
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         """This worker's part of each global batch from ``first_step`` on."""
-        origin = self._spec.train_origin
-        if origin is None:
+        order = self._spec.train_order
+        if order is None:
             return self._stream("train", self._spec.train.shape, self._train, first_step)
-        cache = self._cache("train", self._spec.train, self._spec.run.plan, origin)
-        return batches_from_cache(self._train, cache, first_step)
+        return batches_from_cache(self._train, self._cache("train", self._spec.train, order), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
         """This worker's part of the test images."""
-        if not self._spec.test_cached:
+        order = self._spec.test_order
+        if order is None:
             return self._stream("test", self._spec.test.shape, self._test, 0)
-        return batches_from_cache(
-            self._test, self._cache("test", self._spec.test, self._spec.run.test_plan, Cursor()), 0
-        )
+        return batches_from_cache(self._test, self._cache("test", self._spec.test, order), 0)
 
     def _stream(self, dataset: str, shape: ImageShape, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
@@ -112,10 +110,10 @@ class RayBatches:
         blocks = stream_blocks(self._spec.coordinator, stream, partition.rank, shape)
         return batches_from_stream(partition, blocks, first_step)
 
-    def _cache(self, dataset: str, images: ImageSet, plan: BatchPlan, origin: Cursor) -> CachedBlocks:
+    def _cache(self, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:
         if dataset not in self._caches:
             remote = RemoteBlocks(self._spec.coordinator, dataset, images.shape)
-            self._caches[dataset] = CachedBlocks(remote, images.rows_per_block, plan, origin)
+            self._caches[dataset] = CachedBlocks(remote, order)
         return self._caches[dataset]
 
 

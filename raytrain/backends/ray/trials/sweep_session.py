@@ -48,6 +48,7 @@ class SweepSession:
         loop: the training loop; None for the built-in one.
         early_stopping: whether trials that are worse than the others are asked to stop.
         own_cluster: whether nobody else uses the cluster, which is this machine.
+        keeps_images: whether the cluster keeps the decoded images for the next run.
 
     Raises UsageError if the cluster has too little for the sweep.
     """
@@ -61,6 +62,7 @@ class SweepSession:
         *,
         early_stopping: bool,
         own_cluster: bool,
+        keeps_images: bool,
     ) -> None:
         found = cluster_hardware()
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
@@ -87,6 +89,7 @@ class SweepSession:
             shared.test_plan,
             0,
             found.object_store_bytes,
+            keeps_images=keeps_images,
         )
 
     @property
@@ -195,7 +198,8 @@ class SweepSession:
             first_step=self._trials[number].first_step,
             train=self._feed.train,
             test=self._feed.test,
-            cache_plan=self._specs[0].plan,
+            train_order=self._feed.orders["train"],
+            test_order=self._feed.orders["test"],
             weights=self._weights[number],
             threads=self._placement.threads,
             folder=os.getcwd() if self._own_cluster else None,

@@ -20,7 +20,7 @@ from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import ImageSet
 from raytrain.backends.ray.trials.sweep_coordinator import SweepCoordinatorHandle
 from raytrain.backends.run_watcher import RunWatcher
-from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import CachedBlocks
 from raytrain.data.dataset import write_manifests
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
@@ -48,7 +48,8 @@ class TrialSpec:
     first_step: int
     train: ImageSet
     test: ImageSet
-    cache_plan: BatchPlan  # the order of the training images in the object store, the same for all trials
+    train_order: CacheOrder  # in which the training images are kept, the same for all trials
+    test_order: CacheOrder
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
     threads: int
     folder: str | None  # as for workers of a run
@@ -142,8 +143,8 @@ class SharedBatches:
         run = spec.run
         self._train = Partition(run.plan, 0, (1.0,))
         self._test = Partition(run.test_plan, 0, (1.0,))
-        self._train_blocks = _blocks(spec, "train", spec.train, spec.cache_plan)
-        self._test_blocks = _blocks(spec, "test", spec.test, run.test_plan)
+        self._train_blocks = _blocks(spec, "train", spec.train, spec.train_order)
+        self._test_blocks = _blocks(spec, "test", spec.test, spec.test_order)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         """The trial's batches from ``first_step`` on."""
@@ -154,9 +155,8 @@ class SharedBatches:
         return batches_from_cache(self._test, self._test_blocks, 0)
 
 
-def _blocks(spec: TrialSpec, dataset: str, images: ImageSet, plan: BatchPlan) -> CachedBlocks:
-    remote = RemoteBlocks(cast(CoordinatorHandle, spec.coordinator), dataset, images.shape)
-    return CachedBlocks(remote, images.rows_per_block, plan, Cursor())
+def _blocks(spec: TrialSpec, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:
+    return CachedBlocks(RemoteBlocks(cast(CoordinatorHandle, spec.coordinator), dataset, images.shape), order)
 
 
 def _trial_status(monitor: RunMonitor, status: str, error: str | None = None) -> TrialStatus:
