@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,26 @@ from tests.helpers.small_runs import make_images
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOOP = """
+import json
 import os
+import random
+import numpy
 from raytrain.training.loop import train as built_in
 
 def loop(run):
     with open("folder-of-the-command.txt") as file:
-        open(f"{file.read()}-{run.rank}.txt", "w").write(str(os.getpid()))
+        name = file.read()
+    with open(f"{name}-{run.rank}.json", "w") as file:
+        json.dump([os.getppid(), random.random(), numpy.random.random()], file)
     built_in(run)
 """
 
 
 # No image is read for mean and standard deviation, and another seed holds out no others.
 OPTIONS = "--epochs 2 --cache memory --mean 0.5 0.5 0.5 --std 0.3 0.3 0.3 --test-data images"
+
+
+FORKS = "raytrain.backends.ray.fork_server"
 
 
 class Machine:
@@ -70,31 +77,19 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     machine.command("down", "--yes")
 
 
-def waiting(keeper: int) -> set[int]:
-    children = psutil.Process(keeper).children(recursive=True)
-    return {child.pid for child in children if child.cmdline()[:1] == ["ray::IDLE"]}
-
-
-def test_a_run_uses_processes_that_waited_and_leaves_as_many(machine: Machine) -> None:
+def test_workers_are_forked_and_draw_different_numbers(machine: Machine) -> None:
     code, out, errors = machine.command("up", "--json")
     assert code == 0, errors
     kept = json.loads(out)
-    before = waiting(kept["pid"])
-    assert len(before) == kept["num_processes"]
+    servers = {child.pid for child in psutil.Process(kept["pid"]).children(recursive=True) if FORKS in child.cmdline()}
     for name in ("first", "second"):
-        code, out, errors = machine.train(name)
-        assert code == 0, errors
-        assert json.loads(out.splitlines()[-1])["status"] == "finished"
-        assert "Using the Ray that `raytrain up` keeps" in errors
-        workers = {int(file.read_text()) for file in machine.folder.glob(f"{name}-?.txt")}
-        assert len(workers) == 2
-        assert workers <= before
-        while len(after := waiting(kept["pid"])) < len(before):  # the test's time limit ends this
-            time.sleep(0.5)
-        before = after
+        assert result(machine.train(name))["status"] == "finished"
+        workers = [json.loads(file.read_text()) for file in machine.folder.glob(f"{name}-?.json")]
+        assert {parent for parent, *_ in workers} == servers
+        assert len({number for _, *drawn in workers for number in drawn}) == 4
     code, out, errors = machine.command("down")
     assert (code, out.strip()) == (0, "Ray has ended."), errors
-    assert not psutil.pid_exists(kept["pid"])
+    assert not [pid for pid in (kept["pid"], *servers) if psutil.pid_exists(pid)]
 
 
 def spoil(folder: Path) -> None:

@@ -7,12 +7,11 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.lean_imports import lean_imports
 from raytrain.backends.ray.local_cluster import LocalCluster
-from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, job_config, on_loopback
+from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, on_loopback
 from raytrain.backends.ray.ray_start import ray_start_address
 from raytrain.backends.ray.warm_cluster import WarmCluster
 from raytrain.errors import UsageError
@@ -92,14 +91,13 @@ class Connection:
             _check_answers(self._address)
         import ray
 
-        address, variables = self._address, None
+        address = self._address
         if self._own is not None:
-            address, variables = self._own.address(), self._own.job_variables
+            address = self._own.address()
             self._opened.enter_context(on_loopback())
         assert address is not None
-        job: Any = job_config(variables) if variables else None
         try:
-            ray.init(address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
         self._opened.callback(_leave)

@@ -17,9 +17,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from raytrain.backends.ray import fork_client
 from raytrain.backends.ray.lean_imports import lean
 from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT, start_head
 from raytrain.errors import UsageError
+from raytrain.storage.tempdir import TemporaryFolder
 
 # Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
 # The driver reads these, too, whenever it starts a run: usage statistics are a thread that would outlive it.
@@ -34,6 +36,8 @@ _OF_THE_CLUSTER = {
     # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
     # CPUs.
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
+    # The first processes wait until the fork server has imported what they need.
+    "RAY_worker_register_timeout_seconds": "180",
 }
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
@@ -46,9 +50,6 @@ class LocalCluster:
 
     Until it is closed, this process's variables are those that Ray wants to see in the driver of such a cluster.
     """
-
-    job_variables: Mapping[str, str] | None = None
-    """What Ray is to set in the processes of each run; they have all variables of this process anyway."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
@@ -144,9 +145,33 @@ def hold() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    head = start_head()  # it ends with this process
-    print(head.gcs_address, flush=True)
-    sys.stdin.read()
+    with _fork_server() as variables:
+        os.environ.update(variables)
+        head = start_head(fork_client.__file__)  # it ends with this process
+        print(head.gcs_address, flush=True)
+        sys.stdin.read()
+
+
+@contextlib.contextmanager
+def _fork_server() -> Iterator[dict[str, str]]:
+    """While open, a process that forks those that Ray starts; gives the variable that they need."""
+    # Ray reads these when it is imported, so they are the same in all forked processes: no job yet, as in those that
+    # Ray starts ahead of work, and the process with which they end.
+    ray_variables = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
+    with TemporaryFolder() as folder:
+        path = str(folder / "socket")
+        server = subprocess.Popen(
+            [sys.executable, "-m", "raytrain.backends.ray.fork_server", path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
+            env={**os.environ, **ray_variables},
+        )
+        try:
+            yield {fork_client.FORK_SERVER: path}
+        finally:
+            server.kill()
+            server.wait()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -106,25 +106,12 @@ ASHA_RESULT = PrivateApi(
 AUTOSCALER_STATUS = PrivateApi(
     "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", "say why no more machines come, such as a cloud's quota"
 )
-RAYLET_STUB = PrivateApi(
-    "ray.core.generated.node_manager_pb2_grpc",
-    "NodeManagerServiceStub",
-    "have processes started before a run needs them",
+WORKER_PROGRAM = PrivateApi(
+    "ray._private.workers.default_worker", "__file__", "fork Ray's processes from one that has imported what they need"
 )
-PRESTART_REQUEST = PrivateApi("ray.core.generated.node_manager_pb2", "PrestartWorkersRequest", RAYLET_STUB.purpose)
-JOB_CONFIG_MESSAGE = PrivateApi(
-    "ray.job_config", "JobConfig._get_proto_job_config", "have all processes of a run fit those that wait"
-)
-GRPC_TOKEN = PrivateApi(
-    "ray._private.authentication.grpc_authentication_client_interceptor",
-    "_get_authentication_metadata_tuple",
-    "show this machine's token to its own node",
-)
-WARN_BLOCKING = PrivateApi(
-    "ray._common.constants",
-    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR",
-    "give all processes of a run the variables that Ray Train gives some, since only equal ones share a pool",
-)
+SETUP_ARGUMENTS = PrivateApi("ray._private.workers.setup_worker", "parser", WORKER_PROGRAM.purpose)
+RUNTIME_ENVIRONMENT = PrivateApi("ray._private.runtime_env.context", "RuntimeEnvContext", WORKER_PROGRAM.purpose)
+UPDATE_VARIABLES = PrivateApi("ray._private.utils", "update_envs", WORKER_PROGRAM.purpose)
 JOB_SERVER_REQUEST = PrivateApi(
     "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
 )
@@ -148,15 +135,13 @@ PRIVATE_APIS = (
     TRIAL_ERROR,
     ASHA_RESULT,
     AUTOSCALER_STATUS,
-    RAYLET_STUB,
-    PRESTART_REQUEST,
-    JOB_CONFIG_MESSAGE,
-    GRPC_TOKEN,
-    WARN_BLOCKING,
+    WORKER_PROGRAM,
+    SETUP_ARGUMENTS,
+    RUNTIME_ENVIRONMENT,
+    UPDATE_VARIABLES,
     JOB_SERVER_REQUEST,
 )
 _OBJECT_STORE = "object_store_memory"
-_KEPT_S = 10**9  # otherwise Ray ends idle processes
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
 LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -185,8 +170,10 @@ def on_loopback() -> Iterator[None]:
         setattr(constants, IS_CLUSTER_ALLOWED.name, before)
 
 
-def start_head() -> Any:
+def start_head(program: str) -> Any:
     """Start a cluster on this machine, at the ``gcs_address`` of what is returned. It ends with this process.
+
+    ``program`` is the file of a Python program that Ray starts for each of its processes in place of its own.
 
     ``ray.init`` would start three more Python processes: a server for a dashboard even without a dashboard, one that
     sends logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
@@ -197,43 +184,14 @@ def start_head() -> Any:
         def start_api_server(self, **_: Any) -> None:
             """Start none."""
 
-    parameters = NODE_PARAMETERS.load()(include_dashboard=False, include_log_monitor=False, no_monitor=True)
+    parameters = NODE_PARAMETERS.load()(
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        worker_path=program,
+        setup_worker_path=program,
+    )
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
-
-
-def start_processes(address: str, number: int, variables: Mapping[str, str]) -> None:
-    """Have the only node of the cluster at ``address`` start processes that wait for work, and return at once.
-
-    They are for actors and tasks of a job that :func:`job_config` describes with the same ``variables``.
-    """
-    import grpc
-
-    (node,) = GCS_CLIENT.load()(address=address).get_all_node_info().values()
-    request = PRESTART_REQUEST.load()(language=0, keep_alive_duration_secs=_KEPT_S, num_workers=number)
-    request.runtime_env_info.serialized_runtime_env = _runtime_environment(variables)
-    with grpc.insecure_channel(f"{node.node_manager_address}:{node.node_manager_port}") as channel:
-        RAYLET_STUB.load()(channel).PrestartWorkers(request, metadata=GRPC_TOKEN.load()(), timeout=30.0)
-
-
-def job_config(variables: Mapping[str, str]) -> Any:
-    """The description of a job that sets ``variables`` in all of its processes, for ``ray.init``.
-
-    Ray compares runtime environments as text, and the text that it makes of a job's is not the one that it makes if an
-    actor adds a variable that the job has already. So Ray Train's processes would not fit those that wait.
-    """
-    from ray.job_config import JobConfig
-
-    class Job(JobConfig):
-        def _get_proto_job_config(self) -> Any:  # JOB_CONFIG_MESSAGE
-            message = super()._get_proto_job_config()
-            message.runtime_env_info.serialized_runtime_env = _runtime_environment(variables)
-            return message
-
-    return Job(runtime_env={"env_vars": dict(variables)})
-
-
-def _runtime_environment(variables: Mapping[str, str]) -> str:
-    return json.dumps({"env_vars": dict(variables)}, sort_keys=True, separators=(",", ":"))
 
 
 def announced_preemption() -> Any:

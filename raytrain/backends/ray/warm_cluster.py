@@ -24,14 +24,10 @@ from pathlib import Path
 import psutil
 
 import raytrain
-from raytrain.backends.ray.local_cluster import WITHOUT_EXTRAS, driver_variables
+from raytrain.backends.ray.local_cluster import driver_variables
 from raytrain.backends.ray.ray_start import ray_start_address
 from raytrain.errors import UsageError
 
-READY_FOLDER = "RAYTRAIN_READY_FOLDER"
-"""The variable that names the folder in which a process notes that it is ready."""
-JOB_VARIABLES = {**WITHOUT_EXTRAS, "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
-"""What Ray Train sets in some processes of a run, and here in all: those that wait fit only equal variables."""
 _KEEPER = "raytrain.backends.ray.warm_keeper"
 _ENDS_WITHIN_S = 30.0
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.05  # who keeps it locks it once a second, for a moment
@@ -47,13 +43,10 @@ class WarmRay:
     version: str
     gpus: str | None
     idle_minutes: float
-    num_processes: int
 
 
 class WarmCluster:
     """The kept cluster, as one command uses it: until it is closed, no other command does."""
-
-    job_variables = JOB_VARIABLES
 
     def __init__(self, found: WarmRay, lock: contextlib.ExitStack) -> None:
         self._found = found
@@ -123,7 +116,7 @@ def running() -> WarmRay | None:
 
 
 def start(idle_minutes: float) -> WarmRay:
-    """Have a cluster kept, and wait until its processes are ready; raises UsageError with the reason if it cannot be.
+    """Have a cluster kept, and wait until it is there; raises UsageError with the reason if it cannot be.
 
     It ends when nobody has used it for ``idle_minutes``.
     """

@@ -39,8 +39,8 @@ def up(
 
     kept = keep_warm(idle_minutes)
     text = (
-        f"Ray is ready at {kept.address}: {kept.num_processes} processes wait for the next run on this machine. They "
-        f"end with `raytrain down`, or when nobody has used them for {kept.idle_minutes:g} minutes."
+        f"Ray is ready at {kept.address} for the next run on this machine. It ends with `raytrain down`, or when "
+        f"nobody has used it for {kept.idle_minutes:g} minutes."
     )
     return CommandResult(text, dataclasses.asdict(kept))
 

@@ -1,0 +1,105 @@
+"""Imports once what the processes of a Ray on this machine need, and forks each of them, which then starts in a moment.
+
+Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from typing import NamedTuple
+
+from raytrain.backends.ray.fork_client import run_program
+from raytrain.backends.ray.private_api import RUNTIME_ENVIRONMENT, SETUP_ARGUMENTS, UPDATE_VARIABLES, WORKER_PROGRAM
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Process(NamedTuple):
+    """A process that Ray starts: its arguments, variables and folder."""
+
+    arguments: list[str]
+    variables: dict[str, str]
+    folder: str
+
+
+def serve(path: str) -> Process:
+    """Fork a process at each request to the socket at ``path``. Ends this process when its standard input ends.
+
+    Returns in each of the forked processes, with what that is to be.
+    """
+    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as requests:
+        server.bind(path)
+        server.listen()  # requests wait from now on
+        _import_all()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
+        requests.register(server, selectors.EVENT_READ)
+        requests.register(sys.stdin, selectors.EVENT_READ)
+        while all(key.fileobj is server for key, _ in requests.select()):
+            request, _ = server.accept()
+            with request:
+                process = _fork(request)
+            if process is not None:
+                return process
+    os._exit(0)
+
+
+def _import_all() -> None:
+    """Import what coordinator, controller, workers and data tasks need."""
+    import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
+
+    import raytrain.backends.ray.coordinator
+    import raytrain.backends.ray.kept_images
+    import raytrain.backends.ray.worker  # noqa: F401
+
+    for private in (WORKER_PROGRAM, SETUP_ARGUMENTS, RUNTIME_ENVIRONMENT, UPDATE_VARIABLES):
+        private.load()
+    gc.collect()
+    gc.freeze()  # otherwise the first collection in each process would copy all objects
+
+
+def _fork(request: socket.socket) -> Process | None:
+    """Fork the process that is asked for; returns what it is to be in that one, and None here."""
+    _, output, _, _ = socket.recv_fds(request, 1, 2)
+    process = Process(*json.loads(b"".join(iter(lambda: request.recv(_CHUNK_BYTES), b""))))
+    is_forked = os.fork() == 0
+    if is_forked:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output[0], 1)
+        os.dup2(output[1], 2)
+    else:
+        request.send(b" ")
+    for descriptor in output:
+        os.close(descriptor)
+    return process if is_forked else None
+
+
+def become(process: Process) -> None:
+    """Be the process that Ray has asked for, in a process that was forked."""
+    import numpy as np
+    import torch
+
+    os.chdir(process.folder)
+    os.environ.clear()
+    os.environ.update(process.variables)
+    of_job, arguments = SETUP_ARGUMENTS.load().parse_known_args(process.arguments)
+    context = RUNTIME_ENVIRONMENT.load().deserialize(of_job.serialized_runtime_env_context or "{}")
+    if context.command_prefix or context.py_executable != sys.executable or torch.cuda._is_in_bad_fork():
+        run_program(process.arguments)
+    UPDATE_VARIABLES.load()(context.env_vars)
+    np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
+    program: str = WORKER_PROGRAM.load()
+    sys.argv = [program, *arguments]
+    sys.path[0] = os.path.dirname(program)
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    become(serve(sys.argv[1]))
