@@ -38,6 +38,7 @@ _OF_THE_CLUSTER = {
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
     # The first processes wait until the fork server has imported what they need.
     "RAY_worker_register_timeout_seconds": "180",
+    "RAY_prestart_worker_first_driver": "0",  # otherwise the driver waits for that, too
 }
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
