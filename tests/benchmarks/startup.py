@@ -19,6 +19,7 @@ _OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--
 _TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 _KINDS = "wall", "cpu"
 _LOOK_EVERY_S = 0.2
+_IDLE_FRACTION = 0.2  # of a core
 
 
 def measure(bench: Bench) -> Report:
@@ -43,12 +44,12 @@ def measure(bench: Bench) -> Report:
     bare, ray, local, torchrun, warm, lean_bare = (figure.median for figure in wall)
     bare_cpu, ray_cpu, *_, lean_bare_cpu = (figure.median for figure in cpu)
     checks = [
-        Check("raytrain : bare", ray / bare, at_most=0.8),
-        Check("raytrain : bare, seconds of a core", ray_cpu / bare_cpu, at_most=0.9),
-        Check("raytrain : bare without the grammar", ray / lean_bare, at_most=0.8),
-        Check("raytrain : bare without the grammar, seconds of a core", ray_cpu / lean_bare_cpu, at_most=0.9),
+        Check("raytrain : bare", ray / bare, at_most=0.4),
+        Check("raytrain : bare, seconds of a core", ray_cpu / bare_cpu, at_most=0.4),
+        Check("raytrain : bare without the grammar", ray / lean_bare, at_most=0.6),
+        Check("raytrain : bare without the grammar, seconds of a core", ray_cpu / lean_bare_cpu, at_most=0.6),
         Check("after raytrain up : bare", warm / bare, at_most=0.35),
-        Check("--backend local : raytrain", local / ray, at_most=0.5),
+        Check("--backend local : raytrain", local / ray, at_most=1.0),
         Check("--backend local : torchrun", local / torchrun, at_most=0.8),
     ]
     figures = wall + [replace(figure, name=f"{figure.name}, all cores together") for figure in cpu]
@@ -61,9 +62,18 @@ def start_up_warm(module: list[str], folder: str) -> dict[str, float]:
 
     os.environ.update({NOTES: str(Path(folder, "notes")), "HOME": folder})
     kept = keep_warm(60)
+    _wait_until_idle(kept.pid)
     took = start_up(module, folder, kept=kept.pid)
     end(kept)
     return took
+
+
+def _wait_until_idle(pid: int) -> None:
+    """Wait until the processes below ``pid`` use no core: one of them imports what all of a run need."""
+    tree, used = CpuOfTree(pid), float("-inf")
+    while (now := tree.look()) - used > _IDLE_FRACTION:
+        used = now
+        time.sleep(1.0)
 
 
 def start_up(
