@@ -146,16 +146,16 @@ def hold() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    with _fork_server() as variables:
-        os.environ.update(variables)
-        head = start_head(fork_client.__file__)  # it ends with this process
+    # The system libraries of macOS do not survive a fork.
+    with _fork_server() if sys.platform == "linux" else contextlib.nullcontext() as program:
+        head = start_head(program)  # it ends with this process
         print(head.gcs_address, flush=True)
         sys.stdin.read()
 
 
 @contextlib.contextmanager
-def _fork_server() -> Iterator[dict[str, str]]:
-    """While open, a process that forks those that Ray starts; gives the variable that they need."""
+def _fork_server() -> Iterator[str]:
+    """While open, there is a process that forks others; gives the program that Ray is to start for each of these."""
     # Ray reads these when it is imported, so they are the same in all forked processes: no job yet, as in those that
     # Ray starts ahead of work, and the process with which they end.
     ray_variables = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
@@ -169,7 +169,8 @@ def _fork_server() -> Iterator[dict[str, str]]:
             env={**os.environ, **ray_variables},
         )
         try:
-            yield {fork_client.FORK_SERVER: path}
+            os.environ[fork_client.FORK_SERVER] = path
+            yield fork_client.__file__
         finally:
             server.kill()
             server.wait()

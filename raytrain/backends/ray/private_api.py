@@ -170,10 +170,10 @@ def on_loopback() -> Iterator[None]:
         setattr(constants, IS_CLUSTER_ALLOWED.name, before)
 
 
-def start_head(program: str) -> Any:
+def start_head(program: str | None) -> Any:
     """Start a cluster on this machine, at the ``gcs_address`` of what is returned. It ends with this process.
 
-    ``program`` is the file of a Python program that Ray starts for each of its processes in place of its own.
+    ``program`` is the file of a Python program that Ray starts for each of its processes; None for its own.
 
     ``ray.init`` would start three more Python processes: a server for a dashboard even without a dashboard, one that
     sends logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
@@ -188,8 +188,7 @@ def start_head(program: str) -> Any:
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,
-        worker_path=program,
-        setup_worker_path=program,
+        **({"worker_path": program, "setup_worker_path": program} if program else {}),
     )
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
