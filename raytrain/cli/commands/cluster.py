@@ -31,7 +31,7 @@ def doctor(
 def up(
     idle_minutes: Annotated[float, arg(help="End it when nobody has used it for so many minutes.")] = 60.0,
 ) -> CommandResult:
-    """Keep Ray ready on this machine: runs on Ray then start three times as fast, until `raytrain down`.
+    """Keep Ray ready on this machine: runs on Ray then start sooner, until `raytrain down`.
 
     Example: raytrain up --idle-minutes 120
     """
