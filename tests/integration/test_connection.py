@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 LATE = """
+import ray  # first, as a notebook may, so that it reads its variables before they are set
+
 from raytrain.backends.ray.connection import connection
 
 with connection("local") as cluster:
     cluster.connect()
-    import ray
-
     assert ray.is_initialized()
 try:
     ray.put("from a thread that is still reading")
@@ -24,7 +24,7 @@ except ray.exceptions.RaySystemError:
 """
 
 
-def test_a_call_to_ray_after_the_connection_ended_starts_no_cluster() -> None:
+def test_ray_may_be_imported_first_and_a_call_after_the_connection_ended_starts_no_cluster() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "nothing"), done.stderr

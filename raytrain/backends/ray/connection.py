@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.lean_imports import lean_imports
 from raytrain.backends.ray.local_cluster import LocalCluster
-from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, on_loopback
+from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, on_loopback, set_variables
 from raytrain.backends.ray.ray_start import ray_start_address
 from raytrain.backends.ray.warm_cluster import WarmCluster
 from raytrain.errors import UsageError
@@ -19,6 +19,13 @@ from raytrain.runs.startup_log import STARTUP
 
 HEAD_AWAY_S = "900"
 """How long this process does without the head of a cluster that it joins; see ``cluster/`` for the other machines."""
+_HEAD_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_VARIABLES = {
+    # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}
 _LOG = logging.getLogger("raytrain")
 
 
@@ -40,11 +47,7 @@ class Connection:
         *,
         warm: bool = True,
     ) -> None:
-        # Under `uv run`, Ray would pack the current folder for its workers and start each of them through uv. This must
-        # be set before Ray is loaded.
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
-        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+        set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
         self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
@@ -52,8 +55,8 @@ class Connection:
             self._address = self._running_here() or self._address
         starts_here = self._address == "local" or not (self._address or is_connected())
         if not starts_here:
-            # A run trains on without the cluster's head, but Ray ends its processes after a minute. Read as Ray loads.
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", HEAD_AWAY_S)
+            # A run trains on without the cluster's head, but Ray ends its processes after a minute.
+            set_variables({_HEAD_AWAY: os.environ.get(_HEAD_AWAY, HEAD_AWAY_S)})
         if gpus and not starts_here:
             raise UsageError(
                 f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it "

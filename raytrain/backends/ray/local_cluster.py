@@ -19,7 +19,7 @@ from pathlib import Path
 
 from raytrain.backends.ray import fork_client
 from raytrain.backends.ray.lean_imports import lean
-from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT, start_head
+from raytrain.backends.ray.private_api import LOOPBACK_ENVIRONMENT, set_variables, start_head
 from raytrain.errors import UsageError
 from raytrain.storage.tempdir import TemporaryFolder
 
@@ -110,19 +110,17 @@ def driver_variables() -> Iterator[None]:
     """While open, this process's variables are those that Ray wants to see in the driver of such a cluster."""
     variables = {**WITHOUT_EXTRAS, **_token_settings()}
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    set_variables(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        set_variables({name: value for name, value in before.items() if value is not None})
 
 
 def _token_settings() -> dict[str, str]:
-    """Have new clusters ask for a token: created before either process loads Ray, which looks for it only once."""
+    """Have new clusters ask for a token, which is created before either process looks for it."""
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
     if settings["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         _create_token()

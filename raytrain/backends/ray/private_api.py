@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -44,6 +46,11 @@ ENABLE_TOKEN = PrivateApi(
     "maybe_enable_token_auth_if_token_available",
     "show this machine's token to a cluster at a plain HOST:PORT, as Ray does only for one that it finds by itself",
 )
+READ_VARIABLES = PrivateApi(
+    "ray._raylet", "Config.initialize", "set variables in a process that has imported Ray, which reads them only once"
+)
+PACKS_FOLDER = PrivateApi("ray._private.ray_constants", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", READ_VARIABLES.purpose)
+CONNECTS_BY_ITSELF = PrivateApi("ray._private.auto_init_hook", "enable_auto_connect", READ_VARIABLES.purpose)
 IS_CLUSTER_ALLOWED = PrivateApi(
     "ray._private.ray_constants",
     "ENABLE_RAY_CLUSTER",
@@ -120,6 +127,9 @@ PRIVATE_APIS = (
     NODE_ID_LABEL,
     GCS_CLIENT,
     ENABLE_TOKEN,
+    READ_VARIABLES,
+    PACKS_FOLDER,
+    CONNECTS_BY_ITSELF,
     IS_CLUSTER_ALLOWED,
     NODE,
     NODE_PARAMETERS,
@@ -141,6 +151,7 @@ PRIVATE_APIS = (
     UPDATE_VARIABLES,
     JOB_SERVER_REQUEST,
 )
+_CONSTANTS = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": PACKS_FOLDER, "RAY_ENABLE_AUTO_CONNECT": CONNECTS_BY_ITSELF}
 _OBJECT_STORE = "object_store_memory"
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
@@ -153,6 +164,16 @@ def on_this_node() -> dict[str, str]:
     import ray
 
     return {NODE_ID_LABEL.load(): ray.get_runtime_context().get_node_id()}
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, so that Ray sees them, too, if it has been imported already."""
+    os.environ.update(variables)
+    if "ray" not in sys.modules:
+        return
+    READ_VARIABLES.load()("")
+    for name in variables.keys() & _CONSTANTS.keys():
+        setattr(importlib.import_module(_CONSTANTS[name].module), _CONSTANTS[name].name, variables[name] != "0")
 
 
 @contextmanager
