@@ -1,4 +1,4 @@
-"""Reading packed shards, without training: two workers sum every batch, with raytrain and with LitData.
+"""Reading packed shards, without training: two workers read every byte, with raytrain and with LitData.
 
 Both read the same JPEGs from one S3 server, each in its own format. LitData is used as its documentation says, except
 for smaller chunks: a DataLoader with persistent workers, and a disk cache that is empty at first and serves the later
@@ -52,7 +52,7 @@ def measure(bench: Bench) -> Report:
             "raytrain, slowest later epoch : LitData, fastest later epoch", min(ours[1:]) / max(theirs[1:]), at_least=1
         ),
     ]
-    return Report("packed: 2 workers that sum what they read from packed shards", figures, checks)
+    return Report("packed: 2 workers that read every byte of packed shards", figures, checks)
 
 
 def pack_both(images: str, folder: str) -> None:
@@ -77,19 +77,24 @@ def as_item(labelled: tuple[str, int]) -> dict[str, Any]:
     return {"image": Jpeg(path=labelled[0]), "label": labelled[1]}
 
 
-def read_through_litdata(epochs: int, folder: str) -> list[Marks]:
-    run_in_processes(NUM_WORKERS, read_part, epochs, folder)
+def read_through_litdata(epochs: int, folder: str, pixels: int = 32) -> list[Marks]:
+    run_in_processes(NUM_WORKERS, read_part, epochs, folder, pixels)
     return marks_in(folder)
 
 
-def read_part(epochs: int, folder: str) -> None:
+def read_part(epochs: int, folder: str, pixels: int) -> None:
     import torch.distributed as dist
+    import torchvision.transforms.v2.functional as F
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # LitData requires https by default.
 
-    dataset = StreamingDataset("s3://litdata", cache_dir=str(Path(folder, "cache")), shuffle=True, drop_last=True)
+    def resize(item: dict[str, Any]) -> dict[str, Any]:
+        return item | {"image": F.resize(item["image"], [pixels, pixels])}
+
+    cache = str(Path(folder, "cache"))
+    dataset = StreamingDataset("s3://litdata", cache_dir=cache, shuffle=True, drop_last=True, transform=resize)
     loader = StreamingDataLoader(
         dataset, batch_size=BATCH, num_workers=_PROCESSES, persistent_workers=True, multiprocessing_context="fork"
     )
