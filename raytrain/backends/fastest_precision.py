@@ -6,9 +6,7 @@ from collections.abc import Iterable
 
 from raytrain.backends.gpus import gpus
 from raytrain.config.options import Precision
-from raytrain.training.precision import NATIVE_FLAGS, cpu_flags
-
-_BFLOAT16_SINCE = (8, 0)  # the compute capability of Ampere
+from raytrain.training.precision import AMPERE, NATIVE_FLAGS, cpu_flags
 
 
 def fastest_precision(device: str) -> Precision:
@@ -19,7 +17,7 @@ def fastest_precision(device: str) -> Precision:
     if device == "cpu":
         native = bool(NATIVE_FLAGS["bfloat16"] & cpu_flags())
     else:
-        native = all(_capability(gpu.capability) >= _BFLOAT16_SINCE for gpu in gpus())
+        native = all(_capability(gpu.capability) >= AMPERE for gpu in gpus())
     return "bfloat16" if native else "float32"
 
 

@@ -19,7 +19,7 @@ N = TypeVar("N", int, float)
 PositiveInt = Annotated[int, Interval(ge=1)]
 NonNegativeInt = Annotated[int, Interval(ge=0)]
 NonNegativeFloat = Annotated[float, Interval(ge=0)]
-Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16", "float64"]
 ImageSize = tuple[PositiveInt, PositiveInt]
 Resize = Literal["stretch", "crop", "pad"]
 CropFraction = Annotated[float, Interval(gt=0, le=1)]
@@ -145,7 +145,8 @@ class TrainConfig:
     batch_norm: Literal["sync", "aggregate"] = "sync"
     """sync normalises with the global batch; aggregate with each local batch, and combines the running statistics."""
     precision: Literal["auto", Precision] = "auto"
-    """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32."""
+    """auto: bfloat16 if all devices compute it natively, else float32. 16 bits are mixed: the weights stay float32.
+    tf32: float32, with products that NVIDIA's GPUs since Ampere compute faster, from rounded factors."""
     channels_last: bool = False
     """Store images and weights in channels-last memory format, which is faster on most hardware."""
     compile: bool = False

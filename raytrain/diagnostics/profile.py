@@ -131,7 +131,7 @@ def advice(phases: dict[str, float], config: TrainConfig) -> str:
 
 def _advice_on_computing(part: str, config: TrainConfig) -> str:
     flags = [
-        *(["--precision auto"] if config.precision in ("float32", "float64") else []),
+        *(["--precision auto"] if config.precision in ("float32", "tf32", "float64") else []),
         *([] if config.channels_last else ["--channels-last"]),
         *([] if config.compile else ["--compile"]),
     ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def to_batch(
     ``label_sets``, (K, C) of 0 and 1, says which classes belong to each label; None if a label is a class.
     """
     arrays = (local.images, local.labels, local.samples) if len(local.labels) else _placeholder(augment)
-    images, labels, samples = (_to_device(array, device) for array in arrays)
+    images, labels, samples = _to_device(arrays, device)
     step, epoch = local.batch.step, local.batch.epoch
     draws = local.draws if len(local.draws) else arrays[2]
     images = augment.train(images, draws, epoch) if training else augment.evaluate(images)
@@ -63,6 +64,20 @@ def _placeholder(augment: Augment) -> tuple[np.ndarray[Any, Any], ...]:
     return np.zeros((1, *augment.source_shape), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 
-def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def _to_device(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[Tensor]:
+    """Move arrays to the device. To a GPU they are copied beside what it still computes of the step before."""
+    tensors = [torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays]
+    if device.type != "cuda":
+        return tensors
+    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copying):
+        copies = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    computing.wait_stream(copying)
+    for copy in copies:
+        copy.record_stream(computing)  # otherwise the next copy could be written over one that is still read
+    return copies
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Which precisions a machine computes natively. Imports no torch but to measure."""
+"""Which precisions a machine computes natively. Imports no torch before it is used with a device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16", "avx512_fp16"}}
 """The flags of x86 CPUs that multiply such numbers themselves; one of them is enough."""
+AMPERE = (8, 0)
+"""The compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SHAPE, _WEIGHT = (32, 64, 16, 16), (64, 64, 3, 3)  # of a typical convolution
@@ -27,8 +29,22 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(flags.split()) for name, _, flags in lines if name.strip() == "flags"), frozenset())
 
 
-def emulation_warning(precision: str, device: torch.device) -> str | None:
-    """A sentence with the measured ratio if ``precision`` is slower than float32 here, because this CPU emulates it."""
+def set_gpu_products(precision: str) -> None:
+    """Let GPUs round the factors of float32 products to TF32's 10 bits, unless all of float32's 23 are asked for.
+
+    torch's own default differs between convolutions, which do so, and matrix products.
+    """
+    import torch
+
+    rounded = precision != "float32"
+    torch.backends.cudnn.allow_tf32 = rounded
+    torch.backends.cuda.matmul.allow_tf32 = rounded
+
+
+def precision_warning(precision: str, device: torch.device) -> str | None:
+    """A sentence if this device lacks ``precision``: it trains in float32, or emulates it at a cost measured here."""
+    if precision == "tf32":
+        return None if _has_tf32(device) else "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
     if device.type != "cpu" or precision not in NATIVE_FLAGS or NATIVE_FLAGS[precision] & cpu_flags():
         return None
     ratio = _slowdown(precision)
@@ -38,6 +54,12 @@ def emulation_warning(precision: str, device: torch.device) -> str | None:
         f"this CPU emulates {precision}: a convolution takes {ratio:.1f} times as long as in float32; "
         "--precision auto avoids that"
     )
+
+
+def _has_tf32(device: torch.device) -> bool:
+    import torch
+
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def _slowdown(precision: str) -> float:

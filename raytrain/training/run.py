@@ -38,7 +38,7 @@ from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.malloc import keep_freed_memory
 from raytrain.training.mixing import mix_batch
 from raytrain.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from raytrain.training.precision import emulation_warning
+from raytrain.training.precision import precision_warning, set_gpu_products
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import BatchSource, Reporter
 from raytrain.training.sample_trace import SampleTrace
@@ -79,6 +79,7 @@ class Run:
         if self.device.type == "cpu":
             keep_freed_memory()
         else:
+            set_gpu_products(self.config.precision)
             torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
         checkpoint = self.checkpoints.load_newest(self.reporter.event, self.device)
         self.progress = checkpoint.progress if checkpoint else Progress()
@@ -381,7 +382,7 @@ class Run:
 
     def _report_start(self) -> None:
         if self.rank == 0 and not self._start_reported:
-            if warning := emulation_warning(self.config.precision, self.device):
+            if warning := precision_warning(self.config.precision, self.device):
                 self.reporter.event(warning)
             self.reporter.started(self.world_size, self.progress.step)
         self._start_reported = True

@@ -1,4 +1,4 @@
-"""What --precision auto stands for, and the warning of a precision that the CPU emulates."""
+"""What --precision auto stands for, how GPUs multiply, and the warning of a precision that the device lacks."""
 
 from __future__ import annotations
 
@@ -101,10 +101,31 @@ def test_an_emulated_precision_is_told_with_what_it_costs(
 ) -> None:
     have(monkeypatch, FLAGS[cpu])
     monkeypatch.setattr(precision, "_slowdown", lambda precision: slowdown)
-    warning = precision.emulation_warning(name, torch.device(device))
+    warning = precision.precision_warning(name, torch.device(device))
     assert (warning is not None) == warns
     if warning:
         assert warning.startswith(f"this CPU emulates {name}: a convolution takes 14.2 times as long as in float32")
+
+
+@pytest.mark.parametrize(("name", "rounded"), [("float32", False), ("tf32", True), ("bfloat16", True)])
+def test_gpus_compute_products_in_float32_only_if_that_is_asked_for(name: str, rounded: bool) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    precision.set_gpu_products(name)
+    after = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert after == (rounded, rounded)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "lacks"), [("cuda", (8, 9), False), ("cuda", (7, 5), True), ("cpu", None, True)]
+)
+def test_tf32_on_a_device_without_it_is_said_to_be_float32(
+    device: str, capability: tuple[int, int], lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    warning = precision.precision_warning("tf32", torch.device(device))
+    expected = "only NVIDIA GPUs since Ampere have tf32: this run trains in float32"
+    assert warning == (expected if lacks else None)
 
 
 def test_the_cost_is_measured_and_draws_no_random_numbers() -> None:
