@@ -12,6 +12,23 @@ import pytest
 
 from raytrain.backends.ray import fork_client
 
+FORK_TWO = """
+import os
+from threading import Thread
+from raytrain.backends.ray.fork_server import import_all
+
+import_all()
+for _ in range(2):
+    if not os.fork():
+        import ray
+        drawn = [ray.ObjectRef.from_random().hex()]
+        thread = Thread(target=lambda: drawn.append(ray.ObjectRef.from_random().hex()))
+        thread.start()
+        thread.join()
+        print(*drawn, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 USAGE = "usage: default_worker.py"
 
 
@@ -59,3 +76,8 @@ def test_if_it_dies_rays_own_program_runs(server: subprocess.Popen[bytes], tmp_p
     server.kill()
     server.wait()
     assert USAGE in ask_for_help(tmp_path)
+
+
+def test_no_two_forked_processes_draw_the_same_ids_of_tasks_and_objects() -> None:
+    drawn = subprocess.run([sys.executable, "-c", FORK_TWO], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert len(set(drawn.split())) == 4

@@ -16,7 +16,13 @@ import sys
 from typing import NamedTuple
 
 from raytrain.backends.ray.fork_client import run_program
-from raytrain.backends.ray.private_api import RUNTIME_ENVIRONMENT, SETUP_ARGUMENTS, UPDATE_VARIABLES, WORKER_PROGRAM
+from raytrain.backends.ray.private_api import (
+    RUNTIME_ENVIRONMENT,
+    SETUP_ARGUMENTS,
+    UPDATE_VARIABLES,
+    WORKER_PROGRAM,
+    unseeded_ids,
+)
 
 _CHUNK_BYTES = 1 << 16
 
@@ -37,7 +43,7 @@ def serve(path: str) -> Process:
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as requests:
         server.bind(path)
         server.listen()  # requests wait from now on
-        _import_all()
+        import_all()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
         requests.register(server, selectors.EVENT_READ)
         requests.register(sys.stdin, selectors.EVENT_READ)
@@ -50,16 +56,17 @@ def serve(path: str) -> Process:
     os._exit(0)
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Import what coordinator, controller, workers and data tasks need."""
     import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
 
-    import raytrain.backends.ray.coordinator
-    import raytrain.backends.ray.kept_images
-    import raytrain.backends.ray.worker  # noqa: F401
+    with unseeded_ids():
+        import raytrain.backends.ray.coordinator
+        import raytrain.backends.ray.kept_images
+        import raytrain.backends.ray.worker  # noqa: F401
 
-    for private in (WORKER_PROGRAM, SETUP_ARGUMENTS, RUNTIME_ENVIRONMENT, UPDATE_VARIABLES):
-        private.load()
+        for private in (WORKER_PROGRAM, SETUP_ARGUMENTS, RUNTIME_ENVIRONMENT, UPDATE_VARIABLES):
+            private.load()
     gc.collect()
     gc.freeze()  # otherwise the first collection in each process would copy all objects
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -119,6 +120,7 @@ WORKER_PROGRAM = PrivateApi(
 SETUP_ARGUMENTS = PrivateApi("ray._private.workers.setup_worker", "parser", WORKER_PROGRAM.purpose)
 RUNTIME_ENVIRONMENT = PrivateApi("ray._private.runtime_env.context", "RuntimeEnvContext", WORKER_PROGRAM.purpose)
 UPDATE_VARIABLES = PrivateApi("ray._private.utils", "update_envs", WORKER_PROGRAM.purpose)
+ACTOR_CLASS_ID = PrivateApi("ray.actor", "ActorClassID", WORKER_PROGRAM.purpose)
 JOB_SERVER_REQUEST = PrivateApi(
     "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
 )
@@ -149,6 +151,7 @@ PRIVATE_APIS = (
     SETUP_ARGUMENTS,
     RUNTIME_ENVIRONMENT,
     UPDATE_VARIABLES,
+    ACTOR_CLASS_ID,
     JOB_SERVER_REQUEST,
 )
 _CONSTANTS = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": PACKS_FOLDER, "RAY_ENABLE_AUTO_CONNECT": CONNECTS_BY_ITSELF}
@@ -189,6 +192,22 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         setattr(constants, IS_CLUSTER_ALLOWED.name, before)
+
+
+@contextmanager
+def unseeded_ids() -> Iterator[None]:
+    """While open, a class that is declared an actor gets an ID from the system instead of Ray's random generator.
+
+    Ray seeds its generator once, at the first use. Processes forked later would all draw the same IDs for their tasks,
+    and an actor that gets two tasks with one ID crashes.
+    """
+    module = importlib.import_module(ACTOR_CLASS_ID.module)
+    id_type = ACTOR_CLASS_ID.load()
+    setattr(module, ACTOR_CLASS_ID.name, SimpleNamespace(from_random=lambda: id_type(os.urandom(id_type.size()))))
+    try:
+        yield
+    finally:
+        setattr(module, ACTOR_CLASS_ID.name, id_type)
 
 
 def start_head(program: str | None) -> Any:
