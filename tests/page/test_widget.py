@@ -66,6 +66,7 @@ def test_a_run_is_watched_and_stopped_in_jupyterlab(visit: Callable[..., Page], 
     stored_notebook(tmp_path, epochs=100_000)
     with jupyterlab(tmp_path) as url:
         page = visit(url.replace("/lab?", "/lab/tree/run.ipynb?"), viewport={"width": 1300, "height": 1000})
+        expect(page.get_by_role("button", name="Python 3 (ipykernel) | Idle")).to_be_visible()  # it drops cells before
         page.locator(".jp-CodeCell .cm-content").first.click()
         page.keyboard.press("Shift+Enter")
         page.keyboard.press("Shift+Enter")
