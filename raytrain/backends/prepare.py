@@ -243,7 +243,7 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     from raytrain.training import transfer
     from raytrain.training.gradient_checkpointing import checkpoint_gradients
     from raytrain.training.model import check_growing_size
-    from raytrain.training.optimizer import build_optimizer
+    from raytrain.training.optimizer import parameter_groups
 
     config, num_classes = spec.config, len(spec.classes)
     weights = transfer.initial_weights(config, spec.classes, first_step)
@@ -251,7 +251,7 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     if spec.loop is None:  # a loop of the user's may train another network
         check_growing_size(model, config)
         transfer.freeze(model, config.freeze, num_classes)
-        build_optimizer(config, model, num_classes)
+        parameter_groups(config, model, num_classes)  # no optimizer, which would import torch._dynamo: seconds
         if config.gradient_checkpointing:
             checkpoint_gradients(model)
     return weights

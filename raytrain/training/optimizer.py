@@ -10,27 +10,37 @@ from torch.optim import Optimizer
 
 from raytrain.config import ResolvedConfig
 from raytrain.training.layer_decay import layer_scales, split_by_layer
-from raytrain.training.transfer import parameter_groups
+from raytrain.training.transfer import body_and_head
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
     """The optimizer of the trainable parameters of ``model``, at the peak learning rates.
 
-    Raises UsageError if the network lacks a head or layers that learn at a rate of their own.
+    Raises what :func:`parameter_groups` raises.
     """
     rate, decay = config.learning_rate, config.weight_decay
-    groups = parameter_groups(model, num_classes, rate, config.head_learning_rate_factor)
-    if config.layer_decay < 1:
-        scales = layer_scales(model, config.layer_decay)
-        groups = [part for group in groups for part in split_by_layer(group, scales, rate)]
-    if not config.decay_norms_and_biases:
-        groups = [part for group in groups for part in _with_and_without_decay(group)]
+    groups = parameter_groups(config, model, num_classes)
     if config.optimizer == "sgd":
         momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
         return torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=True, **momentum)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=True)
     return _timm_optimizer(config.optimizer, groups, rate, decay)
+
+
+def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model``, in a group for each learning rate (``lr``) and weight decay of its own.
+
+    Raises UsageError if the network lacks a head or layers that learn at a rate of their own.
+    """
+    rate = config.learning_rate
+    groups = body_and_head(model, num_classes, rate, config.head_learning_rate_factor)
+    if config.layer_decay < 1:
+        scales = layer_scales(model, config.layer_decay)
+        groups = [part for group in groups for part in split_by_layer(group, scales, rate)]
+    if not config.decay_norms_and_biases:
+        groups = [part for group in groups for part in _with_and_without_decay(group)]
+    return groups
 
 
 def _timm_optimizer(name: str, groups: list[dict[str, Any]], rate: float, decay: float) -> Optimizer:

@@ -118,9 +118,7 @@ def _freeze_body(model: nn.Module, num_classes: int) -> None:
             batchnorm.freeze(layer)
 
 
-def parameter_groups(
-    model: nn.Module, num_classes: int, learning_rate: float, head_factor: float
-) -> list[dict[str, Any]]:
+def body_and_head(model: nn.Module, num_classes: int, learning_rate: float, head_factor: float) -> list[dict[str, Any]]:
     """The trainable parameters for an optimizer. The head's are a group by themselves unless ``head_factor`` is 1.
 
     Raises UsageError if the head cannot be found.

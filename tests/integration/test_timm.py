@@ -24,7 +24,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.training import batchnorm
 from raytrain.training.model import build_model
-from raytrain.training.transfer import find_heads, initial_model, initial_weights, parameter_groups
+from raytrain.training.transfer import body_and_head, find_heads, initial_model, initial_weights
 from tests.helpers.alone import ALONE
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 from tests.helpers.small_runs import config
@@ -100,7 +100,7 @@ def test_all_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path, n
 
 def test_the_head_has_a_learning_rate_of_its_own() -> None:
     model = build_model("timm:test_convnext", 5, 3, seed=0)
-    body, head = parameter_groups(model, 5, 0.5, head_factor=20)
+    body, head = body_and_head(model, 5, 0.5, head_factor=20)
     assert head["lr"] == 10
     assert [*map(id, head["params"])] == [*map(id, model.get_submodule("head.fc").parameters())]
     assert len(body["params"]) + len(head["params"]) == len(list(model.parameters()))

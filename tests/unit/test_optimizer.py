@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,23 @@ from raytrain import TrainConfig, UsageError
 from raytrain.training.model_names import check_optimizer_name
 from raytrain.training.optimizer import build_optimizer
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
+
+CHECKED = """
+import sys
+from pathlib import Path
+from raytrain.backends.prepare import load_initial_weights, run_spec
+from raytrain.data.dataset import open_dataset
+from raytrain.runs.documents import run_store
+from tests.helpers.small_runs import config
+
+here = Path(sys.argv[1])
+options = config(sys.argv[2], here / "runs", head_learning_rate_factor=2.0, decay_norms_and_biases=False)
+store = run_store(options.storage, "run")
+data = open_dataset(options, store)
+resolved = options.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
+load_initial_weights(run_spec(resolved, data, store, None, 1), 0)
+assert "torch._dynamo" not in sys.modules
+"""
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("lamb", timm.optim.Lamb), ("lion", timm.optim.Lion)])  # pyright: ignore[reportPrivateImportUsage]
@@ -33,6 +52,10 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(im
     train_runs(2, folder_run(images, tmp_path, "stopped", stop_after=7, **options))
     (resumed,) = train_runs(3, folder_run(images, tmp_path, "stopped", **options))
     assert largest_difference(alone, resumed) < 1e-10
+
+
+def test_the_driver_checks_what_learns_at_which_rate_without_torchs_compiler(images: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CHECKED, str(tmp_path), str(images)], check=True, timeout=250)
 
 
 def test_without_timm_it_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
