@@ -81,6 +81,8 @@ class Run:
         else:
             set_gpu_products(self.config.precision)
             torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
+        if self.rank == 0 and (warning := precision_warning(self.config.precision, self.device)):
+            self.reporter.event(warning)  # before the first step, which may take minutes then
         checkpoint = self.checkpoints.load_newest(self.reporter.event, self.device)
         self.progress = checkpoint.progress if checkpoint else Progress()
         step = self.progress.step
@@ -382,7 +384,5 @@ class Run:
 
     def _report_start(self) -> None:
         if self.rank == 0 and not self._start_reported:
-            if warning := precision_warning(self.config.precision, self.device):
-                self.reporter.event(warning)
             self.reporter.started(self.world_size, self.progress.step)
         self._start_reported = True

@@ -16,6 +16,7 @@ from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision
 from tests.helpers import fake_nvml
 from tests.helpers.small_runs import make_images
+from tests.integration.test_exact import Recorder, config, images, make_run
 
 FLAGS = {
     "AMX": {"avx512f", "amx_bf16"},
@@ -105,6 +106,16 @@ def test_an_emulated_precision_is_told_with_what_it_costs(
     assert (warning is not None) == warns
     if warning:
         assert warning.startswith(f"this CPU emulates {name}: a convolution takes 14.2 times as long as in float32")
+
+
+def test_a_run_tells_it_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, FLAGS["AVX-512 without bfloat16"])
+    monkeypatch.setattr(precision, "_slowdown", lambda precision: 14.2)
+    recorder = Recorder()
+    run = make_run(config(precision="bfloat16"), images(32), str(tmp_path), recorder)
+    next(run.batches())
+    assert ["emulates bfloat16" in event for event in recorder.events] == [True]
+    assert not recorder.started_after
 
 
 @pytest.mark.parametrize(("name", "rounded"), [("float32", False), ("tf32", True), ("bfloat16", True)])
