@@ -11,21 +11,49 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from raytrain.backends.torchrun_environment import is_first_process
+from raytrain.backends.torchrun_environment import is_first_process, is_under_torchrun
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
+from raytrain.cli.process_start import process_started_at, set_process_started_at
 from raytrain.errors import RaytrainError, TrainingFailed
 from raytrain.runs.json_lines import plain
 from raytrain.runs.printable import one_line, printable
 
+_USE_TORCH = ("train", "study", "sweep", "evaluate", "predict", "export")
+"""Commands that import torch, and mostly Ray, in the process that the user starts, and do not wait for its input."""
+
 
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
-    code = main()
+    code = _run_forked(sys.argv[1:])
+    if code is None:
+        code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _run_forked(argv: list[str]) -> int | None:
+    """The exit code of a command that a process which has imported Ray and torch carries out; None if none does.
+
+    Whoever names a cluster with --address gets a process of its own, too.
+    """
+    names_cluster = any(word.partition("=")[0] == "--address" for word in argv)
+    if not argv or argv[0] not in _USE_TORCH or names_cluster or is_under_torchrun():
+        return None
+    from raytrain.backends.ray.command_client import carry_out
+
+    return carry_out(f"{__name__}:run_for", {"argv": argv, "started_at": process_started_at()})
+
+
+def run_for(argv: Sequence[str], started_at: float) -> int:
+    """The exit code of a command line, in a process that was forked for one that was ``started_at``."""
+    set_process_started_at(started_at)
+    try:
+        return main(argv)
+    except SystemExit as ended:  # after --help
+        return int(ended.code or 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

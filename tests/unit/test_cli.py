@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import pytest
 from rich.console import Console
 
 import raytrain
+from raytrain.backends.ray import command_client
+from raytrain.cli import main as cli
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
@@ -209,6 +212,42 @@ def test_the_package_exports_its_public_names() -> None:
     assert dir(raytrain) == raytrain.__all__
     with pytest.raises(AttributeError, match="no_such_name"):
         raytrain.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("words", "is_forked"),
+    [
+        ("train cifar10", True),
+        ("evaluate first", True),
+        ("runs", False),
+        ("train cifar10 --address=local", False),
+        ("sweep cifar10 --address auto", False),
+        ("", False),
+    ],
+)
+def test_commands_that_use_torch_are_given_to_a_process_that_has_imported_it(
+    words: str, is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_client, "carry_out", lambda function, arguments: 5)
+    assert exit_code(words, monkeypatch) == (5 if is_forked else 7)
+    monkeypatch.setattr(command_client, "carry_out", lambda function, arguments: None)
+    assert exit_code(words, monkeypatch) == 7
+
+
+def test_workers_of_torchrun_are_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_client, "carry_out", lambda function, arguments: 5)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert exit_code("train cifar10", monkeypatch) == 7
+
+
+def exit_code(words: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    """What a process with this command line exits with; 7 if it carries it out itself."""
+    monkeypatch.setattr(sys, "argv", ["raytrain", *words.split()])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(cli, "main", lambda: 7)
+    with pytest.raises(SystemExit) as ended:
+        cli.run()
+    return ended.value.code
 
 
 def test_the_package_runs_as_a_module() -> None:

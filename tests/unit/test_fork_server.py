@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.backends.ray import fork_client
+from tests.helpers.fork_server import fork_server
 
 FORK_TWO = """
 import os
@@ -34,14 +35,8 @@ USAGE = "usage: default_worker.py"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    path = str(tmp_path / "socket")
-    variables = {**os.environ, "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-    words = [sys.executable, "-m", "raytrain.backends.ray.fork_server", path]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, env=variables) as running:
-        while not os.path.exists(path):
-            assert running.poll() is None
+    with fork_server(str(tmp_path / "socket")) as running:
         yield running
-        running.kill()
 
 
 def ask_for_help(folder: Path, *more: str) -> str:

@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from raytrain.backends.ray import warm_cluster
+from raytrain.backends.ray import warm_cluster, warm_end
 from raytrain.backends.ray.warm_cluster import WarmCluster, WarmRay, keep_warm, running
 from raytrain.cli.main import main
+from raytrain.runs.stop_request import StopRequest
 
 RAY = {
     "__init__": "__version__ = '0'",
@@ -75,12 +77,32 @@ def test_down_does_not_end_a_run_without_a_question(packages: Path, capsys: pyte
     assert used.address() == kept.address
     assert WarmCluster.take() is None, "a second command starts a cluster of its own"
     assert main(["down"]) == 2
-    assert "A command uses the Ray of `raytrain up`. End both? Nobody can be asked here; add --yes" in (
+    assert "A command uses the Ray of `raytrain up`. Stop its run, and end Ray? Nobody can be asked here; add" in (
         capsys.readouterr().err
     )
     assert running() == kept
     used.close()
     assert main(["down"]) == 0
+
+
+def test_down_ends_it_once_the_run_that_uses_it_has_stopped(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = keep_warm(60)
+    used = WarmCluster.take()
+    assert used is not None
+    asked: list[WarmRay] = []
+
+    def stop_runs(found: WarmRay, request: StopRequest) -> None:
+        asked.append(found)
+        threading.Thread(target=leave).start()
+
+    def leave() -> None:
+        assert running() == kept
+        used.close()
+
+    monkeypatch.setattr(warm_end, "stop_runs", stop_runs)
+    assert main(["down", "--yes"]) == 0
+    assert asked == [kept]
+    assert not psutil.pid_exists(kept.pid)
 
 
 def test_it_is_not_idle_while_a_command_uses_it(packages: Path) -> None:

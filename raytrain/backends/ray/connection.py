@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.lean_imports import lean_imports
-from raytrain.backends.ray.local_cluster import LocalCluster
+from raytrain.backends.ray.local_cluster import LocalCluster, driver_variables
 from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, on_loopback, set_variables
 from raytrain.backends.ray.ray_start import ray_start_address
-from raytrain.backends.ray.warm_cluster import WarmCluster
+from raytrain.backends.ray.warm_cluster import WarmCluster, WarmRay
 from raytrain.errors import UsageError
 from raytrain.runs.startup_log import STARTUP
 
@@ -137,6 +137,20 @@ def connection(
         yield opened
     finally:
         opened.close()
+
+
+@contextmanager
+def connection_to_kept(found: WarmRay) -> Iterator[None]:
+    """This process is in the cluster of `raytrain up`, whether or not a command uses it."""
+    set_variables(_VARIABLES)
+    with driver_variables(), lean_imports(), on_loopback():
+        import ray
+
+        ray.init(address=found.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            _leave()
 
 
 def uses_cluster(address: str | None) -> bool:

@@ -18,12 +18,12 @@ FORK_SERVER = "RAYTRAIN_FORK_SERVER"
 
 def main(arguments: list[str]) -> None:
     """Start the process that Ray starts with ``arguments``, with the variables and the output of this one."""
-    request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+    request = json.dumps([arguments, dict(os.environ), os.getcwd(), None]).encode() + b"\n"
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[FORK_SERVER])
-        socket.send_fds(server, [b" "], [sys.stdout.fileno(), sys.stderr.fileno()])
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        socket.send_fds(server, [b" "], [nothing, sys.stdout.fileno(), sys.stderr.fileno()])
         server.sendall(request)
-        server.shutdown(socket.SHUT_WR)
         if server.recv(1):
             return
     run_program(arguments)

@@ -1,6 +1,7 @@
 """Imports once what the processes of a Ray on this machine need, and forks each of them, which then starts in a moment.
 
-Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core.
+Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core. Commands
+are forked, too, if Ray is kept for them (see ``command_client.py``).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import selectors
 import signal
 import socket
 import sys
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from raytrain.backends.ray.fork_client import run_program
+from raytrain.backends.ray.forked_command import Command, carry_out
 from raytrain.backends.ray.private_api import (
     RUNTIME_ENVIRONMENT,
     SETUP_ARGUMENTS,
@@ -24,15 +26,19 @@ from raytrain.backends.ray.private_api import (
     unseeded_ids,
 )
 
-_CHUNK_BYTES = 1 << 16
 
+@dataclass(frozen=True)
+class Process:
+    """A process that is asked for, with its variables and folder.
 
-class Process(NamedTuple):
-    """A process that Ray starts: its arguments, variables and folder."""
+    It is one of Ray's, with these ``arguments``, unless it carries out a ``command`` for the ``client``.
+    """
 
     arguments: list[str]
     variables: dict[str, str]
     folder: str
+    command: Command | None
+    client: socket.socket
 
 
 def serve(path: str) -> Process:
@@ -73,35 +79,44 @@ def import_all() -> None:
 
 def _fork(request: socket.socket) -> Process | None:
     """Fork the process that is asked for; returns what it is to be in that one, and None here."""
-    _, output, _, _ = socket.recv_fds(request, 1, 2)
-    process = Process(*json.loads(b"".join(iter(lambda: request.recv(_CHUNK_BYTES), b""))))
+    _, streams, _, _ = socket.recv_fds(request, 1, 3)
+    with request.makefile("rb") as line:
+        arguments, variables, folder, command = json.loads(line.readline())
     is_forked = os.fork() == 0
     if is_forked:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output[0], 1)
-        os.dup2(output[1], 2)
-    else:
-        request.send(b" ")
-    for descriptor in output:
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+    for descriptor in streams:
         os.close(descriptor)
-    return process if is_forked else None
+    if not is_forked:
+        return None
+    return Process(arguments, variables, folder, command and Command(*command), request.dup())
 
 
 def become(process: Process) -> None:
-    """Be the process that Ray has asked for, in a process that was forked."""
+    """Be the process that was asked for, in one that was forked."""
     import numpy as np
-    import torch
 
     os.chdir(process.folder)
     os.environ.clear()
     os.environ.update(process.variables)
+    np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
+    if process.command is not None:
+        carry_out(process.command, process.client)
+    process.client.sendall(b"forked\n")
+    process.client.close()
+    _become_rays(process)
+
+
+def _become_rays(process: Process) -> None:
+    import torch
+
     of_job, arguments = SETUP_ARGUMENTS.load().parse_known_args(process.arguments)
     context = RUNTIME_ENVIRONMENT.load().deserialize(of_job.serialized_runtime_env_context or "{}")
     if context.command_prefix or context.py_executable != sys.executable or torch.cuda._is_in_bad_fork():
         run_program(process.arguments)
     UPDATE_VARIABLES.load()(context.env_vars)
-    np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
     program: str = WORKER_PROGRAM.load()
     sys.argv = [program, *arguments]
     sys.path[0] = os.path.dirname(program)

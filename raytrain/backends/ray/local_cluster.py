@@ -53,6 +53,7 @@ class LocalCluster:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        self.fork_server = ""  # its socket, once the cluster is up; empty if there is none
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(driver_variables())
         self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **environment})
@@ -65,7 +66,8 @@ class LocalCluster:
         for tries_left in reversed(range(_NUM_TRIES)):
             assert self._process.stdout is not None
             if line := self._process.stdout.readline().strip():
-                return line
+                address, _, self.fork_server = line.partition(" ")
+                return address
             reason = self._reason()
             if TOO_SLOW not in reason or not tries_left:
                 break
@@ -139,7 +141,7 @@ def _create_token() -> None:
 
 
 def hold() -> None:
-    """Start the cluster, print its address, and keep it until standard input ends."""
+    """Start the cluster, print its address and its fork server's, and keep it until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
@@ -147,7 +149,7 @@ def hold() -> None:
     # The system libraries of macOS do not survive a fork.
     with _fork_server() if sys.platform == "linux" else contextlib.nullcontext() as program:
         head = start_head(program)  # it ends with this process
-        print(head.gcs_address, flush=True)
+        print(head.gcs_address, os.environ.get(fork_client.FORK_SERVER, ""), flush=True)
         sys.stdin.read()
 
 

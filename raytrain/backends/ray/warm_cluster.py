@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -28,9 +29,13 @@ from raytrain.backends.ray.local_cluster import driver_variables
 from raytrain.backends.ray.ray_start import ray_start_address
 from raytrain.errors import UsageError
 
+_READ_AT_IMPORT = (
+    *("PYTHON", "LD_", "LANG", "LC_", "TZ", "TMP", "RAY_"),
+    *("TORCH", "PYTORCH", "CUDA", "NVIDIA", "NCCL", "GLOO", "OMP", "GOMP", "KMP", "MKL", "ONEDNN", "DNNL", "OPENBLAS"),
+)
 _KEEPER = "raytrain.backends.ray.warm_keeper"
 _ENDS_WITHIN_S = 30.0
-_LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.05  # who keeps it locks it once a second, for a moment
+_LOCKED_WITHIN_S, _LOCK_AGAIN_S = 1.0, 0.05  # who keeps it locks it once a second, for a moment
 _LOG = logging.getLogger("raytrain")
 
 
@@ -43,6 +48,10 @@ class WarmRay:
     version: str
     gpus: str | None
     idle_minutes: float
+    variables: str
+    """See :func:`import_variables`."""
+    fork_server: str
+    """The socket at which commands can be forked; empty if they cannot be."""
 
 
 class WarmCluster:
@@ -156,16 +165,19 @@ def end(found: WarmRay) -> None:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[bool]:
-    """Lock the kept cluster for this process, unless another one has it; says whether it could."""
+def locked(within_s: float = _LOCKED_WITHIN_S) -> Iterator[bool]:
+    """Lock the kept cluster for this process, unless another one has it for longer than that; says whether it could."""
+    until = time.monotonic() + within_s
     with open(_file("lock"), "w") as lock:
-        for _ in range(_LOCK_TRIES):
+        while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield True
                 return
+            if time.monotonic() >= until:
+                yield False
+                return
             time.sleep(_LOCK_AGAIN_S)
-        yield False
 
 
 def remember(kept: WarmRay) -> None:
@@ -191,6 +203,12 @@ def this_version() -> str:
     changed = max(file.stat().st_mtime for file in Path(raytrain.__path__[0]).rglob("*.py"))
     packages = " ".join(f"{name} {version(name)}" for name in ("raytrain", "ray", "torch"))
     return f"{packages}, {sys.executable}, {changed}"
+
+
+def import_variables() -> str:
+    """A digest of the variables that Python, Ray and torch may read when they are imported."""
+    read = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
 
 def _file(kind: str) -> Path:

@@ -13,7 +13,15 @@ import time
 
 from raytrain.backends.ray.lean_imports import lean_imports
 from raytrain.backends.ray.local_cluster import LocalCluster
-from raytrain.backends.ray.warm_cluster import WarmRay, forget, locked, remember, this_version, visible_gpus
+from raytrain.backends.ray.warm_cluster import (
+    WarmRay,
+    forget,
+    import_variables,
+    locked,
+    remember,
+    this_version,
+    visible_gpus,
+)
 
 _LOOK_EVERY_S = 1.0
 
@@ -24,11 +32,22 @@ def keep(idle_minutes: float) -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     for of_terminal in (signal.SIGINT, signal.SIGHUP):
         signal.signal(of_terminal, signal.SIG_IGN)
+    variables = import_variables()
     with lean_imports():
         cluster = LocalCluster({})
         try:
             address = cluster.address()
-            remember(WarmRay(address, os.getpid(), this_version(), visible_gpus(), idle_minutes))
+            remember(
+                WarmRay(
+                    address=address,
+                    pid=os.getpid(),
+                    version=this_version(),
+                    gpus=visible_gpus(),
+                    idle_minutes=idle_minutes,
+                    variables=variables,
+                    fork_server=cluster.fork_server,
+                )
+            )
             print(address, flush=True)
             _wait_until_idle(cluster, 60 * idle_minutes, ended)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import socket
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
@@ -10,6 +10,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, Storage
 from raytrain.cli.commands.confirm import confirmed
+from raytrain.runs.stop_request import StopRequest
 
 
 def doctor(
@@ -42,24 +43,28 @@ def up(
         f"Ray is ready at {kept.address} for the next run on this machine. It ends with `raytrain down`, or when "
         f"nobody has used it for {kept.idle_minutes:g} minutes."
     )
-    return CommandResult(text, dataclasses.asdict(kept))
+    return CommandResult(text, {"address": kept.address, "pid": kept.pid, "idle_minutes": kept.idle_minutes})
 
 
 def down(
-    yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask, also if a run uses it.")] = False,
+    yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask, also if a command uses it.")] = False,
 ) -> CommandResult:
-    """End the Ray that `raytrain up` keeps ready.
+    """End the Ray that `raytrain up` keeps ready. A run that uses it stops with a checkpoint first.
 
     Example: raytrain down
     """
     from raytrain.backends.ray.warm_cluster import end, locked, running
+    from raytrain.backends.ray.warm_end import stop_runs_and_end
 
     if (found := running()) is None:
         return CommandResult("No Ray is kept ready on this machine.", {"ended": None})
     with locked() as free:
-        if not free and not yes and not confirmed("A command uses the Ray of `raytrain up`. End both?"):
+        if free:
+            end(found)
+    if not free:
+        if not yes and not confirmed("A command uses the Ray of `raytrain up`. Stop its run, and end Ray?"):
             return CommandResult("Nothing was ended.", {"ended": None}, exit_code=1)
-        end(found)
+        stop_runs_and_end(found, StopRequest(f"raytrain down on {socket.gethostname()}"))
     return CommandResult("Ray has ended.", {"ended": found.address})
 
 

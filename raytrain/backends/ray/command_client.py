@@ -1,0 +1,80 @@
+"""Have a command carried out by a process that is forked from the one which `raytrain up` keeps.
+
+That one has imported Ray and torch, so the command starts at once. This process passes signals on, and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from raytrain.backends.ray.forked_command import Command
+from raytrain.backends.ray.warm_cluster import import_variables, running, this_version, visible_gpus
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def carry_out(function: str, arguments: Mapping[str, Any]) -> int | None:
+    """The exit code of ``function`` (``module:function``), which is called with ``arguments`` (JSON values).
+
+    None if there is no process to fork, or if it has been started with other versions, GPUs or settings. Then nothing
+    has been done.
+    """
+    kept = running()
+    if kept is None or not kept.fork_server:
+        return None
+    fits = kept.version == this_version() and kept.gpus == visible_gpus() and kept.variables == import_variables()
+    if not fits:
+        return None
+    umask = os.umask(0)
+    os.umask(umask)
+    command = Command(function, dict(arguments), [folder or os.getcwd() for folder in sys.path], umask)
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(kept.fork_server)
+        except OSError:  # it has just ended
+            return None
+        socket.send_fds(server, [b" "], [0, 1, 2])
+        server.sendall(json.dumps([[], dict(os.environ), os.getcwd(), command]).encode() + b"\n")
+        return _wait(server)
+
+
+def _wait(server: socket.socket) -> int | None:
+    """The exit code that the server tells; None if it has ended before it could fork."""
+    with server.makefile("rb") as told:
+        if not (child := told.readline()):
+            return None
+        with _signals_to(int(child)):
+            code = int(told.readline() or -signal.SIGKILL)
+    if code < 0:
+        print(f"raytrain: the command was ended by {signal.Signals(-code).name}.", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _signals_to(child: int) -> Iterator[None]:
+    """While open, the signals of this process are passed on. If the user stops it with Ctrl-Z, the child stops, too."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        pass_on(signal.SIGSTOP, frame)
+        os.kill(os.getpid(), signal.SIGSTOP)  # this process goes on from here
+        pass_on(signal.SIGCONT, frame)
+
+    handlers = {**dict.fromkeys(_PASSED_ON, pass_on), signal.SIGTSTP: stop}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
