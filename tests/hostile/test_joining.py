@@ -6,8 +6,10 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import AuthenticationError
 
 from raytrain import UsageError
 from raytrain.backends.ray import connection
@@ -55,6 +57,22 @@ def test_the_address_that_was_read_is_the_one_that_is_joined(
     assert [record.getMessage() for record in caplog.records if record.name == "raytrain"] == [
         f"Joining the Ray cluster at {address}, which was started on this machine; --address local starts a new one."
     ]
+
+
+def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refuse(address: str) -> None:
+        asked.append(address)
+        raise AuthenticationError("InvalidAuthToken")
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(connection, "GCS_CLIENT", SimpleNamespace(load=lambda: refuse))
+    monkeypatch.setattr(connection, "ENABLE_TOKEN", SimpleNamespace(load=lambda: lambda **_: True))
+    address = note.read_text().strip()
+    with pytest.raises(UsageError, match=rf"{address} asks for a token, and this machine's token is another one"):
+        connection._check_answers(address)
+    assert asked == [address, address], "the second time with this machine's token"
 
 
 @pytest.mark.slow  # Ray asks for 40 seconds

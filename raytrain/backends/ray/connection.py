@@ -192,15 +192,26 @@ def _check_answers(address: str) -> None:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise it warns of the token as of a problem
     try:
+        _ask(address)
+    except AuthenticationError:
+        raise UsageError(
+            f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
+            "~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+        ) from None
+    except RayError:
+        raise _no_cluster(address, "what listens there is not a Ray cluster of this version") from None
+
+
+def _ask(address: str) -> None:
+    """Return once a cluster has answered, which may ask for this machine's token; raises RayError if none does."""
+    from ray.exceptions import AuthenticationError
+
+    try:
         GCS_CLIENT.load()(address=address)
     except AuthenticationError:
         if "RAY_AUTH_MODE" in os.environ or not ENABLE_TOKEN.load()(warn_if_disabled=False):
-            raise UsageError(
-                f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
-                "~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
-            ) from None
-    except RayError:
-        raise _no_cluster(address, "what listens there is not a Ray cluster of this version") from None
+            raise
+        GCS_CLIENT.load()(address=address)
 
 
 def _not_a_cluster(address: str) -> UsageError:
