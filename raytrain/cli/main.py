@@ -26,7 +26,10 @@ _USE_TORCH = ("train", "study", "sweep", "evaluate", "predict", "export")
 
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
-    code = _run_forked(sys.argv[1:])
+    try:
+        code = _run_forked(sys.argv[1:])
+    except KeyboardInterrupt:  # before there was a process that it could be passed on to
+        code = _aborted()
     if code is None:
         code = main()
     sys.stdout.flush()
@@ -50,6 +53,7 @@ def _run_forked(argv: list[str]) -> int | None:
 def run_for(argv: Sequence[str], started_at: float) -> int:
     """The exit code of a command line, in a process that was forked for one that was ``started_at``."""
     set_process_started_at(started_at)
+    sys.argv = ["raytrain", *argv]
     try:
         return main(argv)
     except SystemExit as ended:  # after --help
@@ -69,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         outcome = parse(argv, COMMANDS)()
     except KeyboardInterrupt:
-        print("raytrain: aborted.", file=sys.stderr)
-        return 130
+        return _aborted()
     except Exception as error:
         if debug:
             print(printable(traceback.format_exc()), file=sys.stderr)
@@ -78,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_first_process():
         _print_outcome(outcome, as_json="--json" in argv)
     return outcome.exit_code
+
+
+def _aborted() -> int:
+    print("raytrain: aborted.", file=sys.stderr)
+    return 130
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from raytrain.backends.ray.forked_command import Command
+from raytrain.backends.ray.forked_command import Command, do_nothing
 from raytrain.backends.ray.warm_cluster import import_variables, running, this_version, visible_gpus
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -31,18 +31,25 @@ def carry_out(function: str, arguments: Mapping[str, Any]) -> int | None:
     if kept is None or not kept.fork_server:
         return None
     fits = kept.version == this_version() and kept.gpus == visible_gpus() and kept.variables == import_variables()
-    if not fits:
-        return None
+    return _carry_out(kept.fork_server, function, arguments) if fits else None
+
+
+def is_ready(fork_server: str) -> bool:
+    """Wait until processes can be forked at this socket; False if they cannot be, because nobody listens."""
+    return _carry_out(fork_server, f"{do_nothing.__module__}:{do_nothing.__name__}", {}) == 0
+
+
+def _carry_out(fork_server: str, function: str, arguments: Mapping[str, Any]) -> int | None:
     umask = os.umask(0)
     os.umask(umask)
     command = Command(function, dict(arguments), [folder or os.getcwd() for folder in sys.path], umask)
     with socket.socket(socket.AF_UNIX) as server:
         try:
-            server.connect(kept.fork_server)
+            server.connect(fork_server)
+            socket.send_fds(server, [b" "], [0, 1, 2])
+            server.sendall(json.dumps([[], dict(os.environ), os.getcwd(), command]).encode() + b"\n")
         except OSError:  # it has just ended
             return None
-        socket.send_fds(server, [b" "], [0, 1, 2])
-        server.sendall(json.dumps([[], dict(os.environ), os.getcwd(), command]).encode() + b"\n")
         return _wait(server)
 
 

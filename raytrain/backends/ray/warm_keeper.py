@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+from raytrain.backends.ray.command_client import is_ready
 from raytrain.backends.ray.lean_imports import lean_imports
 from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.backends.ray.warm_cluster import (
@@ -45,7 +46,7 @@ def keep(idle_minutes: float) -> None:
                     gpus=visible_gpus(),
                     idle_minutes=idle_minutes,
                     variables=variables,
-                    fork_server=cluster.fork_server,
+                    fork_server=cluster.fork_server if is_ready(cluster.fork_server) else "",
                 )
             )
             print(address, flush=True)
