@@ -75,9 +75,25 @@ class Client:
         self._started: list[subprocess.Popen[str]] = []
         (folder / "commands.py").write_text(COMMANDS)
 
-    def start(self, name: str, version: str = "", variables: str = "", path: str = "") -> subprocess.Popen[str]:
+    def start(
+        self,
+        name: str,
+        version: str = "",
+        variables: str = "",
+        path: str = "",
+        ignored: signal.Signals | None = None,
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, version, variables, path or self._path, name],
+            [
+                *(["env", f"--ignore-signal={ignored.name}"] if ignored else []),
+                sys.executable,
+                "-c",
+                CLIENT,
+                version,
+                variables,
+                path or self._path,
+                name,
+            ],
             cwd=self.folder,
             env={**os.environ, "OF_THE_CLIENT": "seen", "PYTHONPATH": os.getcwd()},
             stdin=subprocess.PIPE,
@@ -129,6 +145,14 @@ def test_ctrl_z_stops_the_command_until_the_client_goes_on(client: Client) -> No
         assert command.is_running()
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
+
+
+def test_a_command_under_nohup_outlives_its_terminal(client: Client) -> None:
+    process = client.start("wait", ignored=signal.SIGHUP)
+    read_line(process, "ready")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, "it was still there"
 
 
 def test_the_command_ends_with_its_client(client: Client) -> None:

@@ -67,7 +67,10 @@ def _wait(server: socket.socket) -> int | None:
 
 @contextlib.contextmanager
 def _signals_to(child: int) -> Iterator[None]:
-    """While open, the signals of this process are passed on. If the user stops it with Ctrl-Z, the child stops, too."""
+    """While open, the signals of this process are passed on, but for those that it ignores, as under nohup.
+
+    If the user stops it with Ctrl-Z, the child stops, too.
+    """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -79,7 +82,8 @@ def _signals_to(child: int) -> Iterator[None]:
         pass_on(signal.SIGCONT, frame)
 
     handlers = {**dict.fromkeys(_PASSED_ON, pass_on), signal.SIGTSTP: stop}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    heard = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     try:
         yield
     finally:
