@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -83,17 +84,9 @@ class Client:
         path: str = "",
         ignored: signal.Signals | None = None,
     ) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", CLIENT, version, variables, path or self._path, name]
         process = subprocess.Popen(
-            [
-                *(["env", f"--ignore-signal={ignored.name}"] if ignored else []),
-                sys.executable,
-                "-c",
-                CLIENT,
-                version,
-                variables,
-                path or self._path,
-                name,
-            ],
+            ["env", f"--ignore-signal={ignored.name}", *words] if ignored else words,
             cwd=self.folder,
             env={**os.environ, "OF_THE_CLIENT": "seen", "PYTHONPATH": os.getcwd()},
             stdin=subprocess.PIPE,
@@ -171,7 +164,7 @@ def test_a_command_that_is_killed_is_told(client: Client) -> None:
 
 
 @pytest.mark.parametrize("differs", [{"version": "0"}, {"variables": "0"}, {"path": "gone"}])
-def test_nothing_is_done_if_the_kept_process_does_not_fit(client: Client, differs: dict[str, str]) -> None:
+def test_nothing_is_done_if_the_kept_process_does_not_fit(client: Client, differs: dict[str, Any]) -> None:
     process = client.start("tell", **differs)
     out, errors = process.communicate("typed\n", timeout=60)
     assert (process.returncode, out, errors) == (NOTHING_DONE, "", "")

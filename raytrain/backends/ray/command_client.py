@@ -59,6 +59,7 @@ def _wait(server: socket.socket) -> int | None:
         if not (child := told.readline()):
             return None
         with _signals_to(int(child)):
+            server.sendall(b"\n")
             code = int(told.readline() or -signal.SIGKILL)
     if code < 0:
         print(f"raytrain: the command was ended by {signal.Signals(-code).name}.", file=sys.stderr)

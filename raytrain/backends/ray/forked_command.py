@@ -26,13 +26,19 @@ class Command(NamedTuple):
 def carry_out(command: Command, client: socket.socket) -> NoReturn:
     """Carry out a command in a child of this process. Tells the client the child's number, and how it has ended.
 
-    If the client ends, the child gets a SIGTERM, which ends a run with a checkpoint.
+    The child begins when the client has answered that it passes signals on. If the client ends, the child gets a
+    SIGTERM, which ends a run with a checkpoint.
     """
+    begins, begin = os.pipe()
     child = os.fork()
     if not child:
         client.close()
+        os.close(begin)
+        os.read(begins, 1)
         os._exit(_call(command))
     client.sendall(f"{child}\n".encode())
+    client.recv(1)
+    os.close(begin)
     _wait(child, client)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(OSError):  # the client has ended
