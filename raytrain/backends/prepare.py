@@ -129,6 +129,19 @@ def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = T
     return _own(prepared) if owns_run else prepared
 
 
+def check_places(config: TrainConfig) -> None:
+    """Raise UsageError or StorageError if the name is taken or the images cannot be read, as few requests tell.
+
+    :func:`prepare` checks more, beside a cluster that starts, and would have to end again.
+    """
+    from raytrain.storage.open import open_store
+
+    if config.name:
+        _check_place(config, config.name, run_store(config.storage, config.name))
+    for url in filter(None, (config.data, config.test_data)):
+        open_store(url).check_readable()
+
+
 def _check_place(config: TrainConfig, name: str, store: Store) -> None:
     """Raise UsageError if a new run exists already."""
     if store.exists(CONFIG) and not config.resume:

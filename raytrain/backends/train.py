@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import check_room
-from raytrain.backends.prepare import check, load_loop, prepare
+from raytrain.backends.prepare import check, check_places, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.torchrun_environment import is_under_torchrun
@@ -170,7 +170,12 @@ def _train_on_ray(request: TrainRequest) -> TrainResult:
 
 def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
     config, signals = request.config, request.signals
-    with connection(config.address, config.gpus, lambda: check_room(config, machine_hardware(config.gpus))) as cluster:
+
+    def check_before_start() -> None:
+        check_room(config, machine_hardware(config.gpus))
+        check_places(config)
+
+    with connection(config.address, config.gpus, check_before_start) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
         with prepare(config, restarting=restarting) as prepared:
             STARTUP.info("importing Ray and torch …")

@@ -141,13 +141,13 @@ def marks_in(folder: str) -> list[Marks]:
 
 
 def read_through_raytrain(
-    url: str, cache: Literal["memory", "none"], epochs: int, folder: str, pixels: int = 32
+    url: str, cache: Literal["memory", "disk", "none"], epochs: int, folder: str, pixels: int = 32
 ) -> list[Marks]:
     from raytrain.backends.train import train
     from raytrain.recipes import cifar10
 
     options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
-    options |= {"image_size": (pixels, pixels)}
+    options |= {"image_size": (pixels, pixels), "cache_folder": str(Path(folder, "cache"))}
     train(
         cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size_per_worker=BATCH),
         loop=partial(read_local_batches, folder=folder),

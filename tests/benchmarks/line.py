@@ -64,15 +64,22 @@ def _measure(bench: Bench, served: Path, size: str, pixels: int) -> tuple[list[F
     figures += [Figure(f"{size}: {name}, epoch by epoch", "images/s", each) for name, each in rates.items()]
     # The same cores do both.
     reachable = min(limit.median, 1 / sum(1 / each.median for each in figures[1:3]))
-    ours, theirs, cached, litdata = (
+    ours, theirs, on_disk, cached, litdata = (
         _together(rates[name])
-        for name in ("raytrain", "Ray's documented way", "raytrain, shards, cached", "LitData, shards")
+        for name in (
+            "raytrain",
+            "Ray's documented way",
+            "raytrain, shards, cached on disk",
+            "raytrain, shards, cached",
+            "LitData, shards",
+        )
     )
     first = rates["raytrain, shards"][0] / rates["LitData, shards"][0]
     return figures, [
         Check(f"{size}: raytrain : GETs and decoding alone, or the line", ours / reachable, at_least=0.7),
         Check(f"{size}: raytrain : Ray's way", ours / theirs, at_least=1),
         Check(f"{size}: raytrain : LitData, shards, first epoch", first, at_least=1),
+        Check(f"{size}: raytrain : LitData, shards, on the disk of both", on_disk / litdata, at_least=0.4),
         Check(f"{size}: raytrain : LitData, shards, cached by both", cached / litdata, at_least=1),
     ]
 
@@ -103,6 +110,9 @@ def _sides(pixels: int) -> dict[str, Side]:
         "raytrain": Side(read_through_raytrain, {"url": "s3://images", **streamed}),
         "LitData, shards": Side(read_through_litdata, {"epochs": _EPOCHS, "pixels": pixels}),
         "raytrain, shards": Side(read_through_raytrain, {"url": "s3://raytrain", **streamed}),
+        "raytrain, shards, cached on disk": Side(
+            read_through_raytrain, {"url": "s3://raytrain", **streamed, "cache": "disk"}
+        ),
         "raytrain, shards, cached": Side(
             read_through_raytrain, {"url": "s3://raytrain", **streamed, "cache": "memory"}
         ),

@@ -19,7 +19,7 @@ import raytrain
 for options in {options}:
     try:
         raytrain.train(raytrain.recipes.custom(data="images", storage={storage!r}, **options))
-    except raytrain.UsageError as error:
+    except (raytrain.UsageError, raytrain.StorageError) as error:
         print(error)
 assert not {{"torch", "torchvision", "ray"}} & sys.modules.keys()
 """
@@ -33,6 +33,8 @@ def refusals(tmp_path: Path, *options: dict[str, object]) -> list[str]:
 
 
 def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").touch()
     sentences = refusals(
         tmp_path,
         {"model": "resnet19"},
@@ -42,6 +44,8 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"weights": "no-such-file.pt"},
         {"workers": 10_000, "device": "cpu", "address": "local"},
         {"workers": 10_000, "device": "cpu", "backend": "local"},
+        {"address": "local"},
+        {"address": "local", "name": "old"},
     )
     begins = [
         "--model resnet19 is no classifier",
@@ -50,6 +54,7 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         "--loop: there",
     ]
     begins += ["--weights no-such-file.pt: there is no such file", "--workers is 10000", "--workers is 10000"]
+    begins += ["There is no folder", "A run called 'old' is in"]
     assert all(sentence.startswith(begin) for sentence, begin in zip(sentences, begins, strict=True)), sentences
 
 

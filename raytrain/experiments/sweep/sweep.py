@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.prepare import PreparedRun, check_named, check_options, load_loop, prepare
+from raytrain.backends.prepare import PreparedRun, check_named, check_options, check_places, load_loop, prepare
 from raytrain.backends.ray.connection import connection
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.train import import_in_background
@@ -80,7 +80,7 @@ def sweep(
     trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
     if loop is None and config.loop is None:
         _check_learning_rates(planned, config)
-    with connection(config.address, config.gpus) as cluster:
+    with connection(config.address, config.gpus, lambda: check_places(config)) as cluster:
         importing = import_in_background("raytrain.backends.ray.trials.sweep_session")
         with prepare(config) as prepared:
             runs = trials_of(planned, prepared.config, prepared.name)
