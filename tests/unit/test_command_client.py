@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,14 @@ def test_a_command_has_the_folder_variables_and_streams_of_its_client(client: Cl
     out, errors = process.communicate("typed\n", timeout=_WITHIN_S)
     assert (process.returncode, errors) == (3, "wrong\n")
     assert out == f"hello typed {client.folder} seen 0o27\n"
+
+
+def test_somebody_who_says_nothing_holds_up_nobody(client: Client, socket_path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(socket_path)
+        process = client.start("tell")
+        process.communicate("typed\n", timeout=_WITHIN_S)
+    assert process.returncode == 3
 
 
 def test_ctrl_c_reaches_the_command(client: Client) -> None:

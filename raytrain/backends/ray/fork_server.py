@@ -41,10 +41,11 @@ class Process:
     client: socket.socket
 
 
-def serve(path: str) -> Process:
-    """Fork a process at each request to the socket at ``path``. Ends this process when its standard input ends.
+def serve(path: str) -> socket.socket:
+    """Fork a process at each connection to the socket at ``path``. Ends this process when its standard input ends.
 
-    Returns in each of the forked processes, with what that is to be.
+    Returns in each of the forked processes, with the connection. Only that process reads the request: the variables in
+    it may hold keys, and who sends it may be slow.
     """
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as requests:
         server.bind(path)
@@ -55,10 +56,10 @@ def serve(path: str) -> Process:
         requests.register(sys.stdin, selectors.EVENT_READ)
         while all(key.fileobj is server for key, _ in requests.select()):
             request, _ = server.accept()
-            with request:
-                process = _fork(request)
-            if process is not None:
-                return process
+            if not os.fork():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                return request
+            request.close()
     os._exit(0)
 
 
@@ -77,21 +78,15 @@ def import_all() -> None:
     gc.freeze()  # otherwise the first collection in each process would copy all objects
 
 
-def _fork(request: socket.socket) -> Process | None:
-    """Fork the process that is asked for; returns what it is to be in that one, and None here."""
+def read(request: socket.socket) -> Process:
+    """What this process is to be, which was forked for a request, and has its streams from now on."""
     _, streams, _, _ = socket.recv_fds(request, 1, 3)
     with request.makefile("rb") as line:
         arguments, variables, folder, command = json.loads(line.readline())
-    is_forked = os.fork() == 0
-    if is_forked:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-    for descriptor in streams:
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
         os.close(descriptor)
-    if not is_forked:
-        return None
-    return Process(arguments, variables, folder, command and Command(*command), request.dup())
+    return Process(arguments, variables, folder, command and Command(*command), request)
 
 
 def become(process: Process) -> None:
@@ -124,4 +119,4 @@ def _become_rays(process: Process) -> None:
 
 
 if __name__ == "__main__":
-    become(serve(sys.argv[1]))
+    become(read(serve(sys.argv[1])))
