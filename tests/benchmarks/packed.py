@@ -9,6 +9,7 @@ start of its processes, while raytrain prefetches before the loop is entered.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,6 +58,8 @@ def measure(bench: Bench) -> Report:
 
 def pack_both(images: str, folder: str) -> None:
     """Write the images to one bucket as shards of raytrain, and to another as chunks of LitData."""
+    for name in ("DATA_OPTIMIZER_CACHE_FOLDER", "DATA_OPTIMIZER_DATA_CACHE_FOLDER"):
+        os.environ[name] = str(Path(folder, name))  # by default /tmp/chunks and /tmp/data, whose content it removes
     from litdata import optimize
 
     from raytrain.datasets.pack import pack
