@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from raytrain.backends.ray.forked_command import Command, do_nothing
-from raytrain.backends.ray.warm_cluster import import_variables, running, this_version, visible_gpus
+from raytrain.backends.ray.warm_cluster import import_variables, running, this_version
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -24,13 +24,13 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def carry_out(function: str, arguments: Mapping[str, Any]) -> int | None:
     """The exit code of ``function`` (``module:function``), which is called with ``arguments`` (JSON values).
 
-    None if there is no process to fork, or if it has been started with other versions, GPUs or settings. Then nothing
-    has been done.
+    None if there is no process to fork, or if it has been started with other versions or variables. Then nothing has
+    been done.
     """
     kept = running()
     if kept is None or not kept.fork_server:
         return None
-    fits = kept.version == this_version() and kept.gpus == visible_gpus() and kept.variables == import_variables()
+    fits = kept.version == this_version() and kept.variables == import_variables()
     return _carry_out(kept.fork_server, function, arguments) if fits else None
 
 

@@ -290,7 +290,7 @@ def request_stop_of_all(request: StopRequest) -> None:
     """Ask all runs that train in the connected cluster to stop."""
     named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)  # pyright: ignore
     names = [each["name"] for each in named if each["namespace"] == _NAMESPACE and each["name"].startswith(_RUN)]
-    with suppress(RayActorError):  # it has ended by itself
+    with suppress(RayActorError, ValueError):  # it has ended by itself
         ray.get([ray.get_actor(name, namespace=_NAMESPACE).request_stop.remote(request) for name in names])
 
 
