@@ -1,0 +1,1 @@
+"""Starts runs: on a Ray cluster, or on this machine without Ray."""

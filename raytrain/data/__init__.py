@@ -1,0 +1,1 @@
+"""Images and their labels: which ones, in which order, decoded how."""

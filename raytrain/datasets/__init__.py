@@ -1,0 +1,1 @@
+"""Bring a data set to where it is read: download, upload, pack."""

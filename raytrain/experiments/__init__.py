@@ -1,0 +1,1 @@
+"""Several runs: compared, swept over options, or scaled over workers."""

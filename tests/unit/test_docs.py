@@ -1,4 +1,4 @@
-"""The documentation is correct: the tree names every file, commands can be parsed, linked files exist."""
+"""The documentation is correct: the tree is that of the package, commands can be parsed, linked files exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
 from raytrain.recipes import RECIPES
+from tests.helpers.tree import package_tree, written_tree
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -21,24 +22,8 @@ PAGES = [
 ]
 
 
-def test_the_tree_names_every_file_of_the_package() -> None:
-    existing = {path.relative_to(ROOT / "raytrain").as_posix() for path in (ROOT / "raytrain").rglob("*.py")}
-    assert files_of_the_tree() == {path for path in existing if not path.endswith("__.py")}
-
-
-def files_of_the_tree() -> set[str]:
-    """Return the files in the tree of the architecture page, relative to the package."""
-    _, _, rest = (ROOT / "docs/architecture.md").read_text().partition("\nraytrain/\n")
-    folders, files = list[str](), set[str]()
-    for line in rest.partition("\n```")[0].splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2  # 1 for files directly in the package.
-        folders = folders[: depth - 1]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            files.add("".join(folders) + name)
-    return files
+def test_the_tree_is_made_from_the_docstrings() -> None:
+    assert written_tree() == package_tree(), "uv run python -m tests.helpers.tree rewrites it"
 
 
 def test_every_command_is_documented_and_every_documented_command_is_valid(
@@ -57,7 +42,8 @@ def test_every_command_is_documented_and_every_documented_command_is_valid(
 
 def documented_commands(page: Path) -> list[list[str]]:
     """Return the arguments of raytrain in every indented command line of a page, after ``uv run``, ``--`` or ``-m``."""
-    lines = re.sub(r" *\\\n *", " ", page.read_text()).splitlines()
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    lines = re.sub(r" *\\\n *", " ", text).splitlines()
     calls = [re.search(r"(?:uv run|--|-m) raytrain (.*)", line) for line in lines if line.startswith("    ")]
     return [shlex.split(call[1].partition(" #")[0]) for call in calls if call]
 

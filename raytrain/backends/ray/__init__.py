@@ -1,0 +1,1 @@
+"""Runs on a Ray cluster: the only package that imports Ray."""

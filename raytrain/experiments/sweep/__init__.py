@@ -1,0 +1,1 @@
+"""Sweeps: runs that differ in some options."""
