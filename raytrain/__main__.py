@@ -1,4 +1,4 @@
-"""``python -m raytrain`` is the ``raytrain`` command, also under torchrun."""
+"""``python -m raytrain`` is the ``raytrain`` command."""
 
 from raytrain.cli.main import run
 

@@ -1,4 +1,4 @@
-"""The reporter of a run whose own process keeps its monitor and documents: under torchrun, and in a sweep's trial."""
+"""The reporter of a run whose own process keeps its monitor and documents, as in a sweep's trial."""
 
 from __future__ import annotations
 

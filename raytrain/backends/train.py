@@ -20,7 +20,6 @@ from raytrain.backends.placement import check_room
 from raytrain.backends.prepare import check, check_places, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.torchrun_environment import is_under_torchrun
 from raytrain.backends.train_request import TrainRequest
 from raytrain.config import TrainConfig
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
@@ -51,8 +50,7 @@ def train(
 ) -> TrainResult:
     """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
 
-    It trains on Ray, or without Ray on this machine if ``config.backend`` is ``local``. In a process that torchrun
-    started, it trains with the other processes of torchrun.
+    It trains on Ray, or without Ray on this machine if ``config.backend`` is ``local``.
 
     Args:
         config: the options; see :class:`TrainConfig`.
@@ -75,7 +73,7 @@ def train(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
     signals = signals or StopSignals()
-    fits_by_trial = config.accumulate == "auto" and not is_under_torchrun()  # which starts its processes only once
+    fits_by_trial = config.accumulate == "auto"
     while True:
         request = TrainRequest(
             config=config,
@@ -94,10 +92,6 @@ def train(
 
 
 def _train(request: TrainRequest) -> TrainResult:
-    if is_under_torchrun():
-        from raytrain.backends import torchrun
-
-        return torchrun.train(request)
     return _train_locally(request) if request.config.backend == "local" else _train_on_ray(request)
 
 
@@ -188,5 +182,5 @@ def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
             with signals:
                 STARTUP.info("starting the workers …")
                 wait_for_machines(config, lambda: signals.stop_request is not None)
-                with RunSession(prepared, request, own_cluster=cluster.is_own, keeps_images=cluster.is_kept) as session:
+                with RunSession(prepared, request, own_cluster=cluster.is_own) as session:
                     return session.watch()

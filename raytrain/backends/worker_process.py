@@ -1,4 +1,4 @@
-"""One worker of a run in a process of its own, without Ray: under torchrun, or started by the local backend."""
+"""One worker of a run without Ray, in a process of its own."""
 
 from __future__ import annotations
 

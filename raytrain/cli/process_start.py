@@ -10,19 +10,9 @@ from pathlib import Path
 _START_TIME = 19
 """Among the fields of ``/proc/PID/stat`` after the name, counted from 0: clock ticks since the machine started."""
 
-_told: float | None = None
-
-
-def set_process_started_at(started_at: float) -> None:
-    """Note that this process does the work of one that was ``started_at``, as ``time.monotonic()`` tells the time."""
-    global _told
-    _told = started_at
-
 
 def process_started_at() -> float:
     """When this process was started, as ``time.monotonic()`` tells the time; now if the system does not say."""
-    if _told is not None:
-        return _told
     with suppress(OSError):  # there is no /proc on macOS
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")

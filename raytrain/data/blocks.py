@@ -51,11 +51,6 @@ def to_table(pixels: Pixels, labels: Int64s, samples: Int64s) -> pa.Table:
     return pa.table({"image": column, "label": number_array(labels), "sample": number_array(samples)})
 
 
-def smallest_label(table: pa.Table) -> int:
-    """The smallest label in a table of :func:`to_table`; below 0 if an image could not be read."""
-    return int(numbers(table.column("label")).min())
-
-
 class CachedBlocks:
     """A whole data set as blocks in memory, whose samples are in the given order.
 

@@ -65,7 +65,7 @@ def serve(
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
     trained = open_trained_run(run, storage, trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
-    with connection(address, before_start=partial(_check_free, host, port), warm=False) as cluster:
+    with connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
         from raytrain.backends.ray.credential_server import serving_credentials  # these import Ray
         from raytrain.backends.ray.model_server import serving

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 import raytrain
-from raytrain import TrainConfig, UsageError
+from raytrain import TrainConfig, TrainingFailed, UsageError
 from raytrain.backends.prepare import prepare
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
-from tests.helpers.alone import ALONE
 from tests.helpers.small_runs import config
 
 
@@ -23,9 +22,7 @@ from tests.helpers.small_runs import config
 def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The storage of a run that finished."""
     storage = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as environment:
-        without_ray(environment)
-        raytrain.train(config(images, storage, epochs=1))
+    raytrain.train(local(images, storage, epochs=1))
     return storage
 
 
@@ -34,10 +31,8 @@ def storage(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "runs"))
 
 
-def without_ray(environment: pytest.MonkeyPatch) -> None:
-    """Have this process train alone, as torchrun would start it."""
-    for name, value in ALONE.items():
-        environment.setenv(name, value)
+def local(images: Path, storage: Path, **options: Any) -> TrainConfig:
+    return config(images, storage, backend="local", **options)
 
 
 def documents(storage: Path) -> dict[str, bytes]:
@@ -77,10 +72,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_under_torchrun(
-    mistake: str, images: Path, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+def test_with_the_local_backend(mistake: str, images: Path, storage: Path, tmp_path: Path) -> None:
     change, sentence = MISTAKES[mistake]
     wanted = resumed(images, storage, epochs=2, **change(images, tmp_path))
     before = documents(storage)
@@ -99,30 +91,23 @@ def test_before_a_driver_starts_its_workers_on_ray(mistake: str, images: Path, s
     assert documents(storage) == before
 
 
-def test_what_only_the_checkpoint_shows_leaves_the_options_alone(
-    images: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+def test_what_only_the_checkpoint_shows_leaves_the_options_alone(images: Path, storage: Path) -> None:
     before = documents(storage)["run/config.json"]
-    with pytest.raises(UsageError, match="checkpoint's optimizer"):
+    with pytest.raises(TrainingFailed, match="checkpoint's optimizer"):
         raytrain.train(resumed(images, storage, epochs=2, optimizer="adamw"))
     assert documents(storage)["run/config.json"] == before
     assert raytrain.train(resumed(images, storage, epochs=2)).status == "finished"
 
 
-def test_the_same_images_in_another_folder_are_no_mistake(
-    images: Path, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+def test_the_same_images_in_another_folder_are_no_mistake(images: Path, storage: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(images, tmp_path / "moved")
     result = raytrain.train(resumed(moved, storage, epochs=2))
     assert result.status == "finished"
     assert '"epochs": 2' in open_store(result.run_dir).get("config.json").decode()
 
 
-def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_ray(monkeypatch)
-    options = config(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
+def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path) -> None:
+    options = local(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
     raytrain.train(options)
     labels = tmp_path / "labels.csv"
     header, *rows = labels.read_text().splitlines(keepends=True)
@@ -134,9 +119,8 @@ def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path, m
 
 
 def test_a_run_that_does_not_exist_yet_starts_and_then_continues(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without_ray(monkeypatch)
     assert raytrain.train(resumed(images, tmp_path, epochs=1)).status == "finished"
     assert f"There is no run 'run' in {tmp_path} yet; it starts from the beginning." in caplog.messages
     caplog.clear()
@@ -163,4 +147,4 @@ def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
 
 
 def resumed(images: Path, storage: Path, **options: Any) -> TrainConfig:
-    return dataclasses.replace(config(images, storage), **{"resume": True, **options})
+    return dataclasses.replace(local(images, storage), **{"resume": True, **options})

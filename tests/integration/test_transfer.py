@@ -31,7 +31,6 @@ from raytrain.training.model import build_model
 from raytrain.training.safetensors_file import to_safetensors
 from raytrain.training.transfer import body_and_head, find_heads, freeze, initial_model, initial_weights
 from raytrain.training.weights_source import check_weights_source
-from tests.helpers.alone import ALONE
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
 
@@ -412,10 +411,8 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
         "32",
         "32",
     ]
-    with pytest.MonkeyPatch.context() as environment:
-        for variable, value in ALONE.items():
-            environment.setenv(variable, value)
-        assert main(["train", *words, "--epochs", "1", "--batch-size", "45", *more]) == 0
+    words += ["--backend", "local", "--workers", "1"]
+    assert main(["train", *words, "--epochs", "1", "--batch-size", "45", *more]) == 0
     store = run_store(str(storage), name)
     newest = newest_checkpoint(store)
     assert newest is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import CONFIG, EVALUATION, STOP_REQUEST
 from raytrain.runs.machine_history import MachineHistory, write_machine_history
 from raytrain.runs.machine_use import MachineUse
-from tests.helpers.alone import ALONE
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url
@@ -42,9 +40,10 @@ def page_of(storage: Path, *names: str, port: int = 0) -> Iterator[PageServer]:
 def training(data: Path, storage: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A run with --watch that would take hours, and the address of its page."""
     words = [sys.executable, "-m", "raytrain", "train", "digits", "--data", str(data / "train"), "--watch"]
+    words += ["--backend", "local", "--workers", "1"]
     options = ["--test-data", str(data / "test"), "--name", "run", "--storage", str(storage), "--epochs", "100000"]
     command = [*words, *options, "--log-every", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **ALONE}) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process, process.stdout.readline().removeprefix("Watch it at ").strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -19,8 +18,6 @@ import pytest
 from rich.console import Console
 
 import raytrain
-from raytrain.backends.ray import command_client
-from raytrain.cli import main as cli
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
@@ -214,42 +211,6 @@ def test_the_package_exports_its_public_names() -> None:
         raytrain.no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("words", "is_forked"),
-    [
-        ("train cifar10", True),
-        ("evaluate first", True),
-        ("runs", False),
-        ("train cifar10 --address=local", False),
-        ("sweep cifar10 --address auto", False),
-        ("", False),
-    ],
-)
-def test_commands_that_use_torch_are_given_to_a_process_that_has_imported_it(
-    words: str, is_forked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command_client, "carry_out", lambda function, arguments: 5)
-    assert exit_code(words, monkeypatch) == (5 if is_forked else 7)
-    monkeypatch.setattr(command_client, "carry_out", lambda function, arguments: None)
-    assert exit_code(words, monkeypatch) == 7
-
-
-def test_workers_of_torchrun_are_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_client, "carry_out", lambda function, arguments: 5)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert exit_code("train cifar10", monkeypatch) == 7
-
-
-def exit_code(words: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    """What a process with this command line exits with; 7 if it carries it out itself."""
-    monkeypatch.setattr(sys, "argv", ["raytrain", *words.split()])
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(cli, "main", lambda: 7)
-    with pytest.raises(SystemExit) as ended:
-        cli.run()
-    return ended.value.code
-
-
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "raytrain", "stop"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -349,27 +310,6 @@ def test_an_abort_shows_no_traceback(stand_in: Callable[..., None], capsys: pyte
     stand_in(train=train)
     assert main(["train", "cifar10"]) == 130
     assert capsys.readouterr().err == "raytrain: aborted.\n"
-
-
-@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
-def test_under_torchrun_only_the_first_process_prints_the_outcome(
-    rank: str,
-    speaks: bool,
-    stand_in: Callable[..., None],
-    trained: list[TrainConfig],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": rank, "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["train", "cifar10", "--json"]) == 0
-    assert bool(capsys.readouterr().out) == speaks
-    stand_in(train=failing(TrainingFailed("Too many bad images.")))
-    assert main(["train", "cifar10", "--json"]) == 1
-    assert tuple(map(bool, capsys.readouterr())) == (speaks, speaks)
-    stand_in(train=failing(StorageError("This machine has no folder d.")))
-    assert main(["train", "cifar10"]) == 2
-    assert capsys.readouterr().err == "raytrain: This machine has no folder d.\n"
 
 
 # Results.

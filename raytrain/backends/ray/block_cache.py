@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
-from raytrain.backends.ray.kept_images import ImageKeeperHandle
 from raytrain.data.block_order import BlockRef, CacheOrder
 from raytrain.data.blocks import Block, to_block
 from raytrain.data.decode import ImageShape
@@ -30,10 +26,6 @@ class CachedImages:
 
     images: ImageSet
     order: CacheOrder
-    identity: str = ""
-    """As the keeper of images knows it, if there is one."""
-    kept: Sequence[Any] = ()  # list[ObjectRef[pa.Table]]
-    """All its blocks if an earlier run has left them."""
 
 
 class CacheFiller:
@@ -41,7 +33,7 @@ class CacheFiller:
 
     The driver reads the first blocks itself, so that training can begin. Tasks read the rest, from :meth:`start`: after
     the workers have started if both together would keep every core busy. The filler lives in the driver, which owns
-    the blocks: they outlast any worker, and Ray reads lost ones again. With a ``keeper``, that one owns them.
+    the blocks: they outlast any worker, and Ray reads lost ones again.
     """
 
     def __init__(
@@ -49,12 +41,10 @@ class CacheFiller:
         coordinator: CoordinatorHandle,
         cpus: DataCpus,
         sets: dict[str, CachedImages],
-        keeper: ImageKeeperHandle | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._cpus = cpus
         self._sets = sets
-        self._keeper = keeper
         self._refs: list[Any] = []
         self._started = threading.Event()
         self._closed = False
@@ -71,9 +61,6 @@ class CacheFiller:
         self._started.set()
         self._thread.join(_CLOSE_S)
         self._refs.clear()
-        if self._keeper is not None:
-            with suppress(RayError):
-                ray.get(self._keeper.end.remote(), timeout=_CLOSE_S)
 
     def _fill(self) -> None:
         try:
@@ -85,29 +72,21 @@ class CacheFiller:
                 for _, ref in refs:
                     if self._closed:
                         return
-                    self._add(name, self._owned(cached, ref))
+                    self._add(name, ref)
         except Exception as error:
             if not self._closed:
                 self._coordinator.fail_blocks.remote(root_cause(error))
 
     def _add_head(self, name: str, cached: CachedImages) -> int:
-        """Add the blocks that are there, or read the first ones in this process; return how many."""
-        if cached.kept:
-            self._add(name, *cached.kept)
-            return len(cached.kept)
+        """Read the first blocks in this process; return how many."""
         count = min(_FIRST_BLOCKS, len(cached.order)) if name == "train" else 0
         for number in range(count):
-            block = ray.put(read_block(cached.images, cached.order, number, isolated=True))
-            self._add(name, self._owned(cached, block))
+            self._add(name, ray.put(read_block(cached.images, cached.order, number, isolated=True)))
         return count
 
-    def _owned(self, cached: CachedImages, ref: Any) -> Any:
-        """A block as its owner has it: a copy if that is not this process."""
-        return ref if self._keeper is None else ray.get(self._keeper.add.remote(cached.identity, [ref]))[0]
-
-    def _add(self, name: str, *refs: Any) -> None:
-        self._refs += refs
-        self._coordinator.add_blocks.remote(name, list(refs))
+    def _add(self, name: str, ref: Any) -> None:
+        self._refs.append(ref)
+        self._coordinator.add_blocks.remote(name, [ref])
 
 
 class RemoteBlocks:

@@ -10,10 +10,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.lean_imports import lean_imports
-from raytrain.backends.ray.local_cluster import LocalCluster, driver_variables
+from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.backends.ray.private_api import ENABLE_TOKEN, GCS_CLIENT, on_loopback, set_variables
 from raytrain.backends.ray.ray_start import ray_start_address
-from raytrain.backends.ray.warm_cluster import WarmCluster, WarmRay
 from raytrain.errors import UsageError
 from raytrain.runs.startup_log import STARTUP
 
@@ -35,8 +34,7 @@ class Connection:
     ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
     for a new one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine,
     else a new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
-    ``before_start`` is called before a new one is started, and may raise what speaks against it. ``warm`` says that
-    instead of a new one it may be the one of ``raytrain up``, which one command uses at a time.
+    ``before_start`` is called before a new one is started, and may raise what speaks against it.
     """
 
     def __init__(
@@ -44,8 +42,6 @@ class Connection:
         address: str | None,
         gpus: str | None = None,
         before_start: Callable[[], None] | None = None,
-        *,
-        warm: bool = True,
     ) -> None:
         set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
         self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
@@ -64,9 +60,7 @@ class Connection:
             )
         if starts_here and before_start is not None:
             before_start()
-        warm = warm and not gpus and self._address != "local"
-        kept = WarmCluster.take() if starts_here and warm else None
-        self._own = kept or (LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None)
+        self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
 
@@ -74,11 +68,6 @@ class Connection:
     def is_own(self) -> bool:
         """Whether the cluster is this machine alone, and nobody else uses it as long as the connection is open."""
         return self._own is not None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the cluster is that of ``raytrain up``, which outlives the connection."""
-        return isinstance(self._own, WarmCluster)
 
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` if there is none at the address."""
@@ -128,29 +117,13 @@ def connection(
     address: str | None,
     gpus: str | None = None,
     before_start: Callable[[], None] | None = None,
-    *,
-    warm: bool = True,
 ) -> Iterator[Connection]:
     """A :class:`Connection`: its cluster is starting when the ``with`` block begins, and is left when it ends."""
-    opened = Connection(address, gpus, before_start, warm=warm)
+    opened = Connection(address, gpus, before_start)
     try:
         yield opened
     finally:
         opened.close()
-
-
-@contextmanager
-def connection_to_kept(found: WarmRay) -> Iterator[None]:
-    """This process is in the cluster of `raytrain up`, whether or not a command uses it."""
-    set_variables(_VARIABLES)
-    with driver_variables(), lean_imports(), on_loopback():
-        import ray
-
-        ray.init(address=found.address, log_to_driver=False, logging_level=logging.ERROR)
-        try:
-            yield
-        finally:
-            _leave()
 
 
 def uses_cluster(address: str | None) -> bool:

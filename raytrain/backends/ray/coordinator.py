@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.actor import ActorProxy
-from ray.exceptions import RayActorError
 
 from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.ray.block_directory import BlockDirectory
@@ -46,7 +44,6 @@ WAIT, FEED, KEYS = "wait", "feed", "keys"
 """Concurrency groups of the calls that run beside the others: those of workers that wait, those of the driver's threads
 that fill queues, and those for credentials, without which what the workers wait for cannot be read."""
 _NAMESPACE = "raytrain"
-_RUN = "run:"  # begins the names of the actors
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
 _OTHER_WAITS = 8  # for a stop request, and until the history is written
 _ASKERS = 8
@@ -286,14 +283,6 @@ def request_stop_in_cluster(name: str, storage: str, address: str, request: Stop
     ray.get(coordinator.request_stop.remote(request))
 
 
-def request_stop_of_all(request: StopRequest) -> None:
-    """Ask all runs that train in the connected cluster to stop."""
-    named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)  # pyright: ignore
-    names = [each["name"] for each in named if each["namespace"] == _NAMESPACE and each["name"].startswith(_RUN)]
-    with suppress(RayActorError, ValueError):  # it has ended by itself
-        ray.get([ray.get_actor(name, namespace=_NAMESPACE).request_stop.remote(request) for name in names])
-
-
 def _actor_name(run: str, url: str) -> str:
     """Others may have runs of the same name in this cluster, in storage of their own."""
-    return f"{_RUN}{run}:{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    return f"run:{run}:{hashlib.sha256(url.encode()).hexdigest()[:16]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import ray
 
@@ -12,7 +11,6 @@ from raytrain.backends.placement import Placement
 from raytrain.backends.ray.block_cache import CachedImages, CacheFiller
 from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.ingest import DataCpus, ImageSet
-from raytrain.backends.ray.kept_images import ImageKeeperHandle, KeptImages, identity, image_keeper
 from raytrain.backends.ray.stream_queues import Stream
 from raytrain.backends.ray.streaming import StreamReader
 from raytrain.config import ResolvedConfig
@@ -43,8 +41,6 @@ class DataFeed:
         test_plan: BatchPlan,
         first_step: int,
         object_store_bytes: int,
-        *,
-        keeps_images: bool,
     ) -> None:
         choice = choose_cache(config, data, plan, first_step, object_store_bytes)
         self._config = config
@@ -53,7 +49,6 @@ class DataFeed:
         self._test_plan = test_plan
         self._first_step = first_step
         self._choice = choice
-        self._keeps_images = keeps_images
 
     @property
     def orders(self) -> dict[str, CacheOrder]:
@@ -70,8 +65,7 @@ class DataFeed:
         self._credentials = credentials
         self.train = self._image_set(data.train_store, data.train, data.train_format)
         self.test = self._image_set(data.test_store, data.test, data.test_format)
-        self._keeper = image_keeper() if self._keeps_images else None
-        self._cached = self._to_cache() if self._keeper is None else self._kept(self._to_cache(), self._keeper)
+        self._cached = self._to_cache()
 
     def start(self, placement: Placement) -> None:
         """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
@@ -81,7 +75,7 @@ class DataFeed:
         with ExitStack() as opened:
             streams = StreamReader(self._coordinator, cpus, sets, self._config.worker_load or (), expected)
             opened.callback(streams.close)
-            self._filler = CacheFiller(self._coordinator, cpus, self._cached, self._keeper)
+            self._filler = CacheFiller(self._coordinator, cpus, self._cached)
             opened.callback(self._filler.close)
             if placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
                 self._filler.start()
@@ -114,19 +108,3 @@ class DataFeed:
             order = CacheOrder(self._test_plan, Cursor(), self.test.rows_per_block)
             to_cache["test"] = CachedImages(self.test, order)
         return to_cache
-
-    def _kept(self, to_cache: dict[str, CachedImages], keeper: ImageKeeperHandle) -> dict[str, CachedImages]:
-        """The same with the blocks that the keeper has, in their order."""
-        data = self._data
-        files: dict[str, tuple[Manifest, ImageFormat]] = {
-            "train": (data.train, data.train_format),
-            "test": (data.test, data.test_format),
-        }
-        keys = {name: identity(name, *files[name]) for name in to_cache}
-        found: dict[str, KeptImages] = ray.get(
-            keeper.begin.remote({keys[name]: cached.order for name, cached in to_cache.items()})
-        )
-        return {
-            name: replace(cached, identity=key, order=found[key].order, kept=found[key].blocks)
-            for (name, cached), key in zip(to_cache.items(), keys.values(), strict=True)
-        }

@@ -18,7 +18,7 @@ FORK_SERVER = "RAYTRAIN_FORK_SERVER"
 
 def main(arguments: list[str]) -> None:
     """Start the process that Ray starts with ``arguments``, with the variables and the output of this one."""
-    request = json.dumps([arguments, dict(os.environ), os.getcwd(), None]).encode() + b"\n"
+    request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[FORK_SERVER])
         nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,7 +1,6 @@
 """Imports once what the processes of a Ray on this machine need, and forks each of them, which then starts in a moment.
 
-Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core. Commands
-are forked, too, if Ray is kept for them (see ``command_client.py``).
+Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 from dataclasses import dataclass
 
 from raytrain.backends.ray.fork_client import run_program
-from raytrain.backends.ray.forked_command import Command, carry_out
 from raytrain.backends.ray.private_api import (
     RUNTIME_ENVIRONMENT,
     SETUP_ARGUMENTS,
@@ -29,15 +27,11 @@ from raytrain.backends.ray.private_api import (
 
 @dataclass(frozen=True)
 class Process:
-    """A process that is asked for, with its variables and folder.
-
-    It is one of Ray's, with these ``arguments``, unless it carries out a ``command`` for the ``client``.
-    """
+    """A process that Ray starts with these ``arguments``, with its variables and folder, for the ``client``."""
 
     arguments: list[str]
     variables: dict[str, str]
     folder: str
-    command: Command | None
     client: socket.socket
 
 
@@ -69,7 +63,6 @@ def import_all() -> None:
 
     with unseeded_ids():
         import raytrain.backends.ray.coordinator
-        import raytrain.backends.ray.kept_images
         import raytrain.backends.ray.worker  # noqa: F401
 
         for private in (WORKER_PROGRAM, SETUP_ARGUMENTS, RUNTIME_ENVIRONMENT, UPDATE_VARIABLES):
@@ -82,31 +75,24 @@ def read(request: socket.socket) -> Process:
     """What this process is to be, which was forked for a request, and has its streams from now on."""
     _, streams, _, _ = socket.recv_fds(request, 1, 3)
     with request.makefile("rb") as line:
-        arguments, variables, folder, command = json.loads(line.readline())
+        arguments, variables, folder = json.loads(line.readline())
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    return Process(arguments, variables, folder, command and Command(*command), request)
+    return Process(arguments, variables, folder, request)
 
 
 def become(process: Process) -> None:
     """Be the process that was asked for, in one that was forked."""
     import numpy as np
+    import torch
 
     os.chdir(process.folder)
     os.environ.clear()
     os.environ.update(process.variables)
     np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
-    if process.command is not None:
-        carry_out(process.command, process.client)
     process.client.sendall(b"forked\n")
     process.client.close()
-    _become_rays(process)
-
-
-def _become_rays(process: Process) -> None:
-    import torch
-
     of_job, arguments = SETUP_ARGUMENTS.load().parse_known_args(process.arguments)
     context = RUNTIME_ENVIRONMENT.load().deserialize(of_job.serialized_runtime_env_context or "{}")
     if context.command_prefix or context.py_executable != sys.executable or torch.cuda._is_in_bad_fork():

@@ -53,7 +53,6 @@ class LocalCluster:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.fork_server = ""  # its socket, once the cluster is up; empty if there is none
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(driver_variables())
         self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **environment})
@@ -66,18 +65,12 @@ class LocalCluster:
         for tries_left in reversed(range(_NUM_TRIES)):
             assert self._process.stdout is not None
             if line := self._process.stdout.readline().strip():
-                address, _, self.fork_server = line.partition(" ")
-                return address
+                return line
             reason = self._reason()
             if TOO_SLOW not in reason or not tries_left:
                 break
             self._process = self._start()
         raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
-
-    @property
-    def runs(self) -> bool:
-        """Whether the process that holds it does."""
-        return self._process.poll() is None
 
     def close(self) -> None:
         """End the cluster, wait until its processes are gone, and put this process's variables back."""
@@ -141,7 +134,7 @@ def _create_token() -> None:
 
 
 def hold() -> None:
-    """Start the cluster, print its address and its fork server's, and keep it until standard input ends."""
+    """Start the cluster, print its address, and keep it until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
@@ -149,7 +142,7 @@ def hold() -> None:
     # The system libraries of macOS do not survive a fork.
     with _fork_server() if sys.platform == "linux" else contextlib.nullcontext() as program:
         head = start_head(program)  # it ends with this process
-        print(head.gcs_address, os.environ.get(fork_client.FORK_SERVER, ""), flush=True)
+        print(head.gcs_address, flush=True)
         sys.stdin.read()
 
 

@@ -63,11 +63,11 @@ class RemoteMonitor:
 class RunSession:
     """A run that trains while the session is open. When it closes, nothing of the run is left in the cluster.
 
-    ``own_cluster`` says that nobody else uses the cluster, which is this machine, and ``keeps_images`` that it keeps
-    the decoded images for the next run. Raises UsageError if the cluster has too little for the run.
+    ``own_cluster`` says that nobody else uses the cluster, which is this machine. Raises UsageError if the cluster has
+    too little for the run.
     """
 
-    def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool, keeps_images: bool) -> None:
+    def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool) -> None:
         found = cluster_hardware()
         self._placement = place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
@@ -88,7 +88,6 @@ class RunSession:
             self._spec.test_plan,
             prepared.first_step,
             found.object_store_bytes,
-            keeps_images=keeps_images,
         )
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raytrain.cli.command_result import CommandResult
-from raytrain.cli.commands.cluster import devices, doctor, down, up
+from raytrain.cli.commands.cluster import devices, doctor
 from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
 from raytrain.cli.commands.first_steps import demo, new
 from raytrain.cli.commands.inference import evaluate, export, predict, serve
@@ -26,7 +26,7 @@ COMMANDS: dict[str, Callable[..., CommandResult]] = {
         *(evaluate, predict, serve, export),
         *(watch, runs, show, compare, track, audit),
         *(logs, tag, export_history, rm),
-        *(doctor, devices, profile, up, down),
+        *(doctor, devices, profile),
         *(fetch_dataset, upload, pack),
         *(new, demo),
     )

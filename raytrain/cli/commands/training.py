@@ -8,7 +8,6 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, arg
 
 import raytrain
-from raytrain.backends.torchrun_environment import is_first_process
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, RunName, Storage
 from raytrain.cli.commands.watch import page_of
@@ -29,14 +28,10 @@ def train(options: RecipeOptions, trust: TrustResumed = False, watch: Watch = Fa
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
     """
     config = options.checked()
-    from rich.console import Console
-
     from raytrain.display.run_tables import result_page
     from raytrain.display.terminal import TerminalView
 
-    # Under torchrun only one process shows the run. The others must not even take over the terminal.
-    console = None if is_first_process() else Console(quiet=True, force_terminal=False)
-    with page_of(config, wanted=watch and is_first_process()) as views, TerminalView(console) as terminal:
+    with page_of(config, wanted=watch) as views, TerminalView() as terminal:
         views.append(terminal.update)
         result = raytrain.train(config, view=lambda snapshot: _show(snapshot, views), started_at=process_started_at())
     return CommandResult(result_page(config, result), result.summary(), exit_code=int(result.status == "failed"))

@@ -105,7 +105,6 @@ def sweep(
                 loop,
                 early_stopping=early_stopping,
                 own_cluster=cluster.is_own,
-                keeps_images=cluster.is_kept,
             )
             recorder = SweepRecorder(prepared, planned, session.num_steps)
             with signals or StopSignals() as signals, recorder, session:

@@ -48,7 +48,6 @@ class SweepSession:
         loop: the training loop; None for the built-in one.
         early_stopping: whether trials that are worse than the others are asked to stop.
         own_cluster: whether nobody else uses the cluster, which is this machine.
-        keeps_images: whether the cluster keeps the decoded images for the next run.
 
     Raises UsageError if the cluster has too little for the sweep.
     """
@@ -62,7 +61,6 @@ class SweepSession:
         *,
         early_stopping: bool,
         own_cluster: bool,
-        keeps_images: bool,
     ) -> None:
         found = cluster_hardware()
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
@@ -89,7 +87,6 @@ class SweepSession:
             shared.test_plan,
             0,
             found.object_store_bytes,
-            keeps_images=keeps_images,
         )
 
     @property
