@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raytrain.runs.outcome import StopReason
 
 
 class RaytrainError(Exception):
@@ -63,7 +66,7 @@ class CoordinatorLost(TrainingFailed):
     ``name`` is the run's, ``stop_reason`` that of a stop request that it had not carried out yet.
     """
 
-    def __init__(self, sentence: str, name: str, run_dir: str, stop_reason: str | None) -> None:
+    def __init__(self, sentence: str, name: str, run_dir: str, stop_reason: StopReason | None) -> None:
         super().__init__(sentence, {"name": name, "status": "failed", "run_dir": run_dir})
         self.args = (sentence, name, run_dir, stop_reason)  # what it is unpickled from
         self.name = name

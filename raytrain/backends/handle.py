@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.backends.train import train
 from raytrain.config import TrainConfig
-from raytrain.runs.outcome import TrainResult
+from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.snapshot import Snapshot, View
-from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class RunHandle:
 
     def stop(self, reason: str = "stop() of its handle") -> None:
         """Ask the run to stop with a checkpoint; returns at once."""
-        self._signals.request_stop(StopRequest(reason))
+        self._signals.request_stop(StopReason("caller", reason))
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""

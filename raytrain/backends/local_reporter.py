@@ -6,10 +6,11 @@ import threading
 
 from raytrain.backends.run_watcher import LOOK_EVERY_S, RunWatcher
 from raytrain.errors import OwnerChanged
+from raytrain.monitor.events import Event
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.outcome import StopReason
 
 
 class LocalReporter:
@@ -46,9 +47,9 @@ class LocalReporter:
         """Note how this worker's machine is used."""
         self.monitor.measured(use)
 
-    def event(self, text: str) -> None:
+    def event(self, event: Event) -> None:
         """Note something worth a line."""
-        self.monitor.event(text)
+        self.monitor.event(event)
 
     def flush(self) -> None:
         """Wait until all rows so far are in storage."""
@@ -67,6 +68,6 @@ class LocalReporter:
             try:
                 request = self.watcher.keep(self.watcher.look())
             except OwnerChanged as error:  # the training stops, and meets the same error with its last checkpoint
-                request = StopRequest(str(error))
+                request = StopReason("owner_changed", str(error))
             if request is not None:
                 self.monitor.request_stop(request)

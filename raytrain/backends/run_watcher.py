@@ -9,13 +9,13 @@ from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.train_request import TrainRequest
 from raytrain.config import ResolvedConfig
 from raytrain.errors import RaytrainError, StorageError
+from raytrain.monitor.events import Event
 from raytrain.runs.background import Background
 from raytrain.runs.history import History
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.outcome import Outcome, TrainResult
+from raytrain.runs.outcome import Outcome, StopReason, TrainResult
 from raytrain.runs.recorder import RunRecorder
 from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status, View
-from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.base import Store
 
@@ -29,7 +29,7 @@ class Monitor(Protocol):
         """How the run stands, with the rows that a viewer at ``since`` lacks."""
         ...
 
-    def event(self, text: str) -> None:
+    def event(self, event: Event) -> None:
         """Note something worth a line."""
         ...
 
@@ -73,7 +73,7 @@ class RunWatcher:
             self._view(snapshot)
         return snapshot
 
-    def keep(self, snapshot: Snapshot) -> StopRequest | None:
+    def keep(self, snapshot: Snapshot) -> StopReason | None:
         """Write the status in the background, once the run has begun; return a stop request that lay in storage.
 
         Raises OwnerChanged if another process has taken over the run.
@@ -104,7 +104,7 @@ class RunWatcher:
             with suppress(RaytrainError):  # the reason why the run ends matters more
                 self._recorder.write_status(status, fail_fast=True)
 
-    def _keep_documents(self, snapshot: Snapshot) -> StopRequest | None:
+    def _keep_documents(self, snapshot: Snapshot) -> StopReason | None:
         self._recorder.heartbeat(snapshot)
         return self._recorder.stop_request()
 

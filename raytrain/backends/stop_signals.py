@@ -8,7 +8,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.outcome import StopReason
 
 _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
 
@@ -21,10 +21,10 @@ class StopSignals:
     :meth:`request_stop`.
     """
 
-    stop_request: StopRequest | None = None
+    stop_request: StopReason | None = None
     _requested_at_s = 0.0
 
-    def request_stop(self, request: StopRequest) -> None:
+    def request_stop(self, request: StopReason) -> None:
         """Ask the run to stop with a checkpoint; the first request counts."""
         if self.stop_request is None:
             self._requested_at_s = monotonic()
@@ -43,4 +43,4 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stop_request is not None and monotonic() - self._requested_at_s >= _ONE_STOP_S:
             raise KeyboardInterrupt
-        self.request_stop(StopRequest("Ctrl-C" if number == signal.SIGINT else "SIGTERM"))
+        self.request_stop(StopReason("signal", signal.Signals(number).name))

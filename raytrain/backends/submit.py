@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from raytrain.backends.job_files import JobFiles, check_places, job_files
 from raytrain.backends.ray.job_server import JobLog, JobServer, job_server_url
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import stop
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.runs.documents import new_name
+from raytrain.runs.outcome import StopReason
+from raytrain.runs.stop_request import request_stop
 
 DETACHED = "DETACHED"
 _LOOK_EVERY_S = 0.5
@@ -62,17 +63,17 @@ def follow_job(
                 return DETACHED
             asked = True
             note("The run is asked to stop; it writes a checkpoint first.")
-            _stop(sent, signals.stop_request.reason)
+            _stop(sent, signals.stop_request)
     status = sent.server.status(sent.job)
     if status == "FAILED":
         raise TrainingFailed(_failure(sent), {"name": sent.name, "job": sent.job})
     return status
 
 
-def _stop(sent: Submission, reason: str) -> None:
+def _stop(sent: Submission, reason: StopReason) -> None:
     """Stop the run through its storage; through Ray if it is not there yet."""
     try:
-        stop(sent.name, storage=sent.storage, reason=f"{reason} in raytrain submit")
+        request_stop(sent.storage, sent.name, reason)
     except RaytrainError:
         sent.server.stop(sent.job)
 

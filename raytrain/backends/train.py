@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +26,11 @@ from raytrain.config import TrainConfig
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
 from raytrain.runs.documents import run_store
 from raytrain.runs.layout import SWEEP
-from raytrain.runs.outcome import TrainResult
+from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.snapshot import View
 from raytrain.runs.startup_log import STARTUP
 from raytrain.runs.status import mark_failed
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from raytrain.runs.trackers.open_trackers import open_trackers
 from raytrain.runs.trackers.protocol import Tracker
 
@@ -104,12 +105,13 @@ def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
     return dataclasses.replace(config, name=name, resume=True, accumulate=parts)
 
 
-def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str = "raytrain stop") -> None:
+def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str | None = None) -> None:
     """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
 
-    Either way, ``storage`` and ``name`` say which run.
+    Either way, ``storage`` and ``name`` say which run. ``reason`` is for whoever looks at it later; by default it is
+    this host.
     """
-    request = StopRequest(reason)
+    request = StopReason("caller", reason) if reason else StopReason("command", socket.gethostname())
     if address is None:
         request_stop(storage, name, request)
         return
@@ -159,7 +161,7 @@ def _train_on_ray(request: TrainRequest) -> TrainResult:
             config = dataclasses.replace(request.config, name=lost.name, resume=True)
             request = dataclasses.replace(request, config=config)
             if lost.stop_reason is not None:
-                request.signals.request_stop(StopRequest(lost.stop_reason))
+                request.signals.request_stop(lost.stop_reason)
 
 
 def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.display.curve_plots import curve_heading, curve_plots
+from raytrain.display.event_text import event_text
 from raytrain.display.formatting import format_count, format_duration
 from raytrain.display.progress_line import measurements
 from raytrain.display.styles import status_style
@@ -84,7 +85,9 @@ def _progress(snapshot: Snapshot) -> RenderableType:
 def _last_events(snapshot: Snapshot) -> list[RenderableType]:
     """Always the same number of lines, so that the picture keeps its height."""
     events = snapshot.events[-_NUM_EVENTS_SHOWN:]
-    lines = [Text.assemble((format_duration(event.at_s), "dim"), f"  {one_line(event.text)}") for event in events]
+    lines = [
+        Text.assemble((format_duration(at_s), "dim"), f"  {one_line(event_text(event))}") for _, at_s, event in events
+    ]
     lines += [Text()] * (_NUM_EVENTS_SHOWN - len(lines))
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from raytrain.display.event_text import event_text
 from raytrain.display.formatting import format_duration
 from raytrain.runs.printable import one_line
 from raytrain.runs.process_log import StoredLog
@@ -14,7 +15,7 @@ _STREAMS = {"out": "standard output", "err": "standard error", "log": "output an
 
 def event_lines(snapshot: Snapshot) -> list[str]:
     """The events of a run with their seconds of training, and why it failed."""
-    lines = [f"{format_duration(event.at_s)}  {one_line(event.text)}" for event in snapshot.events]
+    lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
     error = snapshot.result and snapshot.result.error
     return [*lines, one_line(error)] if error else lines
 

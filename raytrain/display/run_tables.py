@@ -12,6 +12,7 @@ from rich.text import Text
 
 from raytrain.config import TrainConfig
 from raytrain.display.curve_plots import curve_heading, curve_plots
+from raytrain.display.event_text import shown_summary
 from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value
 from raytrain.display.key_value_table import key_value_table
 from raytrain.display.styles import status_style
@@ -26,7 +27,7 @@ _NUM_SKIPPED_SHOWN = 5
 
 def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
     """How a run ended and, if it is not finished, the command that resumes it."""
-    lines: list[RenderableType] = [key_value_table(result.summary())]
+    lines: list[RenderableType] = [key_value_table(shown_summary(result.summary()))]
     if result.status != "finished":
         command = train_command(dataclasses.replace(config, name=result.name))
         lines += [Text(), Text.assemble("Resume with  ", (f"{one_line(command)} --resume", "bold"), overflow="fold")]
@@ -79,7 +80,7 @@ def run_page(record: RunRecord) -> RenderableType:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
     if record.summary:
-        parts += [key_value_table(record.summary)]
+        parts += [key_value_table(shown_summary(record.summary))]
     if record.checkpoints:
         parts += [_checkpoints(record)]
     if record.skipped:

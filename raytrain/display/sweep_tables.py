@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raytrain.display.event_text import reason_text
 from raytrain.display.formatting import UNKNOWN, format_optional
 from raytrain.display.styles import status_style
 from raytrain.errors import option_name
@@ -103,7 +104,7 @@ def _accuracy_text(accuracy: float | None, best: float) -> Text:
 
 def _reason(trial: TrialResult) -> Text:
     return Text.assemble(
-        f" {trial.name} ", (trial.status, status_style(trial.status)), f": {one_line(str(trial.reason))}"
+        f" {trial.name} ", (trial.status, status_style(trial.status)), f": {one_line(str(reason_text(trial.reason)))}"
     )
 
 

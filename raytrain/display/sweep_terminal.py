@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
+from raytrain.display.event_text import reason_text
 from raytrain.display.live_view import LiveView
 from raytrain.display.sweep_tables import live_table
 from raytrain.experiments.sweep.trials import Trial, as_typed
@@ -56,5 +57,5 @@ def trial_line(trial: Trial, status: TrialStatus) -> str:
     if status.images_per_s is not None and status.status == "running":
         parts.append(f"{status.images_per_s:,.0f} images/s")
     if status.reason:
-        parts.append(f"({status.reason})")
+        parts.append(f"({reason_text(status.reason)})")
     return "  ".join(parts)

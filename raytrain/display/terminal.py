@@ -10,6 +10,7 @@ from rich.console import Console
 
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import CTRL_C, dashboard, plot_height
+from raytrain.display.event_text import event_text
 from raytrain.display.formatting import format_duration
 from raytrain.display.live_view import LiveView
 from raytrain.display.progress_line import progress_line
@@ -59,10 +60,10 @@ class TerminalView(LiveView):
             self._draw(dashboard(snapshot, self._rows.rows, plot_height(self._console), self._hint), keep=True)
 
     def _print_lines(self, snapshot: Snapshot) -> None:
-        for event in snapshot.events:
-            if event.number >= self._num_events:
-                self._print(f"{format_duration(event.at_s)}  {event.text}")
-                self._num_events = event.number + 1
+        for number, at_s, event in snapshot.events:
+            if number >= self._num_events:
+                self._print(f"{format_duration(at_s)}  {event_text(event)}")
+                self._num_events = number + 1
         if snapshot.rows and (self._clock() >= self._next_line_s or snapshot.over):
             self._print(progress_line(snapshot))
             self._next_line_s = self._clock() + self._interval_s

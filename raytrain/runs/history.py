@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain.runs.json_lines import Report, ignore, parse_line
@@ -14,7 +14,6 @@ from raytrain.runs.line_file import LineFile, StoredLines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.sample import SAMPLE_SIZE, Sample
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.runs.snapshot import Event
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -40,7 +39,7 @@ class History:
         self._lock = threading.RLock()
         self._metrics = LineFile(store, METRICS, MetricRow.from_json, MetricRow.to_json)
         self._skipped = LineFile(store, SKIPPED, SkippedImage.from_json, asdict)
-        self._events = LineFile(store, EVENTS, partial(Event.from_json, 0), Event.to_json)
+        self._events = LineFile[dict[str, Any]](store, EVENTS, dict, dict)
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._writer = threading.Thread(target=self._write_as_it_comes, name="history", daemon=True)
@@ -77,8 +76,8 @@ class History:
             self._metrics.extend([row])
         self._changed.set()
 
-    def note(self, event: Event) -> None:
-        """Add an event."""
+    def note(self, event: dict[str, Any]) -> None:
+        """Add an event, as a line of events.jsonl."""
         self._events.extend([event])
         self._changed.set()
 

@@ -9,14 +9,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from raytrain.monitor.events import (
+    DocumentLost,
+    Evaluated,
+    Event,
+    HistoryDamaged,
+    ImageSkipped,
+    LossNotFinite,
+    RequestsRetried,
+    StopRequested,
+    StorageBack,
+    StorageWaits,
+    TimedEvent,
+    TrainingStarted,
+)
 from raytrain.runs.history import History
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import DIVERGED_HINT, TrainResult
-from raytrain.runs.redact import redact
+from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
-from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, epoch_of
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status, epoch_of
 
 _NUM_EVENTS = 50
 _NUM_DIVERGED_ROWS = 3
@@ -57,12 +69,12 @@ class RunMonitor:
         self._skip_limit = skip_limit
         self._lock = threading.RLock()
         self._stop_requested = threading.Event()
-        self._stop_request: StopRequest | None = None
+        self._stop_request: StopReason | None = None
         self._failure: str | None = None
         self._num_retries = 0
         self._status: Status = "starting"
         self._result: TrainResult | None = None
-        self._events: deque[Event] = deque(maxlen=_NUM_EVENTS)
+        self._events: deque[TimedEvent] = deque(maxlen=_NUM_EVENTS)
         self._num_events = 0
         self._reported_error: str | None = None
         self._attempt = 0
@@ -88,8 +100,7 @@ class RunMonitor:
             self._continue_clock()
             self._restore(step)
             self._status = "running"
-            workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-            self.event(f"training on {workers}" + (f", resuming after step {step:,}" if step else ""))
+            self.event(TrainingStarted(num_workers, step))
 
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics, stamped with the seconds of training so far."""
@@ -99,7 +110,7 @@ class RunMonitor:
             self._step = max(self._step, row.step)
             if row.kind == "evaluation":
                 self._evaluation = row
-                self.event(f"evaluated after epoch {epoch_of(row.step, self._steps_per_epoch)}: {_measured(row)}")
+                self.event(Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
             else:
                 self._latest = row
                 self._last_timed = self._clock(), row.step
@@ -120,42 +131,41 @@ class RunMonitor:
             first = not self._history.skipped_images
             new = self._history.skip(images)
             if first and new:
-                self.event(f"skipped {new[0].key}: {new[0].reason} (skipped.jsonl lists all of them)")
+                self.event(ImageSkipped(new[0].key, new[0].reason))
             if self._skip_limit and self._failure is None:
                 self._failure = self._skip_limit.exceeded(self._history.skipped_images)
                 if self._failure:
-                    self.request_stop(StopRequest(self._failure))
+                    self.request_stop(StopReason("too_many_bad_images", self._failure))
 
     def retried(self, num_requests: int) -> None:
         """Note requests for images that failed and were retried."""
         with self._lock:
             if not self._num_retries:
-                self.event("some requests for images fail at the first try; they are retried")
+                self.event(RequestsRetried())
             self._num_retries += num_requests
 
-    def event(self, text: str) -> None:
-        """Note something that a viewer should read: a checkpoint was written, a worker failed. Secrets are left out."""
-        text = redact(text)
+    def event(self, event: Event) -> None:
+        """Note something that a viewer should read. Secrets are left out."""
         with self._lock:
-            event = Event(self._num_events, self._elapsed_s(), text)
-            self._events.append(event)
+            timed = TimedEvent(self._num_events, self._elapsed_s(), event.redacted())
+            self._events.append(timed)
             self._num_events += 1
-            self._history.note(event)
+            self._history.note(timed.to_json())
 
     def flush(self) -> None:
         """Return when everything recorded so far is in storage; raises what storage raises."""
         self._history.flush()
 
-    def request_stop(self, request: StopRequest) -> None:
+    def request_stop(self, request: StopReason) -> None:
         """Ask the run to stop with a checkpoint. The first request counts; a run that is over is left alone."""
         with self._lock:
             if self._stop_request is None and self._ended_s is None:
                 self._stop_request = request
-                self.event(f"stop requested: {request.reason}")
+                self.event(StopRequested(request))
                 self._stop_requested.set()
 
     @property
-    def stop_request(self) -> StopRequest | None:
+    def stop_request(self) -> StopReason | None:
         """The request that the run should stop; None as long as there is none."""
         return self._stop_request
 
@@ -169,7 +179,7 @@ class RunMonitor:
         """The images that could not be used so far."""
         return self._history.skipped_images
 
-    def wait_for_stop_request(self, timeout_s: float) -> StopRequest | None:
+    def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         """Wait at most ``timeout_s`` seconds for a stop request; return :attr:`stop_request`."""
         self._stop_requested.wait(timeout_s)
         return self._stop_request
@@ -182,7 +192,7 @@ class RunMonitor:
         try:
             self._history.close()
         except Exception as error:  # the outcome of the run is valid whatever storage says
-            self.event(f"the history could not be written: {error}")
+            self.event(DocumentLost("the history", str(error)))
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
         """How the run stands, with the rows that a viewer at ``since`` lacks: all of them if a failure undid some."""
@@ -215,10 +225,10 @@ class RunMonitor:
 
     def _report_storage_errors(self) -> None:
         for problem in self._history.take_problems():
-            self.event(f"{problem}; the run continues without them")
+            self.event(HistoryDamaged(problem))
         error = self._history.error
         if error != self._reported_error:
-            self.event(f"the history waits for storage: {error}" if error else "the history is in storage again")
+            self.event(StorageWaits(error) if error else StorageBack())
             self._reported_error = error
 
     def _continue_clock(self) -> None:
@@ -249,11 +259,11 @@ class RunMonitor:
             return
         self._num_diverged += 1
         if self._num_diverged == 1:
-            self.event(f"the loss is {row.loss} at step {row.step:,}; the run stops if it stays so")
+            self.event(LossNotFinite(str(row.loss), row.step))
         elif self._num_diverged == _NUM_DIVERGED_ROWS and self._failure is None:
             rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
             self._failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
-            self.request_stop(StopRequest(self._failure))
+            self.request_stop(StopReason("diverged", self._failure))
 
     def _elapsed_s(self) -> float:
         if self._ended_s is not None:
@@ -269,8 +279,3 @@ class RunMonitor:
             return None
         end = until + (self._num_steps - last_step) * (until - since) / (last_step - first_step)
         return max(0.0, end - self._clock())
-
-
-def _measured(row: MetricRow) -> str:
-    values = {"accuracy": row.accuracy, "loss": row.loss}
-    return ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)

@@ -3,15 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_type_hints
 
 from raytrain.errors import TrainingFailed
+from raytrain.runs.stored_values import matches
 
 EndStatus = Literal["finished", "stopped", "failed"]
+StopKind = Literal[
+    "signal",  # detail: SIGINT or SIGTERM
+    "command",  # `raytrain stop`; detail: the host
+    "page",  # its Stop button; detail: the host
+    "caller",  # a program or a notebook; detail: its words
+    "early_stopping",  # a trial of a sweep: metric, value, count of epochs
+    "target",  # --until; detail: its value; metric, value
+    "patience",  # --patience; metric, the best value, count of evaluations
+    "time",  # --max-time; detail: its value
+    "too_many_bad_images",  # detail: the error
+    "diverged",  # detail: the error
+    "owner_changed",  # detail: the error
+]
 
 DIVERGED_HINT = "lower --learning-rate, or use a --precision with a larger range, such as float32"
 """What to try if a loss or a weight is not finite."""
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """Why a run stops with a checkpoint, or should: a kind, and the fields that :data:`StopKind` names for it."""
+
+    kind: StopKind
+    detail: str | None = None
+    metric: str | None = None
+    value: float | None = None
+    count: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are known."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, document: object) -> StopReason:
+        """The inverse of :meth:`to_json`. Raises ValueError if the document is something else."""
+        known, hints = cast("dict[str, Any]", document), get_type_hints(cls)
+        if not isinstance(document, dict) or not all(matches(known[name], hints.get(name)) for name in known):
+            raise ValueError("no reason to stop")
+        if "kind" not in known:
+            raise ValueError("a reason to stop without a kind")
+        return cls(**known)
+
+
+def stop_reason_of(summary: Mapping[str, Any]) -> StopReason | None:
+    """Why the run stopped, by its stored summary; None if it does not say so."""
+    with suppress(ValueError):
+        return StopReason.from_json(summary.get("stop_reason"))
+    return None
 
 
 @dataclass(frozen=True)
@@ -40,7 +88,7 @@ class Outcome:
     progress: Progress
     checkpoint: str | None = None
     error: str | None = None
-    stop_reason: str | None = None  # if the run stopped by itself
+    stop_reason: StopReason | None = None  # if the run stopped by itself
     accumulate: int | None = None
 
 
@@ -62,13 +110,13 @@ class TrainResult:
     num_skipped: int = 0
     num_retries: int = 0
     startup_seconds: float | None = None  # of ``seconds``, until the workers trained
-    stop_reason: str | None = None
+    stop_reason: StopReason | None = None
     error: str | None = None
     accumulate: int | None = None  # with which the run may fit into memory, if it failed because it did not
 
     def summary(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"stop_reason": self.stop_reason and self.stop_reason.to_json()}
 
 
 def successful(result: TrainResult) -> TrainResult:

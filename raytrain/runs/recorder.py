@@ -16,10 +16,10 @@ from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY
 from raytrain.runs.machine_history import MachineHistory, read_machine_history, write_machine_history
 from raytrain.runs.machine_use import MEASURE_EVERY_S, write_machines
-from raytrain.runs.outcome import Outcome, Progress, TrainResult
+from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
-from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request
+from raytrain.runs.stop_request import clear_stop_request, read_stop_request
 from raytrain.runs.throttle import Throttle
 from raytrain.storage.base import Store
 
@@ -71,7 +71,7 @@ class RunRecorder:
                 self.write_status(snapshot.status, snapshot, fail_fast=True)
                 self._write_machines(self._store.fail_fast(), snapshot)
 
-    def stop_request(self) -> StopRequest | None:
+    def stop_request(self) -> StopReason | None:
         """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""
         with suppress(StorageError):
             if self._throttle.due("stop request", _LOOK_EVERY_S):
@@ -99,7 +99,7 @@ class RunRecorder:
             num_workers=snapshot.num_workers or num_workers,
             num_skipped=snapshot.num_skipped,
             num_retries=snapshot.num_retries,
-            stop_reason=None if outcome.status == "finished" else outcome.stop_reason or (request and request.reason),
+            stop_reason=None if outcome.status == "finished" else outcome.stop_reason or request,
             error=outcome.error,
             accumulate=outcome.accumulate,
         )
@@ -148,7 +148,7 @@ class RunRecorder:
         """Log the events that are new."""
         for event in snapshot.events:
             if event.number >= self._num_logged:
-                _logger.info("%s: %s", snapshot.name, event.text)
+                _logger.info("%s: %s", snapshot.name, event.event)
                 self._num_logged = event.number + 1
 
 

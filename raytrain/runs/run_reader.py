@@ -11,14 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 from raytrain.errors import StorageError
+from raytrain.monitor.events import TimedEvent
 from raytrain.runs.documents import read_json
 from raytrain.runs.json_lines import parse_line
 from raytrain.runs.layout import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY
 from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
 from raytrain.runs.machine_use import read_machines
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
-from raytrain.runs.outcome import TrainResult
-from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot, Status, View
+from raytrain.runs.outcome import TrainResult, stop_reason_of
+from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status, View
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.runs.stop_request import read_stop_request
 from raytrain.runs.stored_rows import RowParser, rows_of_kind
@@ -47,7 +48,7 @@ class RunReader:
         self.name = name
         parse_rows = RowParser()
         self._rows = _GrowingLines(store, METRICS, lambda number, lines: parse_rows(lines))
-        self._events = _GrowingLines(store, EVENTS, partial(_parse_each, Event.from_json))
+        self._events = _GrowingLines(store, EVENTS, partial(_parse_each, TimedEvent.from_json))
         self._skipped = _GrowingLines(store, SKIPPED, partial(_parse_each, lambda number, document: number))
         self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
         self._evaluation: MetricRow | None = None
@@ -204,7 +205,8 @@ def _result(store: Store) -> TrainResult | None:
     hints = get_type_hints(TrainResult)
     document = read_json(store, SUMMARY)
     with suppress(TypeError):
-        return TrainResult(**{name: value for name, value in document.items() if matches(value, hints.get(name))})
+        known = {name: value for name, value in document.items() if matches(value, hints.get(name))}
+        return TrainResult(**known | {"stop_reason": stop_reason_of(document)})
     return None
 
 

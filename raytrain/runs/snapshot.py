@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from raytrain.monitor.events import TimedEvent
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import TrainResult
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.outcome import StopReason, TrainResult
 
 Status = Literal["starting", "running", "finished", "stopped", "failed", "interrupted"]
 
@@ -23,26 +23,6 @@ class RowCursor(NamedTuple):
 
 
 START = RowCursor()
-
-
-class Event(NamedTuple):
-    """Something worth a line: its number, counted from 0, the seconds of training when it happened, and the line."""
-
-    number: int
-    at_s: float
-    text: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The event as a line of events.jsonl, whose place in the file is its number."""
-        return {"at_s": round(self.at_s, 3), "text": self.text}
-
-    @classmethod
-    def from_json(cls, number: int, document: Mapping[str, Any]) -> Event:
-        """The inverse of :meth:`to_json`. Raises KeyError or ValueError if the document is no event."""
-        at_s, text = document["at_s"], document["text"]
-        if type(at_s) not in (int, float) or not isinstance(text, str):
-            raise ValueError("an event has a time and a text")
-        return cls(number, at_s, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +50,8 @@ class Snapshot:
     evaluation: MetricRow | None
     num_skipped: int
     num_retries: int
-    stop_request: StopRequest | None
-    events: tuple[Event, ...]
+    stop_request: StopReason | None
+    events: tuple[TimedEvent, ...]
     result: TrainResult | None
     machines: tuple[MachineUse, ...] = ()  # by the ranks of the workers
 

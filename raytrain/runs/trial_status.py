@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raytrain.runs.outcome import StopReason
+
 WAITING = "waiting"
-EARLY_STOPPING = "early stopping"
-"""Start of the stop reason of a trial that was worse than the others. Such a trial is over, and is not resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,4 +22,4 @@ class TrialStatus:
     accuracy: float | None = None
     num_evaluations: int = 0
     images_per_s: float | None = None
-    reason: str | None = None
+    reason: str | StopReason | None = None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain.errors import RaytrainError, UsageError
+from raytrain.monitor.events import CheckpointDamaged, CheckpointWritten, Event
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path, list_checkpoints
 from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CHECKPOINTS
@@ -46,11 +47,11 @@ class Checkpoints:
         store: the run's place in storage.
         identity: what the checkpoints belong to.
         keep: number of the newest checkpoints to keep.
-        on_saved: called, in the thread, with the path of each checkpoint that was written.
+        on_saved: called, in the thread, with an event for each checkpoint that was written.
     """
 
     def __init__(
-        self, store: Store, identity: Identity, keep: int, on_saved: Callable[[str], None] = lambda path: None
+        self, store: Store, identity: Identity, keep: int, on_saved: Callable[[Event], None] = lambda event: None
     ) -> None:
         self.store = store
         self._identity = identity
@@ -76,10 +77,10 @@ class Checkpoints:
             self._thread = None
         self._raise_error()
 
-    def newest_readable(self, report: Callable[[str], None]) -> str | None:
+    def newest_readable(self, report: Callable[[Event], None]) -> str | None:
         """Path of the newest checkpoint that can be read; None if there is no checkpoint.
 
-        A crash or a copy may have damaged newer ones: ``report`` gets a line about each. Raises UsageError if there are
+        A crash or a copy may have damaged newer ones: ``report`` gets an event for each. Raises UsageError if there are
         checkpoints and none can be read.
         """
         paths = [found.path for found in list_checkpoints(self.store)]
@@ -89,7 +90,7 @@ class Checkpoints:
                 _parse(self.store.get(path))
             except ValueError as error:
                 damage = damage or str(error)
-                report(f"{path} is not a whole checkpoint ({error}); resuming from the one before")
+                report(CheckpointDamaged(path, str(error)))
             else:
                 return path
         if paths:
@@ -99,7 +100,7 @@ class Checkpoints:
             )
         return None
 
-    def load_newest(self, report: Callable[[str], None], device: torch.device) -> Checkpoint | None:
+    def load_newest(self, report: Callable[[Event], None], device: torch.device) -> Checkpoint | None:
         """The newest checkpoint that worker 0 can read, loaded on every worker, each of which calls this.
 
         The workers' collectives take place on ``device``. See :meth:`newest_readable` and :meth:`load`.
@@ -133,7 +134,7 @@ class Checkpoints:
         note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
         self.store.put(path + ".json", json.dumps(note).encode())
         self._delete_old(path)
-        self._on_saved(path)
+        self._on_saved(CheckpointWritten(path, progress.step))
 
     def _delete_old(self, newest: str) -> None:
         paths = [found.path for found in list_checkpoints(self.store)]

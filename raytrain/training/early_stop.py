@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs.outcome import Progress
+from raytrain.runs.outcome import Progress, StopReason
 
 
 class EarlyStop:
@@ -18,7 +18,7 @@ class EarlyStop:
     """
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.reason: str | None = None
+        self.reason: StopReason | None = None
         self._config = config
         self._clock = clock
         self._started_at = clock()
@@ -32,7 +32,7 @@ class EarlyStop:
         if config.target is not None:
             name, value = config.target
             if _is_reached(name, measured.get(name, float("nan")), value):
-                self.reason = f"--until {config.until}: {name} is {measured[name]:.4f}"
+                self.reason = StopReason("target", config.until, metric=name, value=measured[name])
         if config.best is not None and config.best not in measured:
             raise UsageError(
                 f"--best is {config.best}, and evaluations measure {', '.join(measured)}; name one of these."
@@ -45,8 +45,8 @@ class EarlyStop:
             return replace(progress, best_score=score, num_worse=0)
         num_worse = progress.num_worse + 1
         if config.patience is not None and num_worse >= config.patience:
-            best = f"{config.best_metric} is not better than {abs(progress.best_score):.4f}"
-            self.reason = f"--patience {config.patience}: {best}"
+            best = abs(progress.best_score)
+            self.reason = StopReason("patience", metric=config.best_metric, value=best, count=config.patience)
         return replace(progress, num_worse=num_worse)
 
     def time_is_up(self) -> bool:
@@ -54,7 +54,7 @@ class EarlyStop:
         limit_s = self._config.max_time_s
         if limit_s is None or self._clock() - self._started_at < limit_s:
             return False
-        self.reason = self.reason or f"--max-time {self._config.max_time}"
+        self.reason = self.reason or StopReason("time", self._config.max_time)
         return True
 
 

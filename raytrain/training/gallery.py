@@ -17,6 +17,7 @@ from torch import Tensor
 from raytrain.config import ResolvedConfig
 from raytrain.data.decode import Pixels
 from raytrain.errors import RaytrainError
+from raytrain.monitor.events import DocumentLost, Event
 from raytrain.runs.documents import write_json
 from raytrain.runs.json_lines import plain
 from raytrain.runs.layout import EVALUATION
@@ -65,7 +66,7 @@ class Gallery:
     """
 
     def __init__(
-        self, config: ResolvedConfig, classes: tuple[str, ...], store: Store, report: Callable[[str], None]
+        self, config: ResolvedConfig, classes: tuple[str, ...], store: Store, report: Callable[[Event], None]
     ) -> None:
         self._config = config
         self._classes = classes
@@ -116,7 +117,7 @@ class Gallery:
         try:
             write_json(self._store, EVALUATION, plain(document))
         except RaytrainError as error:
-            self._report(f"{EVALUATION} could not be written: {error}")
+            self._report(DocumentLost(EVALUATION, str(error)))
 
     def _last_batch(self) -> list[dict[str, Any]]:
         if self._latest is None or not self._latest[0].num_used:

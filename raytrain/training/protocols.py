@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from raytrain.data.local_batch import LocalBatch
+from raytrain.monitor.events import Event
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 
@@ -42,8 +43,8 @@ class Reporter(Protocol):
         """Note how fast this worker is and how its machine is used. Every worker reports it every few seconds."""
         ...
 
-    def event(self, text: str) -> None:
-        """Show a line to whoever watches the run."""
+    def event(self, event: Event) -> None:
+        """Note something that whoever watches the run should read."""
         ...
 
     def flush(self) -> None:

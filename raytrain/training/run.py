@@ -21,6 +21,7 @@ from raytrain.data.local_batch import LocalBatch
 from raytrain.data.permutation import mix
 from raytrain.data.prefetch import Prefetch
 from raytrain.errors import UsageError
+from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.runs.snapshot import epoch_of
@@ -82,7 +83,7 @@ class Run:
             set_gpu_products(self.config.precision)
             torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
         if self.rank == 0 and (warning := precision_warning(self.config.precision, self.device)):
-            self.reporter.event(warning)  # before the first step, which may take minutes then
+            self.reporter.event(Note(warning))  # before the first step, which may take minutes then
         checkpoint = self.checkpoints.load_newest(self.reporter.event, self.device)
         self.progress = checkpoint.progress if checkpoint else Progress()
         step = self.progress.step
@@ -380,7 +381,7 @@ class Run:
         if self.rank == 0 and is_finite:
             self.checkpoints.save(self._state.state_dict(), self.progress, before=self.reporter.flush)
         elif self.rank == 0:
-            self.reporter.event(f"checkpoint after step {self.progress.step:,} not written: a weight is not finite")
+            self.reporter.event(CheckpointSkipped(self.progress.step))
 
     def _report_start(self) -> None:
         if self.rank == 0 and not self._start_reported:

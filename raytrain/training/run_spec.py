@@ -66,7 +66,7 @@ class RunSpec:
                 self.store,
                 self.identity,
                 self.config.keep_checkpoints,
-                on_saved=lambda path: reporter.event(f"checkpoint {path} written"),
+                on_saved=reporter.event,
             ),
             evaluation=evaluate if self.label_sets is None else evaluate_labels,
             device=device,

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 import raytrain
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.outcome import StopReason
+from raytrain.runs.stop_request import request_stop
 from tests.helpers.faulty_s3 import FaultyS3
 from tests.helpers.ray_head import Head
 
@@ -148,7 +149,7 @@ def driver_killed(run: Soaked) -> bool:
 def stopped_and_resumed(run: Soaked) -> bool:
     """Stop the run, and resume it on another number of workers."""
     try:
-        request_stop(STORAGE, run.name, StopRequest("soak"))
+        request_stop(STORAGE, run.name, StopReason("caller", "soak"))
     except raytrain.UsageError:  # The run is just ending.
         return False
     run.end()

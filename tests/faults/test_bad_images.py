@@ -42,7 +42,7 @@ def test_a_run_with_too_many_bad_images_is_stopped_with_the_numbers(make: Make) 
     request = monitor.wait_for_stop_request(30)
     assert request is not None
     assert (
-        request.reason
+        request.detail
         == monitor.failure
         == (
             "4 of 300 images (1.3 %) cannot be used, such as cat/1.jpg (the file is empty), and --max-bad-fraction is "
@@ -72,7 +72,7 @@ def test_with_on_bad_image_fail_a_run_stops_at_the_first_bad_image(make: Make) -
     assert monitor.stop_request is not None
     assert (
         monitor.failure
-        == monitor.stop_request.reason
+        == monitor.stop_request.detail
         == (
             "cat/7.jpg (the file is empty) cannot be used, and --on-bad-image is fail; repair or remove it and start a "
             "new run, or set --on-bad-image skip"

@@ -23,9 +23,9 @@ from raytrain.backends.stop_signals import StopSignals
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run, read_config
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from raytrain.runs.snapshot import Snapshot
-from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.fetch_many import MAX_THREADS
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
@@ -229,14 +229,17 @@ def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
 
     def stop(snapshot: Snapshot) -> None:
         if hanging.num_unanswered:
-            signals.request_stop(StopRequest("enough"))
+            signals.request_stop(StopReason("caller", "enough"))
 
     with faulty_s3(s3.endpoint_url, interfere=hanging.interfere) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         loop = partial(hang_and_train_slowly, folder=tmp_path)  # pyright: ignore
         options = config(images, s3_url, checkpoint_every_epochs=0, evaluate_every=0)
         stopped = raytrain.train(options, loop=loop, view=stop, signals=signals)
-        assert (stopped.status, stopped.stop_reason) == ("stopped", "enough") and 7 < stopped.steps < 20
+        assert (stopped.status, stopped.stop_reason) == (
+            "stopped",
+            StopReason("caller", "enough"),
+        ) and 7 < stopped.steps < 20
         assert whole_steps(s3_url)[-1] == stopped.steps
 
 

@@ -66,7 +66,7 @@ def test_a_stopped_job_has_a_checkpoint_and_resumes(
     wait_for(lambda: trains(tmp_path), "the job does not train")
     job(head, "stop", "--address", head.dashboard, submit[4])
     stopped = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (stopped["status"], stopped["stop_reason"]) == ("stopped", "SIGTERM")
+    assert (stopped["status"], stopped["stop_reason"]) == ("stopped", {"kind": "signal", "detail": "SIGTERM"})
     assert stopped["checkpoint"].endswith(f"step-{stopped['steps']:09d}.pt") and Path(stopped["checkpoint"]).exists()
     resume = [*words, "--resume", "--max-steps", str(stopped["steps"] + 5)]
     job(head, "submit", "--address", head.dashboard, "--", *resume)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
@@ -126,7 +128,7 @@ def test_a_stop_request_before_the_first_step_leaves_a_checkpoint(
     handle.stop("too early")
     handle.stop("and again")
     stopped = handle.result(DEADLINE_S)
-    assert (stopped.status, stopped.stop_reason) == ("stopped", "too early")
+    assert (stopped.status, stopped.stop_reason) == ("stopped", StopReason("caller", "too early"))
     assert stopped.steps < 20 and stopped.checkpoint is not None
     with pytest.raises(UsageError, match="'run' is not training: it is stopped"):
         raytrain.stop("run", storage=str(tmp_path))
@@ -197,7 +199,7 @@ def read_steps(storage: Path) -> list[int]:
 
 def ask_for_a_stop(run: raytrain.Run, folder: Path) -> None:
     """Request a stop, and return when the request has arrived at this worker."""
-    request_stop(str(folder), "run", StopRequest("enough"))
+    request_stop(str(folder), "run", StopReason("caller", "enough"))
     assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
 
 
@@ -213,7 +215,7 @@ def test_a_stop_request_in_any_step_stops_all_workers_after_the_same_step(
 ) -> None:
     loop = partial(loop_with, before_step=partial(stop_in, folder=tmp_path, step=step))  # pyright: ignore
     stopped = raytrain.train(config(images, tmp_path, trace=True), loop=loop)
-    assert (stopped.status, stopped.stop_reason, stopped.steps) == ("stopped", "enough", step + 1)
+    assert (stopped.status, stopped.stop_reason, stopped.steps) == ("stopped", StopReason("caller", "enough"), step + 1)
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(step + 1)] * 2
     resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True, workers=1))
     assert_same_weights(resumed, undisturbed)
@@ -266,7 +268,7 @@ def test_the_stop_command_finds_a_run_by_its_cluster_from_any_folder(images: Pat
     asked = asking()
     assert asked.returncode == 0, asked.stderr
     stopped = handle.result(DEADLINE_S)
-    assert stopped.status == "stopped" and (stopped.stop_reason or "").startswith("raytrain stop on ")
+    assert stopped.status == "stopped" and stopped.stop_reason == StopReason("command", socket.gethostname())
     again = asking()
     assert again.returncode == 2 and "No run called 'run' is training in the cluster" in again.stderr
 

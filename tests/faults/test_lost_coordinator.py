@@ -16,8 +16,9 @@ import pytest
 import raytrain
 from raytrain import UsageError
 from raytrain.runs.documents import open_run
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import read_status
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from tests.faults.test_killed_processes import DEADLINE_S, command, read_steps
 from tests.helpers.small_runs import assert_same_weights, config
 
@@ -27,13 +28,14 @@ KILL_THE_COORDINATOR = """
 import os
 import psutil
 from pathlib import Path
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.outcome import StopReason
+from raytrain.runs.stop_request import request_stop
 from tests.helpers.small_runs import loop_with
 
 FOLDER, STOP = Path({folder!r}), {stop!r}
 
 def ask(run):
-    request_stop(str(FOLDER), "run", StopRequest("enough"))
+    request_stop(str(FOLDER), "run", StopReason("caller", "enough"))
 
 def kill(run, batch):
     killed = FOLDER / "killed"
@@ -89,7 +91,7 @@ def watch_status(driver: subprocess.Popen[str], storage: Path, ask: bool) -> set
         with suppress(UsageError):  # The run does not exist yet.
             seen.add(read_status(open_run(str(storage), "run")).status)
             if ask and (storage / "killed").exists() and not has_cluster(driver):
-                request_stop(str(storage), "run", StopRequest("enough"))
+                request_stop(str(storage), "run", StopReason("caller", "enough"))
                 ask = False
         time.sleep(0.05)
     assert not ask
@@ -117,7 +119,7 @@ def test_a_run_whose_coordinator_was_killed_can_be_stopped(
     stop: str, last_steps: range, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     stopped = train_and_kill_coordinator(images, tmp_path, stop)
-    assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
+    assert (stopped.status, stopped.stop_reason) == ("stopped", StopReason("caller", "enough"))
     assert stopped.steps in last_steps
     resumed = raytrain.train(config(images, tmp_path, resume=True, trace=True))
     assert_same_weights(resumed, undisturbed)

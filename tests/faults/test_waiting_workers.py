@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.skipped_images import SkipLimit
-from raytrain.runs.stop_request import StopRequest
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 
@@ -47,7 +47,7 @@ def test_300_waiting_workers_hinder_neither_keys_nor_data_nor_a_stop(tmp_path: P
         pushes = [coordinator.push.remote(streams[0], rank, [rank], 4) for rank in range(NUM_WORKERS)]
         assert ray.get(pushes, timeout=ANSWER_S) == [True] * NUM_WORKERS
         assert ray.get(train, timeout=ANSWER_S) == [[rank] for rank in range(NUM_WORKERS)]
-        coordinator.request_stop.remote(StopRequest("enough"))
-        assert ray.get(stop, timeout=ANSWER_S) == StopRequest("enough")
+        coordinator.request_stop.remote(StopReason("caller", "enough"))
+        assert ray.get(stop, timeout=ANSWER_S) == StopReason("caller", "enough")
     finally:
         stop_coordinator(coordinator)

@@ -23,6 +23,7 @@ from ray.cluster_utils import Cluster
 from ray.train.v2._internal.execution.context import get_train_context
 
 import raytrain
+from raytrain.display.event_text import event_text
 from tests.helpers.ray_head import RAY
 from tests.helpers.small_runs import config, loop_with
 
@@ -66,7 +67,7 @@ def main(images: str, storage: str) -> None:
     events: dict[int, str] = {}
 
     def look(snapshot: Any) -> None:
-        events.update({event.number: event.text for event in snapshot.events})
+        events.update({number: event_text(event) for number, _, event in snapshot.events})
         if (folder / "announce").exists() and not announced:
             announced.append(nodes[0])
             announce(cluster, nodes[0])

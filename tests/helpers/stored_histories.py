@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from raytrain.monitor.events import Event, TimedEvent
 from raytrain.recipes import digits
 from raytrain.runs.documents import run_store, write_config, write_json
 from raytrain.runs.json_lines import encode_lines
@@ -37,8 +38,10 @@ def store_run(storage: Path, name: str, rows: Iterable[MetricRow], status: str =
     return store
 
 
-def add_events(store: Store, *texts: str) -> None:
-    store.put(EVENTS, encode_lines({"at_s": float(number), "text": text} for number, text in enumerate(texts)))
+def add_events(store: Store, *events: Event) -> None:
+    store.put(
+        EVENTS, encode_lines(TimedEvent(number, float(number), event).to_json() for number, event in enumerate(events))
+    )
 
 
 def end_run(store: Store, status: str, step: int, checkpoint: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from wandb.proto import wandb_internal_pb2
 
 from raytrain.config import ResolvedConfig
+from raytrain.monitor.events import Event, TrackerOpened
 from raytrain.recipes import digits
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
@@ -52,13 +53,13 @@ def tracked(
     status: str = "finished",
     **more: Any,
 ) -> list[str]:
-    """Send a whole run to ``trackers`` and return what they reported."""
-    reports: list[str] = []
+    """Send a whole run to ``trackers`` and return what they reported: where they show the run, and why they failed."""
+    events: list[Event] = []
     tracking = Tracking(open_trackers(trackers), end_within_s)
-    tracking.begin(options(**more), store, reports.append)
+    tracking.begin(options(**more), store, events.append)
     tracking.update(snapshot(rows))
     tracking.finish(result(store, status=status, checkpoint=checkpoint and f"{store.url}/{checkpoint}"))
-    return reports
+    return [event.place if isinstance(event, TrackerOpened) else str(event.fields()["reason"]) for event in events]
 
 
 class Recorder:

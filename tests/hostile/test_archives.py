@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from raytrain.errors import UsageError
+from raytrain.monitor.events import Event
 from raytrain.runs.checkpoint_files import checkpoint_path
 from raytrain.training.checkpoint import Checkpoints, Identity, read_checkpoint
 from raytrain.training.model import build_model
@@ -66,10 +67,10 @@ def test_a_run_resumes_from_the_checkpoint_before_a_bomb(tmp_path: Path) -> None
     store = make_run(tmp_path, config)
     add_checkpoint(store, build_model(config.model, 3, 1, 0), config)
     store.put(checkpoint_path(5), bomb({}))
-    said: list[str] = []
+    said: list[Event] = []
     checkpoints = Checkpoints(store, Identity(config.model, ANIMALS, "", 128, 0), keep=1)
     assert checkpoints.newest_readable(said.append) == checkpoint_path(1)
-    assert "unpacks to" in said[0]
+    assert "unpacks to" in str(said[0])
 
 
 def test_weights_that_are_compressed_a_little_are_read(tmp_path: Path) -> None:

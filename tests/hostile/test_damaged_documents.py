@@ -123,7 +123,7 @@ def test_a_resumed_run_continues_its_history_and_says_what_is_lost(store: Store)
     monitor.snapshot()
     monitor.record(MetricRow(kind="step", step=4, epoch=1))
     snapshot = monitor.snapshot()
-    assert any(f"2 of 5 lines of {METRICS} cannot be read" in event.text for event in snapshot.events)
+    assert any(f"2 of 5 lines of {METRICS} cannot be read" in str(event) for _, _, event in snapshot.events)
     monitor.finish("finished")
     assert [row.step for row in read_metrics(store)] == [1, 2, 3, 4]
 

@@ -15,9 +15,9 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.skipped_images import SkipLimit
 from raytrain.runs.snapshot import START, Snapshot
-from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, put_images
 
@@ -91,7 +91,7 @@ def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path)
             num_workers=1,
         )
 
-    def stop_request(coordinator: Any) -> StopRequest | None:
+    def stop_request(coordinator: Any) -> StopReason | None:
         snapshot: Snapshot = ray.get(coordinator.snapshot.remote(START))
         return snapshot.stop_request
 
@@ -99,13 +99,13 @@ def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path)
     try:
         with pytest.raises(UsageError, match=r"^Run 'first' is training in this cluster already; "):
             start("mine")
-        request_stop_in_cluster("first", str(tmp_path / "mine"), "here", StopRequest("enough"))
-        assert stop_request(mine) == StopRequest("enough")
+        request_stop_in_cluster("first", str(tmp_path / "mine"), "here", StopReason("caller", "enough"))
+        assert stop_request(mine) == StopReason("caller", "enough")
         assert stop_request(other) is None
         with pytest.raises(
             UsageError, match=r"No run called 'first' is training in the cluster at here with --storage"
         ):
-            request_stop_in_cluster("first", str(tmp_path / "third"), "here", StopRequest("enough"))
+            request_stop_in_cluster("first", str(tmp_path / "third"), "here", StopReason("caller", "enough"))
     finally:
         stop_coordinator(mine)
         stop_coordinator(other)

@@ -24,7 +24,7 @@ def test_signals_within_a_second_are_one_stop(clock: list[float]) -> None:
     with StopSignals() as signals:
         for clock[0], number in ((1000.0, signal.SIGINT), (1000.3, signal.SIGTERM), (1000.9, signal.SIGINT)):
             signal.raise_signal(number)
-        assert signals.stop_request is not None and signals.stop_request.reason == "Ctrl-C"
+        assert signals.stop_request is not None and signals.stop_request.detail == "SIGINT"
 
 
 def test_a_signal_a_second_later_aborts(clock: list[float]) -> None:
@@ -45,7 +45,7 @@ with StopSignals() as signals:
     print("ready", flush=True)
     while signals.stop_request is None:
         time.sleep(0.02)
-    print(signals.stop_request.reason, flush=True)
+    print(signals.stop_request.detail, flush=True)
     try:
         time.sleep(60)
     except KeyboardInterrupt:

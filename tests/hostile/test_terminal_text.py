@@ -41,10 +41,10 @@ from raytrain.errors import StorageError
 from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.inference.label_predictions import LabelEvaluation, LabelScore
+from raytrain.monitor.events import ImageSkipped, TimedEvent
 from raytrain.runs.documents import write_json
 from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
 from raytrain.runs.printable import one_line
-from raytrain.runs.snapshot import Event
 from tests.helpers.snapshots import snapshot
 from tests.hostile.stored_runs import make_run, options
 
@@ -90,7 +90,7 @@ def test_a_strangers_run_is_listed_and_shown(
     monkeypatch.setenv("COLUMNS", "200")
     store = make_run(tmp_path, options())
     write_json(store, CONFIG, {**json.loads(store.get(CONFIG)), "recipe": text, "data": text, "model": text})
-    write_json(store, SUMMARY, {"stop_reason": text, text: 1})
+    write_json(store, SUMMARY, {"stop_reason": {"kind": "caller", "detail": text}, text: 1})
     write_json(store, STATUS, {"status": text})
     store.put(SKIPPED, json.dumps({"key": text, "reason": text}).encode())
     make_run(tmp_path, options(), "other")
@@ -131,7 +131,7 @@ def test_a_command_that_says_a_text(
 
 @hostile
 def test_events_of_a_run(text: str) -> None:
-    shown = snapshot(num_skipped=1, events=(Event(0, 0.0, f"skipped {text}: {text}"),))
+    shown = snapshot(num_skipped=1, events=(TimedEvent(0, 0.0, ImageSkipped(text, text)),))
     harmless(on_a_terminal(dashboard(shown, [])))
     file = io.StringIO()
     with TerminalView(Console(file=file)) as view:

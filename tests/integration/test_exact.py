@@ -21,6 +21,7 @@ from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.class_balance import ClassBalance
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.partition import Partition
+from raytrain.monitor.events import Event
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
@@ -98,7 +99,7 @@ class MemorySource:
 class Recorder:
     def __init__(self, stop_after: int | None = None) -> None:
         self.rows: list[MetricRow] = []
-        self.events: list[str] = []
+        self.events: list[Event] = []
         self.asked = 0
         self.stop_after = stop_after
         self.started_after: list[int] = []
@@ -109,8 +110,8 @@ class Recorder:
     def flush(self) -> None: ...
     def measured(self, use: MachineUse) -> None: ...
 
-    def event(self, text: str) -> None:
-        self.events.append(text)
+    def event(self, event: Event) -> None:
+        self.events.append(event)
 
     def record(self, row: MetricRow) -> None:
         self.rows.append(row)

@@ -16,6 +16,7 @@ import raytrain
 from raytrain.demo.digits import render_digits
 from raytrain.errors import UsageError
 from raytrain.recipes import digits
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.process_log import DRIVER, LogReader, worker_log
 from raytrain.runs.records import read_run
 from raytrain.runs.snapshot import Snapshot
@@ -93,7 +94,7 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
 
     def view(snapshot: Snapshot) -> None:
         kill_once(snapshot)
-        lines.extend(event.text for event in snapshot.events)
+        lines.extend(str(event) for _, _, event in snapshot.events)
 
     kill_once = once(kill, lambda snapshot: snapshot.step > 0)
     result = raytrain.train(options(data, tmp_path, epochs=20, batch_size=16, checkpoint_every_steps=10), view=view)
@@ -121,7 +122,7 @@ def test_a_loop_that_fails_again_and_again_ends_the_run_with_its_own_words(data:
 def test_sigterm_stops_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
     view = once(lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda snapshot: snapshot.step > 0)
     result = raytrain.train(options(data, tmp_path, epochs=100_000), view=view)
-    assert (result.status, result.stop_reason) == ("stopped", "SIGTERM")
+    assert (result.status, result.stop_reason) == ("stopped", StopReason("signal", "SIGTERM"))
     assert result.checkpoint is not None
     assert Path(result.checkpoint).is_file()
 

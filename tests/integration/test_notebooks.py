@@ -69,7 +69,11 @@ def test_the_cloud_notebook_stops_a_run_and_resumes_it_from_a_bucket(
     assert "Nothing prevents training." in results(notebook, "diagnose(")
     assert "stopped" in pictures(notebook, "raytrain.start(config)")
     stopped, finished = results(notebook, "handle.stop("), results(notebook, "resume=True")
-    assert "status='stopped'" in stopped and "num_workers=2" in stopped and "stop_reason='seen enough'" in stopped
+    assert (
+        "status='stopped'" in stopped
+        and "num_workers=2" in stopped
+        and "kind='caller', detail='seen enough'" in stopped
+    )
     assert (
         "status='finished'" in finished and "num_workers=1" in finished and f"run_dir='{s3_url}/runs/cloud'" in finished
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain.errors import UsageError
+from raytrain.monitor.events import CheckpointWritten
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
@@ -341,7 +342,7 @@ def test_every_checkpoint_is_an_event(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), recorder)
     to_the_end(run)
     run.finish()
-    assert recorder.events == [f"checkpoint checkpoints/step-{step:09d}.pt written" for step in (6, 12)]
+    assert recorder.events == [CheckpointWritten(f"checkpoints/step-{step:09d}.pt", step) for step in (6, 12)]
 
 
 def no_optimizer(run: Run) -> None:

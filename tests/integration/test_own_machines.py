@@ -17,6 +17,7 @@ import yaml
 
 import raytrain
 from raytrain.backends.ray.local_cluster import TOO_SLOW
+from raytrain.monitor.events import TrainingStarted
 from raytrain.runs.documents import run_store
 from raytrain.runs.records import read_run
 from raytrain.runs.run_reader import RunReader
@@ -136,7 +137,7 @@ def test_a_cluster_is_launched_and_trains_on_if_a_machine_is_cut_off(at: dict[st
     wait_for(lambda: run.exists() and len(run.snapshot().machines) == 3, "the run did not start")
     wait_for(lambda: run.snapshot().step > run.snapshot().steps_per_epoch, "there is no checkpoint of an epoch")
     at[next(use.node for use in run.snapshot().machines if use.node != "head")].cut_off()
-    wait_for(lambda: "resuming after step" in run.snapshot().events[-1].text, "nobody trained on")
+    wait_for(lambda: isinstance(run.snapshot().events[-1].event, TrainingStarted), "nobody trained on")
     before = run.snapshot().step
     wait_for(lambda: run.snapshot().step > before, "no step after the restart")
     laptop.output("raytrain", "stop", "run", "--storage", "s3://bucket/runs")

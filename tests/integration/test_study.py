@@ -29,10 +29,11 @@ from raytrain.recipes import cifar10
 from raytrain.runs.documents import read_config, run_store, write_config
 from raytrain.runs.json_lines import encode_lines
 from raytrain.runs.layout import METRICS
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import list_runs, read_run
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from tests.helpers.small_runs import config as tiny_config
 from tests.helpers.small_runs import loop_with
 from tests.unit.test_scaling import history
@@ -333,7 +334,7 @@ def test_a_study_that_was_stopped_resumes_in_the_middle_of_its_run(
 ) -> None:
     def stop_in_step_8(snapshot: Snapshot) -> None:
         if snapshot.name == "run-2" and snapshot.step >= 6 and snapshot.stop_request is None and not snapshot.over:
-            request_stop(str(tmp_path), "run-2", StopRequest("enough"))
+            request_stop(str(tmp_path), "run-2", StopReason("caller", "enough"))
 
     loop = "tests.integration.test_study:wait_for_stop_on_two_workers"
     config = tiny_config(images, tmp_path, workers="auto", loop=loop)

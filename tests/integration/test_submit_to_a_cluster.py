@@ -73,7 +73,10 @@ def test_a_loop_of_ones_own_is_sent_by_submit_and_by_ray_and_rays_stop_keeps_a_c
         (storage / "started").read_text()
         output([*RAY, "job", "stop", "--address", head.dashboard, "plain"], project, head.environment)
         second = read_run(str(storage), "second")
-        assert (second.status.status, second.summary["stop_reason"]) == ("stopped", "SIGTERM")
+        assert (second.status.status, second.summary["stop_reason"]) == (
+            "stopped",
+            {"kind": "signal", "detail": "SIGTERM"},
+        )
         assert second.summary["checkpoint"]
 
 

@@ -15,9 +15,9 @@ import raytrain
 from raytrain import TrainConfig
 from raytrain.backends.stop_signals import StopSignals
 from raytrain.experiments.sweep.trials import Trial
+from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.records import RunRecord, read_run
-from raytrain.runs.stop_request import StopRequest
-from raytrain.runs.trial_status import EARLY_STOPPING, TrialStatus
+from raytrain.runs.trial_status import TrialStatus
 from tests.helpers.free_cluster import wait_until_free
 from tests.helpers.small_runs import config, loop_with
 
@@ -78,11 +78,11 @@ def test_a_bad_trial_is_stopped_early_with_a_checkpoint(images: Path, tmp_path: 
     best, worse = result.trials
     assert (best.name, best.status, best.reason) == ("tried-00", "finished", None)
     assert (worse.status, worse.accuracy) == ("stopped", 0.1)
-    assert worse.reason == f"{EARLY_STOPPING}: test accuracy 0.1000 after 1 epoch, below the better half of the trials"
+    assert worse.reason == StopReason("early_stopping", metric="accuracy", value=0.1, count=1)
     assert worse.steps == 6  # one after the evaluation
     record = documents(tmp_path, "tried-01")
     assert record.checkpoints[-1].path.endswith("step-000000006.pt")
-    assert (record.summary["stop_reason"], record.status.status) == (worse.reason, "stopped")
+    assert (stop_reason_of(record.summary), record.status.status) == (worse.reason, "stopped")
 
 
 def look_for_keys(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
@@ -127,7 +127,7 @@ class StopOnceTraining(StopSignals):
 
     def view(self, trials: Sequence[Trial], statuses: Mapping[str, TrialStatus]) -> None:
         if any(status.num_evaluations for status in statuses.values()):
-            self.request_stop(StopRequest("Ctrl-C"))
+            self.request_stop(StopReason("signal", "SIGINT"))
 
 
 def test_a_stop_stops_all_with_checkpoints_and_resume_finishes_them(
@@ -141,9 +141,12 @@ def test_a_stop_stops_all_with_checkpoints_and_resume_finishes_them(
     stopped = raytrain.sweep(
         endless, vary=["seed=0,1,2"], early_stopping=False, loop=loop, view=signals.view, signals=signals
     )
-    assert (stopped.status, stopped.stop_reason) == ("stopped", "Ctrl-C")
+    assert (stopped.status, stopped.stop_reason) == ("stopped", StopReason("signal", "SIGINT"))
     begun = [trial for trial in stopped.trials if trial.status == "stopped"]
-    assert begun and all(trial.reason == "Ctrl-C" and documents(tmp_path, trial.name).checkpoints for trial in begun)
+    assert begun and all(
+        trial.reason == StopReason("signal", "SIGINT") and documents(tmp_path, trial.name).checkpoints
+        for trial in begun
+    )
     assert any(trial.status == "waiting" for trial in stopped.trials)
     assert not (tmp_path / "keys").exists()
 

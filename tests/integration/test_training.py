@@ -20,9 +20,10 @@ from raytrain import UsageError
 from raytrain.cli.new_project import write_project
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.documents import run_store
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.process_log import DRIVER, LogReader, worker_log
 from raytrain.runs.records import read_run
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from raytrain.storage.open import open_store
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 from tests.helpers.small_runs import (
@@ -85,10 +86,10 @@ def test_a_stopped_run_in_s3_resumed_on_fewer_workers_ends_with_the_same_weights
 
     def stop_in_step_8(snapshot: Any) -> None:
         if snapshot.step >= 6 and snapshot.stop_request is None:
-            request_stop(storage, "run", StopRequest("enough"))
+            request_stop(storage, "run", StopReason("caller", "enough"))
 
     stopped = raytrain.train(options, loop=partial(loop_with, before_step=wait_for_stop_in_step_8), view=stop_in_step_8)
-    assert (stopped.status, stopped.stop_reason) == ("stopped", "enough")
+    assert (stopped.status, stopped.stop_reason) == ("stopped", StopReason("caller", "enough"))
     assert stopped.run_dir == f"{storage}/run" and read_run(storage, "run").status.step == stopped.steps
     assert 8 <= stopped.steps <= 9
     resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto"))
@@ -108,7 +109,7 @@ def test_a_run_in_the_background_can_be_watched_and_stopped(images: Path, tmp_pa
     assert handle.snapshot is not None and handle.snapshot.status == "running" and not handle.done
     handle.stop("seen enough")
     result = handle.result(100)
-    assert (result.status, result.stop_reason) == ("stopped", "seen enough")
+    assert (result.status, result.stop_reason) == ("stopped", StopReason("caller", "seen enough"))
     assert handle.done and 4 < result.steps < 5000
 
 
@@ -139,11 +140,11 @@ def test_a_killed_worker_does_not_change_the_weights(
     result = raytrain.train(
         config(images, tmp_path, trace=True),
         loop=loop,
-        view=lambda snapshot: events.extend(event.text for event in snapshot.events),
+        view=lambda snapshot: events.extend(str(event) for _, _, event in snapshot.events),
     )
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
-    assert any("failed: " in event for event in events), events
+    assert any("worker_failed" in event for event in events), events
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     steps = [row.step for row in read_run(str(tmp_path), "run").metrics if row.kind == "step"]
     assert steps == list(range(1, 21))

@@ -17,6 +17,7 @@ from playwright.sync_api import Page, expect
 from raytrain.demo.digits import render_digits
 from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
+from raytrain.monitor.events import Note, TrainingStarted
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import CONFIG, EVALUATION, STOP_REQUEST
 from raytrain.runs.machine_history import MachineHistory, write_machine_history
@@ -106,7 +107,7 @@ def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: 
 
 def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit: Visit, tmp_path: Path) -> None:
     store = store_run(tmp_path, "run", [step_row(step, loss=1 / step) for step in range(1, 50)])
-    add_events(store, "training on 2 workers")
+    add_events(store, TrainingStarted(2))
     with page_of(tmp_path, "run") as server:
         page = visit(server.url)
         expect(page.locator(".events")).to_contain_text("training on 2 workers")
@@ -116,7 +117,7 @@ def test_a_run_of_another_process_is_shown_from_its_documents_and_stopped(visit:
         page.get_by_role("button", name="Stop", exact=True).click()
         page.get_by_role("button", name="Stop the run").click()
         expect(page.locator(".pill")).to_have_text("stopping")
-        assert "the page on" in read_json(store, STOP_REQUEST)["reason"]
+        assert read_json(store, STOP_REQUEST)["kind"] == "page"
         end_run(store, "stopped", 51, "runs/run/checkpoints/step-000000051.pt")
         expect(page.locator(".banner")).to_contain_text("step-000000051.pt")
 
@@ -144,7 +145,7 @@ def test_text_from_outside_stays_text(visit: Visit, tmp_path: Path) -> None:
     store = store_run(
         tmp_path, "run", [step_row(1, loss=1.0, **{HOSTILE_NAME: 1e308}), step_row(2, **{HOSTILE_NAME: None})]
     )
-    add_events(store, HOSTILE_NAME)
+    add_events(store, Note(HOSTILE_NAME))
     pixel = png_url(1, 1)
     worst = [
         {"image": image, "label": 0, "prediction": 1, "key": HOSTILE_NAME} for image in (pixel, "javascript:alert(1)")

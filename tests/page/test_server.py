@@ -102,7 +102,7 @@ def test_another_site_cannot_use_the_page_even_with_the_token(tmp_path: Path) ->
         assert not (tmp_path / "run" / STOP_REQUEST).exists()
         same = {"Origin": f"http://{urlsplit(server.url).netloc}", "Sec-Fetch-Site": "same-origin"}
         assert status_of(server, "/api/stop?run=run", "POST", **same) == 200
-    assert "the page on" in (tmp_path / "run" / STOP_REQUEST).read_text()
+    assert '"kind": "page"' in (tmp_path / "run" / STOP_REQUEST).read_text()
 
 
 def test_a_run_that_is_over_or_unknown_cannot_be_stopped(tmp_path: Path) -> None:

@@ -81,7 +81,11 @@ def storage(tmp_path: Path) -> str:
     )
     write_config(store, config)
     write_status(store, RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9))
-    write_json(store, SUMMARY, {"status": "stopped", "test_accuracy": 0.625, "stop_reason": "Ctrl-C"})
+    write_json(
+        store,
+        SUMMARY,
+        {"status": "stopped", "test_accuracy": 0.625, "stop_reason": {"kind": "signal", "detail": "SIGINT"}},
+    )
     row = {"kind": "step", "accuracy": 0.1}
     rows = [
         {**row, "step": step, "epoch": step // 10, "loss": 2.0 / step, "elapsed_s": 3.0 * step} for step in (10, 20)

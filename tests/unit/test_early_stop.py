@@ -11,7 +11,7 @@ import pytest
 from raytrain import Run, TrainConfig, UsageError
 from raytrain.runs.checkpoint_files import best_checkpoint
 from raytrain.runs.documents import run_store
-from raytrain.runs.outcome import Progress
+from raytrain.runs.outcome import Progress, StopReason
 from raytrain.training.early_stop import EarlyStop
 from tests.helpers.folder_runs import folder_run, train_here
 
@@ -30,19 +30,19 @@ def evaluated(accuracies: list[float], progress: Progress | None = None, **optio
 def test_a_run_stops_once_a_metric_is_reached(until: str, accuracies: list[float]) -> None:
     reason, _ = evaluated(accuracies, until=until)
     assert (reason is None) == until.startswith("f1")  # which nobody measures
-    assert reason is None or reason.startswith(f"--until {until}: ")
+    assert reason is None or (reason.kind, reason.detail) == ("target", until)
 
 
 def test_a_run_stops_after_evaluations_without_a_better_accuracy_also_over_a_resume() -> None:
     reason, progress = evaluated([0.3, 0.2, 0.4, 0.4], patience=2)
     assert (reason, progress.best_score, progress.num_worse) == (None, 0.4, 1)
     reason, _ = evaluated([0.1], progress, patience=2)
-    assert reason == "--patience 2: accuracy is not better than 0.4000"
+    assert reason == StopReason("patience", metric="accuracy", value=0.4, count=2)
 
 
 def test_the_best_may_be_the_lowest_loss() -> None:
     reason, progress = evaluated([0.3, 0.4, 0.2, 0.1], patience=2, best="loss")
-    assert reason == "--patience 2: loss is not better than 0.6000" and progress.best_score == -0.6
+    assert reason == StopReason("patience", metric="loss", value=0.6, count=2) and progress.best_score == -0.6
     with pytest.raises(UsageError, match="--best is weather, and evaluations measure accuracy, loss; name one"):
         evaluated([0.3], best="weather")
 
@@ -75,7 +75,7 @@ def test_time_is_up_after_the_time_that_was_given(max_time: str, seconds: float)
     now[0] += seconds - 1
     assert not stop.time_is_up() and stop.reason is None
     now[0] += 1
-    assert stop.time_is_up() and stop.reason == f"--max-time {max_time}"
+    assert stop.time_is_up() and stop.reason == StopReason("time", max_time)
 
 
 @pytest.mark.parametrize(

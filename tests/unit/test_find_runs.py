@@ -16,8 +16,10 @@ from raytrain.data.history_table import export_history
 from raytrain.display.comparison_table import comparison_page
 from raytrain.display.console import PlainConsole
 from raytrain.errors import UsageError
+from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
 from raytrain.runs.claim import claim_run
 from raytrain.runs.documents import open_run, read_config, run_store, write_config
+from raytrain.runs.json_lines import encode_lines
 from raytrain.runs.layout import EVENTS, METRICS
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import list_runs, read_run
@@ -149,8 +151,8 @@ def test_a_table_has_the_same_columns_however_long_a_history_is(num_rows: int, t
 
 def test_the_log_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = stored(tmp_path, "first")
-    events = [{"at_s": 0.0, "text": "training on 2 workers"}, {"at_s": 61.0, "text": "bad [red]\x1b[2J"}]
-    store.put(EVENTS, b"".join(json.dumps(event).encode() + b"\n" for event in events))
+    events = TimedEvent(0, 0.0, TrainingStarted(2)), TimedEvent(1, 61.0, Note("bad [red]\x1b[2J"))
+    store.put(EVENTS, encode_lines(event.to_json() for event in events))
     assert main(["logs", "first", "--storage", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rstrip() for line in lines] == ["00:00:00  training on 2 workers", "00:01:01  bad [red]␛[2J"]

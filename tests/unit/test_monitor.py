@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from raytrain.monitor.events import (
+    DocumentLost,
+    Evaluated,
+    Event,
+    ImageSkipped,
+    Note,
+    RequestsRetried,
+    StopRequested,
+    StorageBack,
+    StorageWaits,
+)
 from raytrain.runs.history import History, read_metrics, read_skipped
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.runs.snapshot import RowCursor, Snapshot
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.snapshot import RowCursor
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
 
@@ -59,8 +70,8 @@ def evaluation_row(step: int) -> MetricRow:
     return MetricRow(kind="evaluation", step=step, epoch=1, metrics={"loss": 0.75, "accuracy": 0.625})
 
 
-def texts(snapshot: Snapshot) -> list[str]:
-    return [event.text for event in snapshot.events]
+def events_of(monitor: RunMonitor) -> list[Event]:
+    return [event for _, _, event in monitor.snapshot().events]
 
 
 def test_time_counts_from_when_the_user_started_the_run(store: Store, clock: Clock) -> None:
@@ -104,7 +115,7 @@ def test_a_snapshot_has_the_state_of_the_run(monitor: RunMonitor, clock: Clock) 
     assert snapshot.evaluation.accuracy == 0.625
     assert snapshot.elapsed_s == 15
     assert [row.elapsed_s for row in snapshot.rows] == [10, 10, 15]
-    assert any("accuracy 0.6250" in text for text in texts(snapshot))
+    assert Evaluated(epoch=1, accuracy=0.625, loss=0.75) in events_of(monitor)
 
 
 def test_custom_metrics_of_a_loop_are_kept(monitor: RunMonitor) -> None:
@@ -189,15 +200,15 @@ def test_a_resumed_run_continues_its_rows_and_its_elapsed_time(monitor: RunMonit
 
 
 def test_a_stop_request_wakes_waiting_callers_and_the_first_reason_counts(monitor: RunMonitor) -> None:
-    heard: list[StopRequest | None] = []
+    heard: list[StopReason | None] = []
     waiting = threading.Thread(target=lambda: heard.append(monitor.wait_for_stop_request(timeout_s=30)))
     waiting.start()
-    monitor.request_stop(StopRequest("asked by raytrain stop"))
-    monitor.request_stop(StopRequest("Ctrl-C"))
+    monitor.request_stop(StopReason("command", "here"))
+    monitor.request_stop(StopReason("signal", "SIGINT"))
     waiting.join(timeout=10)
-    assert heard == [StopRequest("asked by raytrain stop")]
-    assert monitor.snapshot().stop_request == StopRequest("asked by raytrain stop")
-    assert texts(monitor.snapshot()) == ["stop requested: asked by raytrain stop"]
+    assert heard == [StopReason("command", "here")]
+    assert monitor.snapshot().stop_request == StopReason("command", "here")
+    assert events_of(monitor) == [StopRequested(StopReason("command", "here"))]
 
 
 def test_waiting_for_a_stop_request_returns_none_after_the_timeout(monitor: RunMonitor) -> None:
@@ -206,7 +217,7 @@ def test_waiting_for_a_stop_request_returns_none_after_the_timeout(monitor: RunM
 
 def test_a_run_that_has_ended_ignores_stop_requests(monitor: RunMonitor, clock: Clock) -> None:
     monitor.finish("finished")
-    monitor.request_stop(StopRequest("too late"))
+    monitor.request_stop(StopReason("caller", "too late"))
     clock.now_s += 60
     snapshot = monitor.snapshot()
     assert (snapshot.status, snapshot.stop_request, snapshot.elapsed_s) == ("finished", None, 0)
@@ -218,8 +229,7 @@ def test_a_skipped_image_counts_once_and_only_the_first_is_an_event(monitor: Run
     monitor.skip([SkippedImage("cat/a.jpg", "truncated"), SkippedImage("dog/c.jpg", "empty")])
     snapshot = monitor.snapshot()
     assert snapshot.num_skipped == 3
-    assert len(snapshot.events) == 1
-    assert "cat/a.jpg: truncated" in snapshot.events[0].text
+    assert events_of(monitor) == [ImageSkipped("cat/a.jpg", "truncated")]
     monitor.finish("finished")
     assert [image.key for image in read_skipped(store)] == ["cat/a.jpg", "cat/b.jpg", "dog/c.jpg"]
 
@@ -229,9 +239,7 @@ def test_retries_are_counted_and_only_the_first_is_an_event(monitor: RunMonitor)
     monitor.retried(4)
     snapshot = monitor.snapshot()
     assert snapshot.num_retries == 7
-    assert [event.text for event in snapshot.events] == [
-        "some requests for images fail at the first try; they are retried"
-    ]
+    assert events_of(monitor) == [RequestsRetried()]
     monitor.finish("finished")
 
 
@@ -241,7 +249,7 @@ def test_a_run_can_finish_although_its_history_cannot_be_written(monitor: RunMon
     monitor.finish("finished")
     snapshot = monitor.snapshot()
     assert snapshot.status == "finished"
-    assert any("history could not be written" in text for text in texts(snapshot))
+    assert any(isinstance(event, DocumentLost) for event in events_of(monitor))
 
 
 def test_a_storage_failure_and_its_recovery_are_one_event_each(monitor: RunMonitor, tmp_path: Path) -> None:
@@ -249,16 +257,16 @@ def test_a_storage_failure_and_its_recovery_are_one_event_each(monitor: RunMonit
     in_the_way.mkdir(parents=True)
     monitor.record(step_row(1))
     events = until_events(monitor, 1)
-    assert "waits for storage" in events[0]
+    assert isinstance(events[0], StorageWaits)
     in_the_way.rmdir()
     in_the_way.parent.rmdir()
-    assert until_events(monitor, 2) == [*events, "the history is in storage again"]
+    assert until_events(monitor, 2) == [*events, StorageBack()]
     monitor.finish("finished")
 
 
-def until_events(monitor: RunMonitor, num_events: int) -> list[str]:
+def until_events(monitor: RunMonitor, num_events: int) -> list[Event]:
     end = time.monotonic() + 20
-    while len(events := texts(monitor.snapshot())) < num_events:
+    while len(events := events_of(monitor)) < num_events:
         assert time.monotonic() < end, events
         time.sleep(0.01)
     return events
@@ -280,5 +288,9 @@ def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: S
 
 def test_events_hold_no_secret(monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "hidden-word")
-    monitor.event("https://me:hidden-too@host refused hidden-word, s3://bucket/a@b is fine")
-    assert monitor.snapshot().events[-1].text == "https://…@host refused …, s3://bucket/a@b is fine"
+    monitor.event(Note("https://me:hidden-too@host refused hidden-word, s3://bucket/a@b is fine"))
+    monitor.request_stop(StopReason("caller", "hidden-word"))
+    assert events_of(monitor) == [
+        Note("https://…@host refused …, s3://bucket/a@b is fine"),
+        StopRequested(StopReason("caller", "…")),
+    ]

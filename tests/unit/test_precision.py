@@ -114,7 +114,7 @@ def test_a_run_tells_it_before_the_first_step(tmp_path: Path, monkeypatch: pytes
     recorder = Recorder()
     run = make_run(config(precision="bfloat16"), images(32), str(tmp_path), recorder)
     next(run.batches())
-    assert ["emulates bfloat16" in event for event in recorder.events] == [True]
+    assert ["emulates bfloat16" in str(event) for event in recorder.events] == [True]
     assert not recorder.started_after
 
 

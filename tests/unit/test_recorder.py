@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.monitor.events import CheckpointWritten
 from raytrain.runs.documents import read_json, run_names, run_store
 from raytrain.runs.history import History
 from raytrain.runs.layout import SUMMARY
@@ -15,10 +16,10 @@ from raytrain.runs.machine_history import read_machine_history
 from raytrain.runs.machine_use import MachineUse, read_machines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.outcome import Outcome, Progress
+from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.status import read_status
-from raytrain.runs.stop_request import StopRequest, read_stop_request, request_stop
+from raytrain.runs.stop_request import read_stop_request, request_stop
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
 
@@ -65,9 +66,9 @@ def test_an_old_stop_request_is_cleared_unless_the_run_restarts_itself(
 ) -> None:
     recorder = RunRecorder(store, num_steps=100)
     recorder.begin(config)
-    request_stop(str(tmp_path), "first", StopRequest("enough"))
+    request_stop(str(tmp_path), "first", StopReason("caller", "enough"))
     recorder.begin(config, restarting=True)
-    assert recorder.stop_request() == StopRequest("enough")
+    assert recorder.stop_request() == StopReason("caller", "enough")
     recorder.begin(config)
     assert read_stop_request(store) is None
 
@@ -77,24 +78,24 @@ def test_every_event_is_logged_once(store: Store, monitor: RunMonitor, caplog: p
     recorder = RunRecorder(store, num_steps=100)
     monitor.started(num_workers=2, step=0)
     recorder.heartbeat(monitor.snapshot())
-    monitor.event("checkpoint written")
+    monitor.event(CheckpointWritten("checkpoints/step-000000020.pt", 20))
     recorder.heartbeat(monitor.snapshot())
     assert [record.getMessage() for record in caplog.records] == [
-        "first: training on 2 workers",
-        "first: checkpoint written",
+        "first: training_started num_workers=2 step=0",
+        "first: checkpoint_written path=checkpoints/step-000000020.pt step=20",
     ]
 
 
 def test_the_summary_says_how_the_run_ended(store: Store, monitor: RunMonitor) -> None:
     recorder = RunRecorder(store, num_steps=100)
     monitor.started(num_workers=2, step=0)
-    monitor.request_stop(StopRequest("Ctrl-C"))
+    monitor.request_stop(StopReason("signal", "SIGINT"))
     progress = Progress(step=50, samples_seen=400, test_accuracy=0.75, test_loss=0.5, evaluated_step=40)
     outcome = Outcome(status="stopped", progress=progress, checkpoint="checkpoints/step-000000050.pt")
     result = recorder.result(outcome, monitor.snapshot(), num_workers=2)
     monitor.finish(outcome.status, result)
     recorder.conclude(result, monitor.snapshot())
-    assert (result.status, result.epochs, result.stop_reason) == ("stopped", 1.25, "Ctrl-C")
+    assert (result.status, result.epochs, result.stop_reason) == ("stopped", 1.25, StopReason("signal", "SIGINT"))
     assert result.checkpoint == f"{store.url}/checkpoints/step-000000050.pt"
     assert read_json(store, SUMMARY) == result.summary()
     assert (read_status(store).status, read_status(store).step) == ("stopped", 50)

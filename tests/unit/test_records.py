@@ -16,9 +16,10 @@ from raytrain.errors import UsageError
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
 from raytrain.runs.documents import check_name, new_name, read_config, read_json, run_store, write_config, write_json
 from raytrain.runs.layout import STATUS, SUMMARY
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import list_runs
 from raytrain.runs.status import RunStatus, read_status, write_status
-from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request, request_stop
+from raytrain.runs.stop_request import clear_stop_request, read_stop_request, request_stop
 from raytrain.storage.base import Store
 
 
@@ -112,8 +113,8 @@ def test_a_storage_that_does_not_exist_has_no_runs(storage: str) -> None:
 def test_a_stop_request_can_be_read_and_cleared(storage: str) -> None:
     store = make_run(storage, "first")
     assert read_stop_request(store) is None
-    request_stop(storage, "first", StopRequest("enough seen"))
-    assert read_stop_request(store) == StopRequest("enough seen")
+    request_stop(storage, "first", StopReason("caller", "enough seen"))
+    assert read_stop_request(store) == StopReason("caller", "enough seen")
     clear_stop_request(store)
     clear_stop_request(store)
     assert read_stop_request(store) is None
@@ -121,13 +122,13 @@ def test_a_stop_request_can_be_read_and_cleared(storage: str) -> None:
 
 def test_an_unknown_run_is_refused_with_similar_names(storage: str) -> None:
     with pytest.raises(UsageError, match="there are no runs yet"):
-        request_stop(storage, "frist", StopRequest(""))
+        request_stop(storage, "frist", StopReason("caller", ""))
     make_run(storage, "first")
     make_run(storage, "other")
     with pytest.raises(UsageError, match=r"There is no run 'frist' in .* \(did you mean first\?\)"):
-        request_stop(storage, "frist", StopRequest(""))
+        request_stop(storage, "frist", StopReason("caller", ""))
     with pytest.raises(UsageError, match="raytrain runs"):
-        request_stop(storage, "zzz", StopRequest(""))
+        request_stop(storage, "zzz", StopReason("caller", ""))
     assert not Path(storage, "frist").exists()
 
 
@@ -137,14 +138,14 @@ def test_an_unknown_run_is_refused_with_similar_names(storage: str) -> None:
 def test_a_run_that_has_ended_cannot_be_stopped(storage: str, status: str, hint: str) -> None:
     store = make_run(storage, "first", status, step=1000)
     with pytest.raises(UsageError, match=hint):
-        request_stop(storage, "first", StopRequest(""))
+        request_stop(storage, "first", StopReason("caller", ""))
     assert read_stop_request(store) is None
 
 
 def test_an_interrupted_run_cannot_be_stopped(storage: str) -> None:
     fall_silent(make_run(storage, "first"), for_s=90)
     with pytest.raises(UsageError, match="interrupted"):
-        request_stop(storage, "first", StopRequest(""))
+        request_stop(storage, "first", StopReason("caller", ""))
 
 
 def test_checkpoints_are_listed_oldest_first(storage: str) -> None:

@@ -45,7 +45,7 @@ def record() -> RunRecord:
         name="first",
         config=TrainConfig(name="first", batch_size=8, learning_rate=0.1),
         status=RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9),
-        summary={"stop_reason": "Ctrl-C"},
+        summary={"stop_reason": {"kind": "signal", "detail": "SIGINT"}},
         metrics=[MetricRow(kind="step", step=20, epoch=2, elapsed_s=60.0, metrics={"loss": 0.1, "generator": 2.0})],
         checkpoints=[],
         skipped=[SkippedImage(f"cat/{number}.jpg", "truncated") for number in range(7)],

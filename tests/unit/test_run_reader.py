@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from raytrain.monitor.events import StopRequested, TrainingStarted
 from raytrain.runs import run_reader
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.history import History
-from raytrain.runs.layout import MACHINES, METRICS
+from raytrain.runs.layout import EVENTS, MACHINES, METRICS
 from raytrain.runs.machine_use import MachineUse, write_machines
 from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.run_reader import RunReader, follow_run
 from raytrain.runs.snapshot import START, Snapshot
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
 
@@ -70,20 +72,20 @@ def test_the_events_of_a_run_are_in_its_storage_also_those_before_a_resume(tmp_p
     store = store_run(tmp_path, "run", [])
     for reason in ("first", "second"):
         monitor = RunMonitor("run", 1000, 250, History(store))
-        monitor.request_stop(StopRequest(reason))
+        monitor.request_stop(StopReason("caller", reason))
         monitor.finish("stopped")
-    assert [event.text for event in RunReader(store, "run").snapshot().events] == [
-        "stop requested: first",
-        "stop requested: second",
+    assert [event for _, _, event in RunReader(store, "run").snapshot().events] == [
+        StopRequested(StopReason("caller", "first")),
+        StopRequested(StopReason("caller", "second")),
     ]
 
 
 def test_a_stop_request_and_the_end_of_the_run_are_seen(tmp_path: Path) -> None:
     store = store_run(tmp_path, "run", [step_row(10, loss=1.0)])
     reader = RunReader(store, "run")
-    request_stop(str(tmp_path), "run", StopRequest("somebody"))
+    request_stop(str(tmp_path), "run", StopReason("caller", "somebody"))
     asked = reader.snapshot()
-    assert asked.stop_request == StopRequest("somebody")
+    assert asked.stop_request == StopReason("caller", "somebody")
     assert asked.result is None and not asked.over
     end_run(store, "stopped", 11, "checkpoints/step-000000011.pt")
     over = reader.snapshot(asked.cursor)
@@ -112,11 +114,12 @@ def test_the_machines_of_a_run_that_trains_are_seen_and_damaged_lines_about_them
 
 def test_damaged_documents_hide_only_themselves(tmp_path: Path) -> None:
     store = store_run(tmp_path, "run", [step_row(10, loss=1.0)], status="finished")
-    add_events(store, "training on 2 workers")
+    add_events(store, TrainingStarted(2))
+    store.append(EVENTS, b'{"at_s": 1, "kind": "unheard_of"}\n{"at_s": 1, "kind": "note", "text": 7}\n')
     with (tmp_path / "run" / METRICS).open("a") as file:
         file.write('garbage\n[1]\n{"kind": "step", "step": 20, "epoch": 1, "loss": 1e999}\n')
     store.put("summary.json", b'{"steps": "many"}')
     snapshot = RunReader(store, "run").snapshot(START)
     assert [(row.step, row.loss) for row in snapshot.rows] == [(10, 1.0), (20, None)]
-    assert [event.text for event in snapshot.events] == ["training on 2 workers"]
+    assert [event for _, _, event in snapshot.events] == [TrainingStarted(2)]
     assert (snapshot.status, snapshot.result) == ("finished", None)

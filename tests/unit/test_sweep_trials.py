@@ -20,9 +20,9 @@ from raytrain.experiments.sweep.sweep_recorder import write_summaries_of_dead_tr
 from raytrain.experiments.sweep.trials import Trial, check_names_free, is_over, plan_sweep, trials_of, write_sweep
 from raytrain.runs.documents import read_json, run_store, write_config, write_json
 from raytrain.runs.layout import METRICS, SUMMARY
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import RunStatus, read_status, write_status
-from raytrain.runs.stop_request import StopRequest
-from raytrain.runs.trial_status import EARLY_STOPPING, TrialStatus
+from raytrain.runs.trial_status import TrialStatus
 from raytrain.storage.open import open_store
 
 VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]
@@ -49,11 +49,11 @@ def write_trial(trial: Trial, accuracies: list[float], **summary: object) -> Non
 def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     four = trials(tmp_path)
     write_trial(four[0], [0.2, 0.6, 0.4], status="finished", steps=9)
-    write_trial(four[1], [0.5, 0.7], status="stopped", stop_reason="Ctrl-C")
+    write_trial(four[1], [0.5, 0.7], status="stopped", stop_reason={"kind": "signal", "detail": "SIGINT"})
     write_trial(four[2], [], status="failed", error="boom")
     collected = collect(four)
     assert [(each.name[-2:], each.status, each.accuracy, each.reason) for each in collected] == [
-        ("01", "stopped", 0.7, "Ctrl-C"),
+        ("01", "stopped", 0.7, StopReason("signal", "SIGINT")),
         ("00", "finished", 0.6, None),
         ("02", "failed", None, "boom"),
         ("03", "waiting", None, None),
@@ -65,8 +65,8 @@ def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     ("summary", "over"),
     [
         ({"status": "finished"}, True),
-        ({"status": "stopped", "stop_reason": f"{EARLY_STOPPING}: test accuracy 0.1"}, True),
-        ({"status": "stopped", "stop_reason": "Ctrl-C"}, False),
+        ({"status": "stopped", "stop_reason": {"kind": "early_stopping", "value": 0.1}}, True),
+        ({"status": "stopped", "stop_reason": {"kind": "signal", "detail": "SIGINT"}}, False),
         ({"status": "failed", "error": "boom"}, False),
         ({}, False),
     ],
@@ -110,14 +110,14 @@ def test_a_sweep_cannot_be_used_as_a_run_nor_a_run_as_a_sweep(tmp_path: Path) ->
 def test_trials_are_compared_with_trials_finished_before_the_resume(accuracy: float, stops: bool) -> None:
     from raytrain.backends.ray.trials.early_stopping import EarlyStopping
 
-    requests: dict[int, StopRequest] = {}
+    requests: dict[int, StopReason] = {}
     scheduler: Any = EarlyStopping(num_epochs=8, request_stop=requests.__setitem__)
     scheduler.add_finished("before", [(1, 0.6), (2, 0.7)])
     trial = SimpleNamespace(trial_id="now", config={"trial": 4})
     scheduler.on_trial_add(None, trial)
     assert scheduler.on_trial_result(None, trial, {"epoch": 1, "accuracy": accuracy}) == scheduler.CONTINUE
-    reason = f"{EARLY_STOPPING}: test accuracy 0.5000 after 1 epoch, below the better half of the trials"
-    assert requests == ({4: StopRequest(reason)} if stops else {})
+    reason = StopReason("early_stopping", metric="accuracy", value=0.5, count=1)
+    assert requests == ({4: reason} if stops else {})
 
 
 def test_a_trial_whose_process_died_gets_a_summary(tmp_path: Path) -> None:

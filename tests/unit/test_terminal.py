@@ -12,10 +12,10 @@ from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.curve_plots import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import StudyTerminalView, TerminalView
+from raytrain.monitor.events import CheckpointWritten, Note, StopRequested, TimedEvent, TrainingStarted
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.snapshot import Event
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.startup_log import STARTUP
-from raytrain.runs.stop_request import StopRequest
 from tests.helpers.run_records import finished
 from tests.helpers.snapshots import snapshot
 
@@ -54,7 +54,12 @@ def test_the_dashboard_shows_the_state_of_the_run() -> None:
     rows = [step_row(10), step_row(230)]
     seen = text(
         dashboard(
-            snapshot(rows, num_skipped=3, num_retries=4_096, events=(Event(0, 62, "checkpoint of step 200 written"),)),
+            snapshot(
+                rows,
+                num_skipped=3,
+                num_retries=4_096,
+                events=(TimedEvent(0, 62, CheckpointWritten("step-000000200.pt", 200)),),
+            ),
             rows,
         )
     )
@@ -77,14 +82,14 @@ def test_the_dashboard_shows_the_state_of_the_run() -> None:
         "4,096 retries",
     ):
         assert part in seen
-    assert "00:01:02  checkpoint of step 200 written" in seen
+    assert "00:01:02  checkpoint step-000000200.pt written" in seen
     assert "Ctrl-C stops with a checkpoint" in seen
 
 
 def test_the_dashboard_shows_a_stop_request() -> None:
     rows = [step_row(10)]
-    assert "stopping" in text(dashboard(snapshot(rows, stop_request=StopRequest("Ctrl-C")), rows))
-    over = text(dashboard(snapshot(rows, stop_request=StopRequest("Ctrl-C"), status="stopped"), rows))
+    assert "stopping" in text(dashboard(snapshot(rows, stop_request=StopReason("signal", "SIGINT")), rows))
+    over = text(dashboard(snapshot(rows, stop_request=StopReason("signal", "SIGINT"), status="stopped"), rows))
     assert "stopped" in over
     assert "Ctrl-C stops" not in over
 
@@ -92,7 +97,7 @@ def test_the_dashboard_shows_a_stop_request() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_dashboard_keeps_its_width_and_height(width: int) -> None:
     rows = [step_row(step) for step in range(10, 500, 10)]
-    events = tuple(Event(k, 0.0, "something long that happened " * 20) for k in range(10))
+    events = tuple(TimedEvent(k, 0.0, Note("something long that happened " * 20)) for k in range(10))
     few, many = (
         text(dashboard(snapshot(rows[:1]), rows[:1]), width),
         text(dashboard(snapshot(rows, events=events), rows), width),
@@ -176,12 +181,15 @@ def test_without_a_terminal_one_line_is_printed_per_interval() -> None:
 
 def test_without_a_terminal_each_event_is_one_line() -> None:
     terminal, out, _ = view()
-    events = (Event(0, 62.0, "checkpoint [of] step 200 written"), Event(1, 63.0, "stop requested: Ctrl-C"))
+    events = (
+        TimedEvent(0, 62.0, Note("checkpoint [of] step 200")),
+        TimedEvent(1, 63.0, StopRequested(StopReason("signal", "SIGINT"))),
+    )
     terminal.update(snapshot([], events=events[:1]))
     terminal.update(snapshot([], events=events))
     terminal.update(snapshot([], events=events))
     assert out.getvalue().splitlines() == [
-        "00:01:02  checkpoint [of] step 200 written",
+        "00:01:02  checkpoint [of] step 200",
         "00:01:03  stop requested: Ctrl-C",
     ]
 
@@ -266,7 +274,7 @@ def test_a_study_prints_the_number_and_name_of_each_run() -> None:
     with StudyTerminalView(["sizes-1", "sizes-2"], Console(file=out, width=60)) as view:
         view.update(snapshot([step_row(120)], name="sizes-1"))
         view.update(snapshot([step_row(1000)], 1, name="sizes-1", status="finished"))
-        view.update(snapshot([step_row(120)], name="sizes-2", events=(Event(0, 62, "started"),)))
+        view.update(snapshot([step_row(120)], name="sizes-2", events=(TimedEvent(0, 62, TrainingStarted(1)),)))
     lines = [line.partition("  ")[0] for line in out.getvalue().splitlines()]
     assert lines == [
         "Run 1 of 2: sizes-1",

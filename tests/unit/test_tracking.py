@@ -115,7 +115,7 @@ def test_a_tracker_that_fails_is_reported_once_without_secrets(store: Store, mon
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hidden-token")
     failing, other = Failing(), Recorder()
     [report] = tracked(store, [failing, other], step_rows(1, 9))
-    assert report.startswith("tracker Failing failed (http://…@host refused, token …); the run goes on without it")
+    assert report == "failed (http://…@host refused, token …)"
     assert other.steps == list(range(1, 10))
 
 
@@ -143,7 +143,7 @@ def test_a_tracker_that_hangs_holds_up_nobody(where: str, store: Store) -> None:
     hanging, other = Hanging(where), Recorder()
     reports = tracked(store, [hanging, other], step_rows(1, 5), end_within_s=0.2)
     assert len(reports) == 1
-    assert reports[0].startswith("tracker Hanging has not finished within")
+    assert reports[0].startswith("has not finished within")
     hanging.released.set()
 
 
@@ -156,7 +156,7 @@ def test_a_tracker_that_hangs_in_a_long_run_is_reported_once(store: Store) -> No
     thread.check_alive()
     thread.check_alive()
     assert len(reports) == 1
-    assert "has not answered for 60 s" in reports[0]
+    assert reports[0].reason == "has not answered for 60 s"
     hanging.released.set()
 
 

@@ -24,6 +24,7 @@ from raytrain.backends.run_watcher import LOOK_EVERY_S, watch_here
 from raytrain.backends.train_request import TrainRequest
 from raytrain.backends.worker_task import WorkerTask
 from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
 from raytrain.runs.recorder import failed
 from raytrain.runs.snapshot import Snapshot
@@ -145,4 +146,4 @@ class LocalSession:
         dead = [f"worker {rank} was killed by {name}" for rank, name in killed.items()]
         self._failure = " and ".join(dead) or self._told or _SILENT
         self._told = None
-        self._monitor.event(self._failure)
+        self._monitor.event(WorkerFailed(self._failure))

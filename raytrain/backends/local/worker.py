@@ -14,6 +14,7 @@ from raytrain.backends.local.job import Job
 from raytrain.backends.prepare import load_loop
 from raytrain.backends.worker_process import collective_backend, train_worker, worker_device
 from raytrain.errors import RaytrainError
+from raytrain.monitor.events import Event
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome
@@ -81,9 +82,9 @@ class CallingReporter:
         """Note how this worker's machine is used."""
         self._call("measured", use)
 
-    def event(self, text: str) -> None:
+    def event(self, event: Event) -> None:
         """Note something worth a line."""
-        self._call("event", text)
+        self._call("event", event)
 
     def skip(self, images: list[SkippedImage]) -> None:
         """Note images that cannot be used."""

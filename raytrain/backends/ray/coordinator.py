@@ -25,16 +25,16 @@ from raytrain.backends.ray.object_stores import ObjectStores
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.backends.ray.stream_queues import Stream, StreamQueues
 from raytrain.errors import UsageError
+from raytrain.monitor.events import Event
 from raytrain.runs.documents import run_store
 from raytrain.runs.history import History
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.outcome import Outcome, TrainResult
+from raytrain.runs.outcome import Outcome, StopReason, TrainResult
 from raytrain.runs.owned_store import OwnedStore, Owner
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot, Status
-from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.base import BucketSettings
 from raytrain.storage.credential_broker import CredentialBroker
 from raytrain.storage.credentials import CredentialFields
@@ -130,9 +130,9 @@ class Coordinator:
         """See :meth:`RunMonitor.measured`; adds how full the object store of the node is."""
         self._monitor.measured(self._stores.add_to(use, node_id))
 
-    def event(self, text: str) -> None:
+    def event(self, event: Event) -> None:
         """See :meth:`RunMonitor.event`."""
-        self._monitor.event(text)
+        self._monitor.event(event)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
         """See :meth:`RunMonitor.skip`."""
@@ -156,12 +156,12 @@ class Coordinator:
 
     # Stop requests.
 
-    def request_stop(self, request: StopRequest) -> None:
+    def request_stop(self, request: StopReason) -> None:
         """See :meth:`RunMonitor.request_stop`."""
         self._monitor.request_stop(request)
 
     @ray.method(concurrency_group=WAIT)
-    def wait_for_stop_request(self, timeout_s: float) -> StopRequest | None:
+    def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         """See :meth:`RunMonitor.wait_for_stop_request`."""
         return self._monitor.wait_for_stop_request(timeout_s)
 
@@ -270,7 +270,7 @@ def stop_coordinator(coordinator: CoordinatorHandle) -> None:
     ray.kill(coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
 
 
-def request_stop_in_cluster(name: str, storage: str, address: str, request: StopRequest) -> None:
+def request_stop_in_cluster(name: str, storage: str, address: str, request: StopReason) -> None:
     """Ask a run that trains in the connected cluster to stop; raises UsageError if there is none of this name."""
     try:
         actor_name = _actor_name(name, run_store(storage, name).url)

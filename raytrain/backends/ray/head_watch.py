@@ -7,19 +7,18 @@ from collections.abc import Callable
 from ray.exceptions import RayError
 
 from raytrain.backends.ray.private_api import WORKER
+from raytrain.monitor.events import Event, HeadBack, HeadSilent
 from raytrain.runs.background import Background
 from raytrain.runs.throttle import Throttle
 
 _ASK_EVERY_S = 5.0
 _ANSWER_WITHIN_S = 10.0
-_AWAY = "the head of the cluster does not answer: training goes on; if Ray ends it, --resume continues the run"
-_BACK = "the head of the cluster answers again"
 
 
 class HeadWatch:
-    """Asks the head every few seconds, and calls ``event`` with a line if it stops answering, and if it is back."""
+    """Asks the head every few seconds, and calls ``event`` if it stops answering, and if it is back."""
 
-    def __init__(self, event: Callable[[str], None]) -> None:
+    def __init__(self, event: Callable[[Event], None]) -> None:
         self._event = event
         self._ask = Background(head_answers)  # a question takes long if nobody answers
         self._throttle = Throttle()
@@ -33,7 +32,7 @@ class HeadWatch:
         if answered is None or answered == self._there:
             return
         self._there = answered
-        self._event(_BACK if answered else _AWAY)
+        self._event(HeadBack() if answered else HeadSilent())
 
     def close(self) -> None:
         """Ask no more."""

@@ -26,10 +26,10 @@ from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.run_watcher import LOOK_EVERY_S, RunWatcher
 from raytrain.backends.train_request import TrainRequest
 from raytrain.errors import CoordinatorLost
-from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
+from raytrain.monitor.events import Event
+from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status
-from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.tempdir import TemporaryFolder
 
@@ -51,9 +51,9 @@ class RemoteMonitor:
         """How the run stands, with the rows that a viewer at ``since`` lacks."""
         return ray.get(self._coordinator.snapshot.remote(since))
 
-    def event(self, text: str) -> None:
+    def event(self, event: Event) -> None:
         """Note something worth a line; returns at once."""
-        self._coordinator.event.remote(text)
+        self._coordinator.event.remote(event)
 
     def finish(self, status: Status, result: TrainResult) -> None:
         """End the run: nothing is recorded after this."""
@@ -91,7 +91,7 @@ class RunSession:
         )
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
-        self._stop_request: StopRequest | None = None
+        self._stop_request: StopReason | None = None
 
     def __enter__(self) -> RunSession:
         """Start the coordinator, the workers and the reading of the data, and write down what the run is."""
@@ -147,7 +147,7 @@ class RunSession:
         except RayActorError:
             sentence = self._sentence("the process that coordinates it has died")
             request = self._request.signals.stop_request or self._stop_request
-            raise CoordinatorLost(sentence, self._prepared.name, self._store.url, request and request.reason) from None
+            raise CoordinatorLost(sentence, self._prepared.name, self._store.url, request) from None
 
     def _watch(self) -> TrainResult:
         outcome: Outcome | None = None
@@ -170,7 +170,7 @@ class RunSession:
         self._trainer.wait_in_shared_cluster()
         return result
 
-    def _pass_on_stop_request(self, stored: StopRequest | None, snapshot: Snapshot) -> None:
+    def _pass_on_stop_request(self, stored: StopReason | None, snapshot: Snapshot) -> None:
         request = self._request.signals.stop_request or stored
         if request is not None and snapshot.stop_request is None:
             self._coordinator.request_stop.remote(request)

@@ -20,6 +20,7 @@ from raytrain.backends.ray.coordinator import CoordinatorHandle
 from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.hardware import worker_resources
 from raytrain.backends.ray.private_api import CONTROLLER_CALLBACK, FIXED_SCALING_POLICY
+from raytrain.monitor.events import WorkerFailed
 
 _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
 _CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
@@ -188,4 +189,4 @@ class _FailureReporter(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray Train."""
         rank, error = min(worker_exceptions.items())
-        self._coordinator.event.remote(f"worker {rank} failed: {root_cause(error)}")
+        self._coordinator.event.remote(WorkerFailed(root_cause(error), rank))

@@ -28,6 +28,7 @@ from raytrain.data.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.monitor.events import Event, NodeLeaving
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
@@ -142,9 +143,9 @@ class RayReporter:
         """Note how this worker's machine is used."""
         self._coordinator.measured.remote(use, ray.get_runtime_context().get_node_id())
 
-    def event(self, text: str) -> None:
+    def event(self, event: Event) -> None:
         """Note something worth a line."""
-        self._coordinator.event.remote(text)
+        self._coordinator.event.remote(event)
 
     def flush(self) -> None:
         """Wait until all rows so far are in storage."""
@@ -161,9 +162,7 @@ class RayReporter:
         if preemption is None or preemption is self._preemption:
             return False
         self._preemption = preemption
-        nodes = preemption.preempted_node_ids
-        one_or_more = "a node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        self.event(f"{one_or_more} of the workers will be taken away: writing a checkpoint now")
+        self.event(NodeLeaving(len(preemption.preempted_node_ids)))
         return True
 
     def _watch(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
@@ -159,7 +158,6 @@ def stop(name: RunName, storage: Storage = "./runs", address: Address = None) ->
 
     Example: raytrain stop first
     """
-    reason = f"raytrain stop on {socket.gethostname()}"
-    raytrain.stop(name, storage=storage, address=address, reason=reason)
+    raytrain.stop(name, storage=storage, address=address)
     text = f"Asked {name} to stop. It writes a checkpoint first; --resume continues from there."
-    return CommandResult(text, {"name": name, "status": "stop requested", "reason": reason})
+    return CommandResult(text, {"name": name, "status": "stop requested"})

@@ -7,10 +7,12 @@ import json
 import threading
 from typing import Any, NamedTuple
 
+from raytrain.display.event_text import event_text, shown_summary, stop_text
 from raytrain.display.page.curves import Curves
+from raytrain.monitor.events import TimedEvent
 from raytrain.runs.json_lines import plain
 from raytrain.runs.metric_row import Kind
-from raytrain.runs.snapshot import START, Event, RowCursor, Snapshot
+from raytrain.runs.snapshot import START, RowCursor, Snapshot
 
 _NUM_EVENTS = 500
 """Latest events that are shown."""
@@ -47,7 +49,7 @@ class RunFeed:
         """What to ask for the next snapshot with."""
         self._lock = threading.Lock()
         self._curves = {kind: Curves(kind) for kind in _KINDS}
-        self._events: dict[int, Event] = {}
+        self._events: dict[int, TimedEvent] = {}
         self._state: dict[str, Any] | None = None
         self._version = 0
         self._encoded: dict[FeedCursor, bytes] = {}  # by the cursors of the viewers that asked since the last change
@@ -96,7 +98,7 @@ class RunFeed:
 
     def _message(self, cursor: FeedCursor) -> dict[str, Any]:
         changes = {kind: self._change(kind, getattr(cursor, kind)) for kind in _KINDS}
-        events = [event._asdict() for number, event in sorted(self._events.items()) if number >= cursor.event]
+        events = [_event(timed) for number, timed in sorted(self._events.items()) if number >= cursor.event]
         return {"run": self.name, "state": self._state, "events": events, "curves": changes}
 
     def _change(self, kind: Kind, cursor: _CurveCursor) -> dict[str, Any]:
@@ -108,6 +110,12 @@ class RunFeed:
     def _cursor(self) -> FeedCursor:
         step, evaluation = (_CurveCursor(self._curves[kind].generation, len(self._curves[kind])) for kind in _KINDS)
         return FeedCursor(self._version, max(self._events, default=-1) + 1, step, evaluation)
+
+
+def _event(timed: TimedEvent) -> dict[str, Any]:
+    """An event as the page gets it, which decides by its kind, and shows its text."""
+    number, at_s, event = timed
+    return {"number": number, "at_s": at_s, "kind": event.kind, "fields": event.fields(), "text": event_text(event)}
 
 
 def _state(snapshot: Snapshot) -> dict[str, Any]:
@@ -122,7 +130,7 @@ def _state(snapshot: Snapshot) -> dict[str, Any]:
         "machines": [dataclasses.asdict(use) for use in snapshot.machines[:_NUM_MACHINES]],
         "latest": snapshot.latest and snapshot.latest.to_json(),
         "evaluation": snapshot.evaluation and snapshot.evaluation.to_json(),
-        "stop_reason": snapshot.stop_request and snapshot.stop_request.reason,
-        "result": snapshot.result and snapshot.result.summary(),
+        "stop_reason": snapshot.stop_request and stop_text(snapshot.stop_request),
+        "result": snapshot.result and shown_summary(snapshot.result.summary()),
     }
     return plain(state)

@@ -17,9 +17,10 @@ from raytrain.runs.documents import read_config, read_json, run_store
 from raytrain.runs.json_lines import plain
 from raytrain.runs.layout import EVALUATION, TEST_MANIFEST
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.run_reader import RunReader
 from raytrain.runs.snapshot import Snapshot
-from raytrain.runs.stop_request import StopRequest, request_stop
+from raytrain.runs.stop_request import request_stop
 from raytrain.storage.base import Store
 
 _READ_EVERY_S = 1.0
@@ -91,7 +92,7 @@ class WatchedRuns:
 
     def stop(self, name: str) -> None:
         """Ask a run to stop with a checkpoint. Raises UsageError if it does not train, and StorageError."""
-        request_stop(self.storage, name, StopRequest(f"the page on {socket.gethostname()}"))
+        request_stop(self.storage, name, StopReason("page", socket.gethostname()))
 
 
 class StoredRuns(WatchedRuns):

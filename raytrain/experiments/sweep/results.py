@@ -11,7 +11,7 @@ from raytrain.experiments.sweep.trials import Trial
 from raytrain.runs.documents import read_json
 from raytrain.runs.history import read_metrics
 from raytrain.runs.layout import CONFIG, SUMMARY
-from raytrain.runs.outcome import EndStatus
+from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.runs.trial_status import WAITING, TrialStatus
 
 
@@ -25,7 +25,7 @@ class TrialResult:
     accuracy: float | None
     steps: int
     seconds: float
-    reason: str | None
+    reason: str | StopReason | None
     run_dir: str
     evaluations: tuple[tuple[int, float], ...]
     """Epoch and accuracy on the test images."""
@@ -45,7 +45,7 @@ class SweepResult:
     trials: tuple[TrialResult, ...]
     run_dir: str
     seconds: float
-    stop_reason: str | None = None
+    stop_reason: StopReason | None = None
 
     def summary(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
@@ -71,7 +71,7 @@ def collect_one(trial: Trial) -> TrialResult:
         accuracy=max((accuracy for _, accuracy in known), default=None),
         steps=summary.get("steps", 0),
         seconds=summary.get("seconds", 0.0),
-        reason=summary.get("error") or summary.get("stop_reason"),
+        reason=summary.get("error") or stop_reason_of(summary),
         run_dir=store.url,
         evaluations=known,
     )

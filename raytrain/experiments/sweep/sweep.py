@@ -24,7 +24,7 @@ from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.documents import new_name, read_config
 from raytrain.runs.layout import CONFIG
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.trial_status import TrialStatus
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class _Watcher:
                     self._session.request_stop(request)
         return self._conclude(self._look(view), started_at)
 
-    def _keep_documents(self, state: SweepState) -> StopRequest | None:
+    def _keep_documents(self, state: SweepState) -> StopReason | None:
         """Write the sweep's status; return a stop request that lies in storage."""
         self._recorder.heartbeat(self._statuses(state).values())
         return self._recorder.stop_request()
@@ -167,7 +167,7 @@ class _Watcher:
             raise TrainingFailed(self._sentence(failure), result.summary())
         return result
 
-    def _result(self, request: StopRequest | None, failure: str | None, seconds: float) -> SweepResult:
+    def _result(self, request: StopReason | None, failure: str | None, seconds: float) -> SweepResult:
         results = collect(self._trials)
         failed = failure is not None or all(result.status == "failed" for result in results)
         stopped = request is not None and not all(is_over(trial.store) for trial in self._trials)
@@ -178,7 +178,7 @@ class _Watcher:
             trials=results,
             run_dir=self._prepared.store.url,
             seconds=round(seconds, 2),
-            stop_reason=request.reason if request and stopped else None,
+            stop_reason=request if stopped else None,
         )
 
     def _sentence(self, reason: str) -> str:

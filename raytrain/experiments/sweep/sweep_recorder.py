@@ -14,8 +14,9 @@ from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.claim import claim_run
 from raytrain.runs.documents import write_config, write_json
 from raytrain.runs.layout import SUMMARY
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, read_status, write_status
-from raytrain.runs.stop_request import StopRequest, clear_stop_request, read_stop_request
+from raytrain.runs.stop_request import clear_stop_request, read_stop_request
 from raytrain.runs.throttle import Throttle
 from raytrain.runs.trial_status import TrialStatus
 from raytrain.storage.base import Store
@@ -58,7 +59,7 @@ class SweepRecorder:
             if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
                 self._write_status("running", statuses, fail_fast=True)
 
-    def stop_request(self) -> StopRequest | None:
+    def stop_request(self) -> StopReason | None:
         """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""
         with suppress(StorageError):
             if self._throttle.due("stop request", _LOOK_EVERY_S):

@@ -13,8 +13,8 @@ from raytrain.errors import UsageError, option_name
 from raytrain.experiments.sweep.search_space import Choices, Point, Space, are_points, parse, points
 from raytrain.runs.documents import check_name, open_run, read_json, run_store, write_json
 from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
+from raytrain.runs.outcome import stop_reason_of
 from raytrain.runs.stored_values import matches
-from raytrain.runs.trial_status import EARLY_STOPPING
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -114,7 +114,8 @@ def check_names_free(trials: Iterable[Trial]) -> None:
 def is_over(store: Store) -> bool:
     """Whether the trial in ``store`` has nothing left to do: it was finished, or stopped early."""
     summary = read_json(store, SUMMARY)
-    stopped_early = (summary.get("stop_reason") or "").startswith(EARLY_STOPPING)
+    reason = stop_reason_of(summary)
+    stopped_early = reason is not None and reason.kind == "early_stopping"
     return summary.get("status") == "finished" or (summary.get("status") == "stopped" and stopped_early)
 
 

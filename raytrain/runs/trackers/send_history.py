@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from raytrain.errors import RaytrainError, UsageError
+from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import open_run, read_config
 from raytrain.runs.history import read_all_metrics
@@ -21,12 +22,15 @@ from raytrain.runs.trackers.tracker_thread import End, TrackerThread
 
 @dataclass(frozen=True)
 class TrackResult:
-    """Where the history of ``run`` is now: ``rows`` counts those of the history, also those that were sent before."""
+    """Where the history of ``run`` is now: ``rows`` counts those of the history, also those that were sent before.
+
+    ``places`` has the URLs of the trackers that have one, or the commands that show them.
+    """
 
     run: str
     trackers: list[str]
     rows: int
-    messages: list[str]
+    places: list[str]
 
     def summary(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
@@ -49,13 +53,14 @@ def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs
         raise UsageError(f"{run!r} is a sweep; name one of its trials, which `raytrain runs` lists.")
     params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
-    messages: list[str] = []
-    threads = [TrackerThread(tracker, run, store, params, messages.append) for tracker in open_trackers(trackers)]
+    events: list[Event] = []
+    threads = [TrackerThread(tracker, run, store, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:
         thread.send(chain.from_iterable(read_all_metrics(store)))  # which the thread reads as it sends
         thread.end(end)
     for thread in threads:
         thread.join(None)  # this is what the user waits for
-    if any(thread.failed for thread in threads):
-        raise RaytrainError(" ".join(messages))
-    return TrackResult(run, [thread.name for thread in threads], threads[0].num_rows, messages)
+    if failures := [event for event in events if isinstance(event, TrackerFailed)]:
+        raise RaytrainError("; ".join(f"tracker {event.tracker} {event.reason}" for event in failures))
+    places = [event.place for event in events if isinstance(event, TrackerOpened)]
+    return TrackResult(run, [thread.name for thread in threads], threads[0].num_rows, places)

@@ -12,8 +12,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytrain.errors import RaytrainError
+from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.redact import redact
 from raytrain.runs.trackers.measurements import row_metrics
 from raytrain.runs.trackers.position import Position, read_position, write_position
 from raytrain.runs.trackers.protocol import TrackedRun, Tracker, TrackerStatus
@@ -58,7 +58,7 @@ class TrackerThread:
         run: the name of the run.
         store: the run's place in storage, which keeps how far the tracker is.
         params: the options of the run.
-        report: gets a line if the tracker fails, once, and one with where the tracker shows the run.
+        report: gets an event if the tracker fails, once, and one with where the tracker shows the run.
         clock: a monotonic clock, in seconds.
     """
 
@@ -68,7 +68,7 @@ class TrackerThread:
         run: str,
         store: Store,
         params: Params,
-        report: Callable[[str], None],
+        report: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._make = tracker
@@ -138,7 +138,7 @@ class TrackerThread:
         if isinstance(own_id, str) and own_id != self._position.id:
             self._move(dataclasses.replace(self._position, id=own_id))
         if isinstance(place := getattr(tracker, "place", None), str):
-            self._report(redact(f"{self.name} shows the run: {place}"))
+            self._report(TrackerOpened(self.name, place).redacted())
         tracker.log_hyperparams(dict(self._params))
         return tracker
 
@@ -210,8 +210,7 @@ class TrackerThread:
         """Report what went wrong, the first time."""
         if not self.failed:
             self.failed = True
-            rest = f"`raytrain track {self._run} --track {self.name}` sends what is missing once the run is over"
-            self._report(redact(f"tracker {self.name} {what}; the run goes on without it, and {rest}"))
+            self._report(TrackerFailed(self.name, what, self._run).redacted())
 
 
 def gather_s(cpu_s: float) -> float:

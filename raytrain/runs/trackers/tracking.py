@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from raytrain.config import TrainConfig
+from raytrain.monitor.events import Event
 from raytrain.runs.outcome import TrainResult
 from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.trackers.measurements import hyperparams
@@ -28,8 +29,8 @@ class Tracking:
         self._threads: list[TrackerThread] = []
         self._ended = False
 
-    def begin(self, config: TrainConfig, store: Store, report: Callable[[str], None]) -> None:
-        """Open the trackers of the run in ``store``; ``report`` gets a line about each that fails."""
+    def begin(self, config: TrainConfig, store: Store, report: Callable[[Event], None]) -> None:
+        """Open the trackers of the run in ``store``; ``report`` gets an event about each that fails."""
         params = hyperparams(config)
         self._threads = [TrackerThread(tracker, config.name or "", store, params, report) for tracker in self._trackers]
 

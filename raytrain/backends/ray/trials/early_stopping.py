@@ -8,8 +8,7 @@ from typing import Any
 
 from ray.tune.schedulers import ASHAScheduler
 
-from raytrain.runs.stop_request import StopRequest
-from raytrain.runs.trial_status import EARLY_STOPPING
+from raytrain.runs.outcome import StopReason
 
 _FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as many
 _REDUCTION_FACTOR = 2  # half of the trials pass a rung
@@ -24,7 +23,7 @@ class EarlyStopping(ASHAScheduler):
             to the trial, which continues afterwards. Ray Tune pickles it.
     """
 
-    def __init__(self, num_epochs: int, request_stop: Callable[[int, StopRequest], None]) -> None:
+    def __init__(self, num_epochs: int, request_stop: Callable[[int, StopReason], None]) -> None:
         super().__init__(
             time_attr="epoch",
             metric="accuracy",
@@ -47,8 +46,6 @@ class EarlyStopping(ASHAScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Called by Ray Tune with each evaluation of a trial, which waits until this returns."""
         if super().on_trial_result(tune_controller, trial, result) == self.STOP:
-            epochs = "1 epoch" if result["epoch"] == 1 else f"{result['epoch']} epochs"
-            measured = f"test accuracy {result['accuracy']:.4f} after {epochs}"
-            reason = f"{EARLY_STOPPING}: {measured}, below the better half of the trials"
-            self._request_stop(trial.config["trial"], StopRequest(reason))
+            reason = StopReason("early_stopping", metric="accuracy", value=result["accuracy"], count=result["epoch"])
+            self._request_stop(trial.config["trial"], reason)
         return self.CONTINUE

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ray.actor import ActorProxy
 
 from raytrain.backends.ray.coordinator import Coordinator, RunInStorage
-from raytrain.runs.stop_request import StopRequest
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.trial_status import TrialStatus
 
 
@@ -20,7 +20,7 @@ class SweepState:
     """
 
     statuses: dict[int, TrialStatus]
-    stop_request: StopRequest | None
+    stop_request: StopReason | None
     failure: str | None
 
 
@@ -34,17 +34,17 @@ class SweepCoordinator(Coordinator):
     def __init__(self, run: RunInStorage) -> None:
         super().__init__(run)
         self._statuses: dict[int, TrialStatus] = {}
-        self._early_stops: dict[int, StopRequest] = {}
+        self._early_stops: dict[int, StopReason] = {}
 
     def report_status(self, trial: int, status: TrialStatus) -> None:
         """Keep how a trial stands."""
         self._statuses[trial] = status
 
-    def request_early_stop(self, trial: int, request: StopRequest) -> None:
+    def request_early_stop(self, trial: int, request: StopReason) -> None:
         """Ask one trial to stop with a checkpoint."""
         self._early_stops[trial] = request
 
-    def trial_stop_request(self, trial: int) -> StopRequest | None:
+    def trial_stop_request(self, trial: int) -> StopReason | None:
         """The request that this trial, or the whole sweep, should stop; None as long as there is none."""
         return self._early_stops.get(trial) or self._monitor.stop_request
 

@@ -30,8 +30,8 @@ from raytrain.backends.ray.trials.tuner import TunerThread
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset
 from raytrain.errors import CoordinatorLost, UsageError
+from raytrain.runs.outcome import StopReason
 from raytrain.runs.snapshot import Status
-from raytrain.runs.stop_request import StopRequest
 from raytrain.storage.tempdir import TemporaryFolder
 
 _CACHE_FRACTION = 0.8  # of the smallest node's object store
@@ -153,7 +153,7 @@ class SweepSession:
             self._tuner.start_no_more_trials()
         return state
 
-    def request_stop(self, request: StopRequest) -> None:
+    def request_stop(self, request: StopReason) -> None:
         """Ask all trials to stop with a checkpoint, and start no others."""
         self._coordinator.request_stop.remote(request)
         self._tuner.start_no_more_trials()
@@ -221,7 +221,7 @@ class SweepSession:
         return CoordinatorLost(sentence, name, self._prepared.store.url, None)
 
 
-def _request_early_stop(coordinator: SweepCoordinatorHandle, trial: int, request: StopRequest) -> None:
+def _request_early_stop(coordinator: SweepCoordinatorHandle, trial: int, request: StopReason) -> None:
     ray.get(coordinator.request_early_stop.remote(trial, request))
 
 

@@ -30,10 +30,9 @@ from raytrain.runs.claim import claim_run
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
-from raytrain.runs.outcome import Outcome
+from raytrain.runs.outcome import Outcome, StopReason
 from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.snapshot import Snapshot
-from raytrain.runs.stop_request import StopRequest
 from raytrain.runs.trackers.tracking import Tracking
 from raytrain.runs.trial_status import TrialStatus
 from raytrain.training.run_spec import RunSpec
@@ -131,7 +130,7 @@ class TrialReporter(LocalReporter):
             self._take_stop_request()
 
     def _take_stop_request(self) -> None:
-        request: StopRequest | None = ray.get(self._coordinator.trial_stop_request.remote(self._number))
+        request: StopReason | None = ray.get(self._coordinator.trial_stop_request.remote(self._number))
         if request is not None:
             self.monitor.request_stop(request)
 
@@ -173,7 +172,7 @@ def _trial_status(monitor: RunMonitor, status: str, error: str | None = None) ->
         accuracy=max(accuracies, default=None),
         num_evaluations=len(accuracies),
         images_per_s=latest and latest.images_per_s,
-        reason=None if status == "finished" else error or (request and request.reason),
+        reason=None if status == "finished" else error or request,
     )
 
 

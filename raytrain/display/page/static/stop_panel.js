@@ -58,8 +58,8 @@ export class StopPanel {
 
   steps() {
     const { over, status, stop_reason: reason, result, step } = this.state;
-    const stop = this.events.findLast(({ text }) => text.startsWith("stop requested"));
-    const written = this.events.some(({ number, text }) => stop && number > stop.number && /^checkpoint .* written$/.test(text));
+    const stop = this.events.findLast(({ kind }) => kind === "stop_requested");
+    const written = this.events.some(({ number, kind }) => stop && number > stop.number && kind === "checkpoint_written");
     const steps = [
       ["Asked to stop", true],
       [reason ? `The run knows: ${reason}` : "The run knows", Boolean(reason) || over],

@@ -1,0 +1,91 @@
+"""Sentences about events and about the reasons why a run stopped: nothing reads them but people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from raytrain.display.formatting import format_count
+from raytrain.monitor import events
+from raytrain.monitor.events import Event
+from raytrain.runs.outcome import StopReason, stop_reason_of
+
+_SIGNALS = {"SIGINT": "Ctrl-C"}
+
+
+def event_text(event: Event) -> str:
+    """What happened, as one line."""
+    match event:
+        case events.TrainingStarted(workers, step):
+            return f"training on {format_count(workers, 'worker')}" + (f", resuming after step {step:,}" * (step > 0))
+        case events.Evaluated(epoch):
+            values = {"accuracy": event.accuracy, "loss": event.loss}
+            measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
+            return f"evaluated after epoch {epoch}: {measured}"
+        case events.StopRequested(reason):
+            return f"stop requested: {stop_text(reason)}"
+        case events.WorkerFailed(reason, rank):
+            return reason if rank is None else f"worker {rank} failed: {reason}"
+        case events.NodeLeaving(number):
+            nodes = "a node" if number == 1 else f"{number} nodes"
+            return f"{nodes} of the workers will be taken away: writing a checkpoint now"
+        case events.TrackerFailed(tracker, reason, run):
+            rest = f"`raytrain track {run} --track {tracker}` sends what is missing once the run is over"
+            return f"tracker {tracker} {reason}; the run goes on without it, and {rest}"
+        case _:
+            return _SENTENCES[type(event)].format_map(vars(event))
+
+
+_SENTENCES: dict[type[Event], str] = {
+    events.CheckpointWritten: "checkpoint {path} written",
+    events.CheckpointSkipped: "checkpoint after step {step:,} not written: a weight is not finite",
+    events.CheckpointDamaged: "{path} is not a whole checkpoint ({reason}); resuming from the one before",
+    events.LossNotFinite: "the loss is {loss} at step {step:,}; the run stops if it stays so",
+    events.ImageSkipped: "skipped {key}: {reason} (skipped.jsonl lists all of them)",
+    events.RequestsRetried: "some requests for images fail at the first try; they are retried",
+    events.StorageWaits: "the history waits for storage: {error}",
+    events.StorageBack: "the history is in storage again",
+    events.DocumentLost: "{document} could not be written: {error}",
+    events.HistoryDamaged: "{problem}; the run continues without them",
+    events.HeadSilent: "the head of the cluster does not answer: training goes on; if Ray ends it, --resume continues "
+    "the run",
+    events.HeadBack: "the head of the cluster answers again",
+    events.TrackerOpened: "{tracker} shows the run: {place}",
+    events.Note: "{text}",
+}
+
+
+def stop_text(reason: StopReason) -> str:
+    """Who or what stopped the run."""
+    metric, count = reason.metric, reason.count or 0
+    value = math.nan if reason.value is None else reason.value
+    match reason.kind:
+        case "signal":
+            return _SIGNALS.get(reason.detail or "", reason.detail or "a signal")
+        case "command":
+            return f"raytrain stop on {reason.detail}"
+        case "page":
+            return f"the page on {reason.detail}"
+        case "early_stopping":
+            measured = f"test {metric} {value:.4f} after {format_count(count, 'epoch')}"
+            return f"early stopping: {measured}, below the better half of the trials"
+        case "target":
+            return f"--until {reason.detail}: {metric} is {value:.4f}"
+        case "patience":
+            return f"--patience {count}: {metric} is not better than {value:.4f}"
+        case "time":
+            return f"--max-time {reason.detail}"
+        case _:
+            return reason.detail or reason.kind.replace("_", " ")
+
+
+def reason_text(reason: str | StopReason | None) -> str | None:
+    """Why a run failed or stopped; an error is a sentence already."""
+    return stop_text(reason) if isinstance(reason, StopReason) else reason
+
+
+def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary with a text in place of the reason why the run stopped."""
+    reason = stop_reason_of(summary)
+    return {**summary, "stop_reason": stop_text(reason)} if reason else dict(summary)

@@ -1,0 +1,221 @@
+"""Typed events of a run: the class says what happened, the fields say the rest. Sentences are made in ``display``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+from raytrain.runs.outcome import StopReason
+from raytrain.runs.redact import redact
+from raytrain.runs.stored_values import matches
+
+_WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run and that a viewer should read."""
+
+    kind: ClassVar[str]
+    """The name of the class in snake case, such as ``checkpoint_written``."""
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = _WORD_START.sub("_", cls.__name__).lower()
+
+    def __str__(self) -> str:
+        """The kind and the fields, as logs have them: ``checkpoint_written path=… step=20``."""
+        return " ".join([self.kind, *(f"{name}={value}" for name, value in self.fields().items())])
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are known, as plain values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {name: v.to_json() if isinstance(v, StopReason) else v for name, v in values.items()}
+        return {name: value for name, value in plain.items() if value is not None}
+
+    def redacted(self) -> Event:
+        """The event without the secrets in its texts, which may be messages of others."""
+        texts = {name: redact(value) for name, value in vars(self).items() if isinstance(value, str)}
+        return dataclasses.replace(self, **texts)
+
+
+@dataclass(frozen=True)
+class TrainingStarted(Event):
+    """A worker group starts; after a resume or a failure, after ``step`` completed steps."""
+
+    num_workers: int
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    """The test images were classified."""
+
+    epoch: int
+    accuracy: float | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointWritten(Event):
+    """A checkpoint is in storage; ``path`` is relative to the run."""
+
+    path: str
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointSkipped(Event):
+    """A checkpoint was not written because a weight is not finite."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointDamaged(Event):
+    """A checkpoint cannot be read; the run resumes from the one before."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LossNotFinite(Event):
+    """The loss is NaN or infinite; the run stops if it stays so."""
+
+    loss: str
+    step: int
+
+
+@dataclass(frozen=True)
+class ImageSkipped(Event):
+    """The first image that cannot be used."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RequestsRetried(Event):
+    """The first request for an image that failed and is retried."""
+
+
+@dataclass(frozen=True)
+class StorageWaits(Event):
+    """The history cannot be written at present."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class StorageBack(Event):
+    """The history is in storage again."""
+
+
+@dataclass(frozen=True)
+class DocumentLost(Event):
+    """A document of the run could not be written, and will not be."""
+
+    document: str
+    error: str
+
+
+@dataclass(frozen=True)
+class HistoryDamaged(Event):
+    """Lines of the history before a resume cannot be read; the run continues without them."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    """The run is asked to stop with a checkpoint."""
+
+    reason: StopReason
+
+    def redacted(self) -> Event:
+        detail = self.reason.detail
+        return StopRequested(dataclasses.replace(self.reason, detail=detail and redact(detail)))
+
+
+@dataclass(frozen=True)
+class NodeLeaving(Event):
+    """Ray announced that nodes of the workers will be taken away: a checkpoint is written now."""
+
+    num_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class HeadSilent(Event):
+    """The head of the cluster does not answer."""
+
+
+@dataclass(frozen=True)
+class HeadBack(Event):
+    """The head of the cluster answers again."""
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    """A worker failed, or several did, if there is no ``rank``."""
+
+    reason: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class TrackerOpened(Event):
+    """A tracker shows the run at ``place``: a URL, or a command."""
+
+    tracker: str
+    place: str
+
+
+@dataclass(frozen=True)
+class TrackerFailed(Event):
+    """The run goes on without a tracker; ``run`` is its name, with which `raytrain track` sends the rest."""
+
+    tracker: str
+    reason: str
+    run: str
+
+
+@dataclass(frozen=True)
+class Note(Event):
+    """A warning that is worth a line and that nothing depends on."""
+
+    text: str
+
+
+_KINDS = {kind.kind: kind for kind in Event.__subclasses__()}
+
+
+class TimedEvent(NamedTuple):
+    """An event of a run: its number, counted from 0, the seconds of training when it happened, and what happened."""
+
+    number: int
+    at_s: float
+    event: Event
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of events.jsonl, whose place in the file is the number."""
+        return {"at_s": round(self.at_s, 3), "kind": self.event.kind, **self.event.fields()}
+
+    @classmethod
+    def from_json(cls, number: int, document: Mapping[str, Any]) -> TimedEvent:
+        """The inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError if the line is no event."""
+        kind = _KINDS[document["kind"]]
+        hints = get_type_hints(kind)
+        known = [field.name for field in dataclasses.fields(kind) if field.name in document]
+        values = {name: _checked(document[name], hints[name]) for name in known}
+        return cls(number, _checked(document["at_s"], float), kind(**values))
+
+
+def _checked(value: object, hint: Any) -> Any:
+    if hint is StopReason:
+        return StopReason.from_json(value)
+    if not matches(value, hint):
+        raise ValueError(f"an event has {value!r}, which is no {hint}")
+    return value
