@@ -23,6 +23,7 @@ from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
 from raytrain.runs.documents import write_json
 from raytrain.runs.layout import STOP_REQUEST, SWEEP
+from raytrain.runs.outcome import StopReason
 from tests.helpers.stored_histories import append_rows, end_run, step_row, store_run
 from tests.page.test_curves import snapshot
 
@@ -103,6 +104,15 @@ def test_another_site_cannot_use_the_page_even_with_the_token(tmp_path: Path) ->
         same = {"Origin": f"http://{urlsplit(server.url).netloc}", "Sec-Fetch-Site": "same-origin"}
         assert status_of(server, "/api/stop?run=run", "POST", **same) == 200
     assert '"kind": "page"' in (tmp_path / "run" / STOP_REQUEST).read_text()
+
+
+def test_the_page_of_the_process_that_trains_stops_it_without_storage(tmp_path: Path) -> None:
+    asked: list[StopReason] = []
+    runs = WatchedRuns(str(tmp_path / "away"), ["run"], asked.append)
+    with PageServer(runs, port=0) as server:
+        assert status_of(server, "/api/stop?run=run", "POST") == 200
+    assert asked == [StopReason("page", socket.gethostname())]
+    assert not (tmp_path / "away").exists()
 
 
 def test_a_run_that_is_over_or_unknown_cannot_be_stopped(tmp_path: Path) -> None:

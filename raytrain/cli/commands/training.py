@@ -7,6 +7,7 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, arg
 
 import raytrain
+from raytrain.backends.stop_signals import StopSignals
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, RunName, Storage
 from raytrain.cli.commands.watch import page_of
@@ -30,9 +31,11 @@ def train(options: RecipeOptions, trust: TrustResumed = False, watch: Watch = Fa
     from raytrain.display.run_tables import result_page
     from raytrain.display.terminal import TerminalView
 
-    with page_of(config, wanted=watch) as views, TerminalView() as terminal:
+    signals = StopSignals()
+    with page_of(config, signals, wanted=watch) as views, TerminalView() as terminal:
         views.append(terminal.update)
-        result = raytrain.train(config, view=lambda snapshot: _show(snapshot, views), started_at=process_started_at())
+        started_at = process_started_at()
+        result = raytrain.train(config, view=lambda shown: _show(shown, views), signals=signals, started_at=started_at)
     return CommandResult(result_page(config, result), result.summary(), exit_code=int(result.status == "failed"))
 
 

@@ -14,6 +14,7 @@ from raytrain.cli.commands.arguments import Storage
 from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from raytrain.backends.stop_signals import StopSignals
     from raytrain.config import TrainConfig
     from raytrain.display.page.server import PageServer
     from raytrain.runs.snapshot import View
@@ -57,15 +58,18 @@ def _watch_in_terminal(storage: str, runs: tuple[str, ...]) -> CommandResult:
 
 
 @contextmanager
-def page_of(config: TrainConfig, *, wanted: bool) -> Generator[list[View]]:
-    """Serve the page of a run that this process trains, if it is ``wanted``. Gives the view that feeds it."""
+def page_of(config: TrainConfig, signals: StopSignals, *, wanted: bool) -> Generator[list[View]]:
+    """Serve the page of a run that this process trains, if it is ``wanted``. Gives the view that feeds it.
+
+    Its Stop button asks ``signals``.
+    """
     if not wanted:
         yield []
         return
     from raytrain.display.page.server import PageServer
     from raytrain.display.page.watched_runs import WatchedRuns
 
-    watched = WatchedRuns(config.storage, [config.name] if config.name else [])
+    watched = WatchedRuns(config.storage, [config.name] if config.name else [], signals.request_stop)
     with PageServer(watched) as server:
         _print_address(server)
         yield [watched.update]

@@ -31,11 +31,15 @@ _READ_FRACTION = 0.1
 class WatchedRuns:
     """Runs below ``storage`` by their names, in the order in which they are shown.
 
-    The process that trains a run passes its snapshots to :meth:`update`; :class:`StoredRuns` reads them from storage.
+    The process that trains a run passes its snapshots to :meth:`update`, and ``ask_to_stop``, which stops it;
+    :class:`StoredRuns` reads them from storage, where it leaves a request to stop.
     """
 
-    def __init__(self, storage: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, storage: str, names: Sequence[str], ask_to_stop: Callable[[StopReason], None] | None = None
+    ) -> None:
         self.storage = storage
+        self._ask_to_stop = ask_to_stop
         self.feeds = [RunFeed(name) for name in names]
         self._keys: dict[str, Any] = {}  # of the test images of each run
         self._on_change: Callable[[], None] = lambda: None
@@ -92,7 +96,11 @@ class WatchedRuns:
 
     def stop(self, name: str) -> None:
         """Ask a run to stop with a checkpoint. Raises UsageError if it does not train, and StorageError."""
-        request_stop(self.storage, name, StopReason("page", socket.gethostname()))
+        reason = StopReason("page", socket.gethostname())
+        if self._ask_to_stop is not None:
+            self._ask_to_stop(reason)
+        else:
+            request_stop(self.storage, name, reason)
 
 
 class StoredRuns(WatchedRuns):
