@@ -23,7 +23,7 @@ def digits(**overrides: Any) -> TrainConfig:
         image_size=(28, 28),
         channels=1,
         epochs=20,
-        batch_size_per_worker=128,  # per GPU; on CPUs the document's 128 are for all workers together
+        batch_size="128/worker",  # per GPU; on CPUs the document's 128 are for all workers together
         learning_rate=0.01,  # for any number of workers: the document gives none, and this is its optimizer's default
         batch_norm="aggregate",
         channels_last=True,
@@ -60,16 +60,14 @@ def cifar10(**overrides: Any) -> TrainConfig:
         model="raytrain.models:cifar10",
         image_size=(32, 32),
         epochs=50,
-        batch_size_per_worker=256,
-        learning_rate_per_worker=0.1,
-        schedule="piecewise",
-        drop_factor=0.1,
-        drop_period=45,
+        batch_size="256/worker",
+        learning_rate="0.1/worker",
+        schedule="piecewise:0.1/45ep",
         weight_decay=1e-10,
         batch_norm="aggregate",
         channels_last=True,
         evaluate_every=1,
-        horizontal_flip=True,
+        flip="random",
         translate=4,  # by whole pixels, filled with the mean colour; the document's may be fractions of pixels
     )
 
@@ -104,9 +102,8 @@ def cifar10_fast(**overrides: Any) -> TrainConfig:
         ema_decay=0.95,
         channels_last=True,
         evaluate_every=4,  # an evaluation predicts six views of each image, which takes nearly half as long as an epoch
-        flip_test=True,
-        shift_test=True,
-        alternating_flip=True,
+        test_views=("flip", "shift"),
+        flip="alternating",
         translate=2,
     )
 
@@ -119,7 +116,7 @@ def flowers(**overrides: Any) -> TrainConfig:
         model="resnet50",  # its convolutions have no bias before batch norm; the document's have one
         image_size=(100, 100),
         epochs=100,
-        batch_size_per_worker=128,  # as in digits
+        batch_size="128/worker",  # as in digits
         learning_rate=0.01,  # as in digits
         batch_norm="aggregate",
         channels_last=True,
@@ -141,11 +138,9 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
         mean=(0.485, 0.456, 0.406),  # of ImageNet, which the weights were trained with
         std=(0.229, 0.224, 0.225),
         epochs=30,  # this and the decay are the defaults of the document's trainer, which gives none
-        batch_size_per_worker=250,
-        learning_rate_per_worker=0.00125,
-        schedule="piecewise",
-        drop_factor=0.1,
-        drop_period=20,
+        batch_size="250/worker",
+        learning_rate="0.00125/worker",
+        schedule="piecewise:0.1/20ep",
         weight_decay=1e-4,
         channels_last=True,
     )
@@ -153,7 +148,7 @@ def alexnet_transfer(**overrides: Any) -> TrainConfig:
 
 def custom(**overrides: Any) -> TrainConfig:
     """Your own options: by default a ResNet-18 at 224x224, 32 images and learning rate 0.01 per worker."""
-    return _config(overrides, batch_size_per_worker=32, learning_rate_per_worker=0.01)
+    return _config(overrides, batch_size="32/worker", learning_rate="0.01/worker")
 
 
 RECIPES: dict[str, Callable[..., TrainConfig]] = {

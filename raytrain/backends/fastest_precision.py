@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raytrain.backends.gpus import gpus
-from raytrain.config.options import Precision
+from raytrain.config.network import Precision
 from raytrain.training.precision import AMPERE, NATIVE_FLAGS, cpu_flags
 
 

@@ -46,7 +46,7 @@ def visible_gpus(chosen: str) -> dict[str, str]:
     if max(map(int, chosen.split(","))) >= found:
         available = f"reports {found}, counted from 0" if found else "reports none"
         raise UsageError(
-            f"--gpus is {chosen}, but the NVIDIA driver of this machine {available}; choose among the GPUs that "
+            f"--device is cuda:{chosen}, but the NVIDIA driver of this machine {available}; choose among the GPUs that "
             "`raytrain devices` lists."
         )
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": chosen}

@@ -23,7 +23,7 @@ def cores() -> int:
 
 
 def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
-    """What a run may use here; ``chosen_gpus`` are those of ``--gpus``, by default all that CUDA shows.
+    """What a run may use here; ``chosen_gpus`` are those of ``--device``, by default all that CUDA shows.
 
     The object store is the memory for decoded images.
     """

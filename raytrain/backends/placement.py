@@ -86,7 +86,7 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
     if config.accelerator_type and found.gpu_types is not None and not available:
         there = ", ".join(f"{number:g} {name}" for name, number in found.gpu_types.items()) or "no GPUs"
         raise UsageError(
-            f"--accelerator-type is {config.accelerator_type}, and the cluster has {there}; name a type that it has, "
+            f"--device is {config.device}, and the cluster has {there}; name a type that it has, "
             "or give a number of --workers and --wait-for-machines-s if an autoscaler starts such machines."
         )
     if device == "cuda" and not available:
@@ -106,7 +106,7 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
 def wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
     """The device, and the least and the most workers."""
     any_gpu = found.gpus >= 1 or config.accelerator_type is not None
-    device = ("cuda" if any_gpu else "cpu") if config.device == "auto" else config.device
+    device = ("cuda" if any_gpu else "cpu") if config.device_type == "auto" else config.device_type
     fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
     return device, fewest, most
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.preprocessing import with_preprocessing_of_weights
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.options import Precision
+from raytrain.config.network import Precision
 from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.claim import RunClaim, claim_run

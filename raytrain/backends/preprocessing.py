@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from raytrain.config import TrainConfig
-from raytrain.config.timm_name import timm_name
+from raytrain.config.network import timm_name
 from raytrain.training.weights_source import DEFAULT
 
 

@@ -48,7 +48,7 @@ def train_worker(task: WorkerTask, loop: Loop | None, device: torch.device, repo
 
 def worker_device(config: TrainConfig) -> torch.device:
     """This worker's device: a GPU of its own, or its share of the cores."""
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if config.device_type == "cpu" or not torch.cuda.is_available():
         num_workers = int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(config.threads_per_worker or max(1, cores() // num_workers))
         return torch.device("cpu")

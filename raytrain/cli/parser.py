@@ -154,7 +154,7 @@ def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -
         )
     machines = {
         name: getattr(recipe, name)
-        for name in ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "gpus", "address")
+        for name in ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
     }
     return dataclasses.replace(stored, **machines, storage=options.storage, resume=False)
 

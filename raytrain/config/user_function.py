@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raytrain.config.timm_name import timm_name
+from raytrain.config.network import timm_name
 from raytrain.errors import UsageError, did_you_mean, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"

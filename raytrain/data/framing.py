@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raytrain.config.image_size import Size
-from raytrain.config.options import Interpolation, Resize
+from raytrain.config.network import Interpolation, Resize, Size
 from raytrain.data.permutation import Int64s, mix
 from raytrain.data.random_numbers import Floats, uniform
 

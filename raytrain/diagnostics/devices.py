@@ -1,4 +1,4 @@
-"""The CPUs and GPUs of every node of a cluster, by the numbers that ``--gpus`` takes."""
+"""The CPUs and GPUs of every node of a cluster, by the numbers that ``--device`` takes."""
 
 from __future__ import annotations
 

@@ -99,9 +99,7 @@ def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
         patience=None,
         max_time=None,
         evaluate_every=0,
-        checkpoint_every_epochs=0,
-        checkpoint_every_steps=0,
-        checkpoint_every_s=0.0,
+        checkpoint_every=(),
         trace=False,
         track=(),
     )

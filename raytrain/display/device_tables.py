@@ -1,4 +1,4 @@
-"""The devices of every node, by the numbers that ``--gpus`` takes."""
+"""The devices of every node, by the numbers that ``--device`` takes."""
 
 from __future__ import annotations
 

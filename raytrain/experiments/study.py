@@ -155,7 +155,8 @@ def _check_same_options(config: TrainConfig, stored: TrainConfig) -> None:
     """Raise UsageError if an existing run was started with other options: it could not be compared with the others."""
     wanted = config.scaled_to(int(config.workers))
     decided_by_run = {name for name in _DECIDED_BY_RUN if getattr(wanted, name) in (None, "auto")}
-    for name in differing_options([wanted, dataclasses.replace(stored, gpus=wanted.gpus, backend=wanted.backend)]):
+    device = wanted.device if wanted.gpus else stored.device  # other GPUs of the same kind change nothing
+    for name in differing_options([wanted, dataclasses.replace(stored, device=device, backend=wanted.backend)]):
         if name not in decided_by_run:
             flag = "--" + name.replace("_", "-")
             raise UsageError(
@@ -175,7 +176,9 @@ def _train_in_one_cluster(configs: Sequence[TrainConfig], view: View | None) -> 
         for config in configs:
             place(config, found)
         for config in configs:
-            here = dataclasses.replace(config, address=None, gpus=None)  # this process is in the cluster already
+            # This process is in the cluster already, which has only the chosen GPUs.
+            device = "cuda" if config.gpus else config.device
+            here = dataclasses.replace(config, address=None, device=device)
             if train.train(here, view=view).status != "finished":
                 return
 

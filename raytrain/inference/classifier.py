@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
+from raytrain.config.evaluation import TestView
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.decode import decode
 from raytrain.inference.trusted_config import read_trusted_config
@@ -31,8 +32,7 @@ class Classifier(nn.Module):
         shape: the shape of the images that the network takes.
         framing: what it sees of an image file.
         checkpoint: the path of the weights within the run.
-        flip_test: whether the logits are the mean of those for an image and for its mirror image.
-        shift_test: whether they are the mean of those for an image and for shifted copies of it.
+        test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
     """
 
@@ -48,8 +48,7 @@ class Classifier(nn.Module):
         self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
         self.shape, self.framing = evaluation_format(config)
         self.checkpoint = checkpoint
-        self.flip_test = config.flip_test
-        self.shift_test = config.shift_test
+        self.test_views: Set[TestView] = frozenset(config.test_views)
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
         self._augment = Augment(config)
         if config.precision == "float64":
@@ -57,7 +56,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of ``images``, uint8 (B, H, W, C), resized and normalised as in training."""
-        network = with_views(self.network, flip=self.flip_test, shift=self.shift_test)
+        network = with_views(self.network, self.test_views)
         return network(self._augment.evaluate(images))
 
     @torch.no_grad()

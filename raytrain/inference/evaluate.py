@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain.config.evaluation import TestView
 from raytrain.data.arrow_arrays import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.label_file import read_label_file
@@ -40,8 +41,7 @@ def evaluate(
     *,
     labels: str | None = None,
     threshold: Sequence[float] = (),
-    flip_test: bool = False,
-    shift_test: bool = False,
+    test_views: Collection[TestView] = (),
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -57,9 +57,8 @@ def evaluate(
             classes needs it.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
             classes or one for each; by default those with the best F1 on the run's own test images.
-        flip_test: whether images are predicted with their mirror images, as those of a run trained with it always are:
-            by the mean of the logits.
-        shift_test: the same with copies that are shifted by a pixel.
+        test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted by a pixel
+            (``shift``). Those that the run was trained with are always used.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -74,9 +73,7 @@ def evaluate(
     thresholds = chosen_thresholds(trained, threshold)
     images = open_store(data)
     manifest = _labelled(trained, images, labels)
-    table = trained.predict(
-        images, manifest, workers=workers, address=address, flip_test=flip_test, shift_test=shift_test
-    )
+    table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views)
     if trained.config.multi_label:
         return score_labels(trained, manifest, table, thresholds)
     readable = table.filter(table["error"].is_null())

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.timm_name import timm_name
+from raytrain.config.network import timm_name
 from raytrain.runs.printable import one_line
 from raytrain.runs.train_command import train_command
 from raytrain.training.checkpoint import Checkpoint
@@ -57,8 +57,10 @@ In the order of the outputs:
 ```
 """
 
-_FLIP_TEST = "; the logits are the mean of those for an image and for its mirror image"
-_SHIFT_TEST = "; the logits are averaged over shifted copies of an image"
+_TEST_VIEWS = {
+    "flip": "; the logits are the mean of those for an image and for its mirror image",
+    "shift": "; the logits are averaged over shifted copies of an image",
+}
 _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, on black"}
 
 
@@ -74,7 +76,7 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
         channels=config.channels,
         step=progress.step,
         samples=progress.samples_seen,
-        result=_result(checkpoint) + _FLIP_TEST * config.flip_test + _SHIFT_TEST * config.shift_test,
+        result=_result(checkpoint) + "".join(_TEST_VIEWS[view] for view in config.test_views),
         digest=one_line(identity.manifest_digest),
         preprocessing=_preprocessing(config),
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 
+from raytrain.config.evaluation import TestView
 from raytrain.data.manifest import list_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
@@ -43,8 +44,7 @@ def predict(
     *,
     top_k: int = 1,
     threshold: Sequence[float] = (),
-    flip_test: bool = False,
-    shift_test: bool = False,
+    test_views: Collection[TestView] = (),
     storage: str = "./runs",
     workers: int | None = None,
     address: str | None = None,
@@ -64,9 +64,8 @@ def predict(
         top_k: number of classes for each image.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
             classes or one for each; by default those with the best F1 on the run's own test images.
-        flip_test: whether images are predicted with their mirror images, as those of a run trained with it always are:
-            by the mean of the logits.
-        shift_test: the same with copies that are shifted by a pixel.
+        test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted by a pixel
+            (``shift``). Those that the run was trained with are always used.
         storage: where the run is stored.
         workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
@@ -92,8 +91,7 @@ def predict(
         manifest,
         workers=workers,
         address=address,
-        flip_test=flip_test,
-        shift_test=shift_test,
+        test_views=test_views,
         top_k=top_k,
     )
     columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raytrain.config.evaluation import TestView
 from raytrain.data.arrow_arrays import number_array, string_array
 from raytrain.data.decode import Pixels
 from raytrain.storage.base import Store
@@ -27,14 +29,12 @@ class Predictor:
         *,
         run: str,
         top_k: int,
-        flip_test: bool = False,
-        shift_test: bool = False,
+        test_views: Collection[TestView] = (),
         trust: bool = False,
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
-        With ``flip_test``, or if the run was trained with it, images are predicted with their mirror images; so are
-        they with shifted copies with ``shift_test``.
+        Logits are averaged over ``test_views`` of each image, and over those that the run was trained with.
         """
         import torch
 
@@ -43,8 +43,7 @@ class Predictor:
         torch.set_num_threads(num_threads)
         self._device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
-        self._classifier.flip_test |= flip_test
-        self._classifier.shift_test |= shift_test
+        self._classifier.test_views |= set(test_views)
         self._top_k = top_k
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:

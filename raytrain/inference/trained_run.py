@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -16,6 +17,7 @@ from raytrain.backends.predict_request import PredictRequest
 from raytrain.backends.ray.connection import connection, uses_cluster
 from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import ResolvedConfig
+from raytrain.config.evaluation import TestView
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError
@@ -49,8 +51,7 @@ class TrainedRun:
         *,
         workers: int | None,
         address: str | None,
-        flip_test: bool,
-        shift_test: bool,
+        test_views: Collection[TestView],
         top_k: int = 1,
     ) -> pa.Table:
         """Predict the classes of the manifest's images, which are in the store ``images``.
@@ -65,8 +66,7 @@ class TrainedRun:
         Raises:
             UsageError: there is no cluster at ``address``, or it is too small for ``workers``.
         """
-        views = {"flip_test": flip_test, "shift_test": shift_test}
-        load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust, **views)
+        load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust, test_views=test_views)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
         if uses_cluster(address):
             return self._predict_on_cluster(request, workers, address)

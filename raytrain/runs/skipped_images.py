@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from raytrain.config import TrainConfig
 
@@ -30,27 +30,21 @@ class SkipLimit:
     """How many of the ``num_images`` images of a run, training and test images together, may be skipped."""
 
     num_images: int
-    on_bad_image: Literal["skip", "fail"] = "skip"
     max_bad_fraction: float = 0.01
 
     @classmethod
     def of(cls, config: TrainConfig, num_images: int) -> SkipLimit:
         """What ``config`` allows."""
-        return cls(num_images=num_images, on_bad_image=config.on_bad_image, max_bad_fraction=config.max_bad_fraction)
+        return cls(num_images=num_images, max_bad_fraction=config.max_bad_fraction)
 
     def exceeded(self, skipped: Sequence[SkippedImage]) -> str | None:
         """Why a run that skipped these images must end, without a full stop; None if it may continue."""
         if not skipped:
             return None
-        first = f"{skipped[0].key} ({skipped[0].reason})"
-        if self.on_bad_image == "fail":
-            return (
-                f"{first} cannot be used, and --on-bad-image is fail; repair or remove it and start a new run, or set "
-                "--on-bad-image skip"
-            )
         fraction = len(skipped) / self.num_images
         if fraction <= self.max_bad_fraction:
             return None
+        first = f"{skipped[0].key} ({skipped[0].reason})"
         return (
             f"{len(skipped):,} of {self.num_images:,} images ({100 * fraction:.2g} %) cannot be used, such as {first}, "
             f"and --max-bad-fraction is {self.max_bad_fraction:g}; skipped.jsonl lists them: repair or remove them and "

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.image_size import Size, training_size
+from raytrain.config.network import Size, training_size
 from raytrain.data.dataset import training_format
 from raytrain.data.framing import crop_boxes, crop_draws
 from raytrain.data.permutation import Int64s, mix
@@ -49,10 +49,10 @@ class Augment:
         if self.transforms is not None:
             pixels = pixels.round().to(torch.uint8)  # no change if they are already
             pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
-        if not (self.config.horizontal_flip or self.config.alternating_flip or self.config.translate):
+        if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
         draws = torch.from_numpy(uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)).to(pixels.device)
-        if self.config.alternating_flip:
+        if self.config.flip == "alternating":
             draws[:, _FLIP] = torch.from_numpy(_alternating_draws(self.config.seed, epoch, samples))
         return self._normalise(*self._flip_and_shift(pixels, draws))
 
@@ -74,7 +74,7 @@ class Augment:
         y = torch.arange(height, device=pixels.device) - shifts[:, :1]  # (B, H): source row
         x = torch.arange(width, device=pixels.device) - shifts[:, 1:]  # (B, W): source column
         inside = _within(y, height)[:, None, :, None] & _within(x, width)[:, None, None, :]
-        if self.config.horizontal_flip or self.config.alternating_flip:
+        if self.config.flip != "none":
             x = torch.where(draws[:, _FLIP, None] < 0.5, width - 1 - x, x)
         source = y.clamp(0, height - 1)[:, :, None] * width + x.clamp(0, width - 1)[:, None, :]  # (B, H, W)
         source = source.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)  # one gather per plane is the fastest

@@ -25,8 +25,9 @@ class CheckpointSchedule:
     ) -> None:
         self.saved_step = saved_step
         self._diverged_step: int | None = None  # of a checkpoint that was due later and not written
-        self._every_steps = (config.checkpoint_every_steps, config.checkpoint_every_epochs * steps_per_epoch)
-        self._every_s = config.checkpoint_every_s
+        every = config.checkpoint_intervals
+        self._every_steps = (every.steps, every.epochs * steps_per_epoch)
+        self._every_s = every.seconds
         self._clock = clock
         self._saved_at = clock()
 

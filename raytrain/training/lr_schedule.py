@@ -17,11 +17,12 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     num_warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < num_warmup:
         return (step + 1) / num_warmup
-    if config.schedule == "piecewise":
-        return config.drop_factor ** (step // steps_per_epoch // config.drop_period)
+    schedule = config.learning_rate_schedule
+    if schedule.shape == "piecewise":
+        return schedule.factor ** (step // steps_per_epoch // schedule.period)
     done = (step - num_warmup) / max(num_steps - num_warmup, 1)
-    if config.schedule == "cosine":
+    if schedule.shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
-    if config.schedule == "linear":
+    if schedule.shape == "linear":
         return 1 - done
     return 1.0

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from raytrain.config import TrainConfig
-from raytrain.config.image_size import first_and_full_size
-from raytrain.config.timm_name import timm_name
+from raytrain.config.network import first_and_full_size, timm_name
 from raytrain.config.user_function import load_function
 from raytrain.errors import StorageError, UsageError
 from raytrain.training.model_names import unknown_classifier

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from raytrain.config.timm_name import timm_name
+from raytrain.config.network import timm_name
 from raytrain.config.user_function import check_module
 from raytrain.errors import UsageError, did_you_mean
 

@@ -307,7 +307,7 @@ class Run:
 
     def _built_in_evaluation(self) -> dict[str, float]:
         config = self.config
-        network = with_views(self._models.evaluated, flip=config.flip_test, shift=config.shift_test)
+        network = with_views(self._models.evaluated, config.test_views)
         return self.evaluation(self, network)
 
     def _begin_step(self, step: int, local_batches: Iterator[LocalBatch]) -> Batch:

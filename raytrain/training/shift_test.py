@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain.config.evaluation import TestView
 from raytrain.training.flip_test import Network, flip_test
 
 
-def with_views(network: Network, *, flip: bool, shift: bool) -> Network:
-    """The ``network``, averaged over mirror images if ``flip``, over shifted images if ``shift``, over six if both."""
-    flipped = partial(flip_test, network) if flip else network
-    return partial(shift_test, flipped) if shift else flipped
+def with_views(network: Network, views: Collection[TestView]) -> Network:
+    """The ``network``, averaged over mirror images (``flip``), over shifted images (``shift``), or over all six."""
+    flipped = partial(flip_test, network) if "flip" in views else network
+    return partial(shift_test, flipped) if "shift" in views else flipped
 
 
 def shift_test(network: Network, images: Tensor) -> Tensor:

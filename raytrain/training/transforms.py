@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.image_size import first_and_full_size
+from raytrain.config.network import first_and_full_size
 from raytrain.data.permutation import Int64s, mix
 from raytrain.errors import UsageError
 

@@ -149,7 +149,7 @@ def read_through_raytrain(
     options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
     options |= {"image_size": (pixels, pixels), "cache_folder": str(Path(folder, "cache"))}
     train(
-        cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size_per_worker=BATCH),
+        cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size=f"{BATCH}/worker"),
         loop=partial(read_local_batches, folder=folder),
     )
     return marks_in(folder)

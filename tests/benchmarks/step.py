@@ -85,12 +85,12 @@ def rate(times: list[float]) -> float:
 
 
 def _options(precision: Any, **others: Any) -> TrainConfig:
-    quiet: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every_epochs": 0, "checkpoint_every_s": 0.0}
+    quiet: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": ()}
     return cifar10(
         precision=precision,
         epochs=1,
         workers=NUM_WORKERS,
-        batch_size_per_worker=BATCH_PER_WORKER,
+        batch_size=f"{BATCH_PER_WORKER}/worker",
         mean=MEAN,
         std=STD,
         **quiet,

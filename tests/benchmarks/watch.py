@@ -75,7 +75,7 @@ def _train(images: str, timed_s: int, folder: str, runs: WatchedRuns | None, tra
         epochs=1000,
         max_time=f"{_WARM_UP_S + timed_s:.0f}s",
         evaluate_every=0,
-        checkpoint_every_epochs=0,
+        checkpoint_every=(),
         log_every=_LOG_EVERY,
     )
     loop = partial(_timed_loop, folder=folder)

@@ -74,7 +74,7 @@ class Soaked:
             "learning-rate": 0.05,
             "precision": "float64",
             "log-every": 1,
-            "checkpoint-every-steps": 10,
+            "checkpoint-every": "10st",
             "max-failures": 50,
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -66,16 +66,17 @@ def test_images_skipped_before_a_resume_count_towards_the_limit(make: Make) -> N
     allowed.finish("finished")
 
 
-def test_with_on_bad_image_fail_a_run_stops_at_the_first_bad_image(make: Make) -> None:
-    monitor = make(SkipLimit(num_images=10**6, on_bad_image="fail"))
+def test_with_a_fraction_of_0_a_run_stops_at_the_first_bad_image(make: Make) -> None:
+    monitor = make(SkipLimit(num_images=10**6, max_bad_fraction=0.0))
     monitor.skip(bad(7))
     assert monitor.stop_request is not None
     assert (
         monitor.failure
         == monitor.stop_request.detail
         == (
-            "cat/7.jpg (the file is empty) cannot be used, and --on-bad-image is fail; repair or remove it and start a "
-            "new run, or set --on-bad-image skip"
+            "1 of 1,000,000 images (0.0001 %) cannot be used, such as cat/7.jpg (the file is empty), and "
+            "--max-bad-fraction is 0; skipped.jsonl lists them: repair or remove them and start a new run, or allow "
+            "more"
         )
     )
     monitor.finish("failed")
@@ -83,7 +84,7 @@ def test_with_on_bad_image_fail_a_run_stops_at_the_first_bad_image(make: Make) -
 
 def test_the_skip_limit_follows_the_options() -> None:
     config = TrainConfig(batch_size=1, learning_rate=1)
-    assert SkipLimit.of(config, 100) == SkipLimit(num_images=100, on_bad_image="skip", max_bad_fraction=0.01)
+    assert SkipLimit.of(config, 100) == SkipLimit(num_images=100, max_bad_fraction=0.01)
     for fraction in (-0.1, 1.5):
         with pytest.raises(UsageError, match=f"--max-bad-fraction is {fraction}; it must be at least 0 and at most 1"):
             TrainConfig(batch_size=1, learning_rate=1, max_bad_fraction=fraction)

@@ -34,13 +34,13 @@ def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
         storage,
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
-        horizontal_flip=False,
+        flip="none",
         translate=0,
         epochs=STEPS,
         max_steps=STEPS,
         cache="none",
         evaluate_every=0,
-        checkpoint_every_steps=15,
+        checkpoint_every=("1ep", "15st"),
     )
 
 

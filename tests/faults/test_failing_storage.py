@@ -128,7 +128,7 @@ def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -
 def test_a_run_on_a_full_or_read_only_disk_keeps_its_last_checkpoint(
     hurt: Any, sentence: str, undisturbed: raytrain.TrainResult, images: Path, disk: Path
 ) -> None:
-    options = config(images, disk / "runs", checkpoint_every_steps=3, trace=True)
+    options = config(images, disk / "runs", checkpoint_every=("1ep", "3st"), trace=True)
     loop = partial(loop_with, before_step=partial(hurt_disk, disk=disk, hurt=hurt))  # pyright: ignore
     with pytest.raises(TrainingFailed) as raised:
         raytrain.train(options, loop=loop)
@@ -234,7 +234,7 @@ def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
     with faulty_s3(s3.endpoint_url, interfere=hanging.interfere) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         loop = partial(hang_and_train_slowly, folder=tmp_path)  # pyright: ignore
-        options = config(images, s3_url, checkpoint_every_epochs=0, evaluate_every=0)
+        options = config(images, s3_url, checkpoint_every=(), evaluate_every=0)
         stopped = raytrain.train(options, loop=loop, view=stop, signals=signals)
         assert (stopped.status, stopped.stop_reason) == (
             "stopped",

@@ -77,8 +77,8 @@ def death_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: 
 @pytest.mark.parametrize(
     ("hurt", "options"),
     [
-        (two_deaths_in_a_row, {"checkpoint_every_steps": 3}),
-        (a_death_in_every_step, {"checkpoint_every_steps": 1, "max_failures": 20}),
+        (two_deaths_in_a_row, {"checkpoint_every": ("1ep", "3st")}),
+        (a_death_in_every_step, {"checkpoint_every": ("1ep", "1st"), "max_failures": 20}),
         (an_exception, {}),
         (death_during_a_checkpoint, {}),
     ],
@@ -172,7 +172,7 @@ def command(images: Path, storage: Path, *more: str) -> list[str]:
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     numbers = ["--image-size", "12", "12", "--learning-rate", "0.05", "--precision", "float64", "--log-every", "1"]
-    augmentation = ["--horizontal-flip", "--translate", "1"]
+    augmentation = ["--flip", "random", "--translate", "1"]
     return [sys.executable, "-m", "raytrain", "train", "custom", *words, *numbers, *augmentation, *more]
 
 
@@ -241,7 +241,7 @@ def test_a_stop_request_during_a_checkpoint_is_obeyed(
     undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(stop_during_a_checkpoint, folder=tmp_path))  # pyright: ignore
-    stopped = raytrain.train(config(images, tmp_path, trace=True, checkpoint_every_steps=3), loop=loop)
+    stopped = raytrain.train(config(images, tmp_path, trace=True, checkpoint_every=("1ep", "3st")), loop=loop)
     assert (stopped.status, stopped.steps) == ("stopped", 5)
     resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True))
     assert_same_weights(resumed, undisturbed)

@@ -66,8 +66,8 @@ def train_and_kill_coordinator(images: Path, storage: Path, stop: str = "") -> r
         "--epochs",
         "4",
         "--trace",
-        "--checkpoint-every-steps",
-        "5",
+        "--checkpoint-every",
+        "5st",
         "--loop",
         str(storage / "loop.py") + ":loop",
     ]

@@ -78,7 +78,7 @@ def main(images: str, storage: str) -> None:
         ):
             cluster.remove_node(nodes.pop(), allow_graceful=False)
 
-    options = config(images, storage, workers="1..2", trace=True, checkpoint_every_epochs=0)
+    options = config(images, storage, workers="1..2", trace=True, checkpoint_every=())
     loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore
     result = raytrain.train(options, loop=loop, view=look)
     ray.shutdown()

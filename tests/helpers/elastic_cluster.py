@@ -54,7 +54,7 @@ def main(images: str, storage: str) -> None:
             cluster.remove_node(nodes[0], allow_graceful=False)
 
     trainer._RESIZE_EVERY_S = 3.0
-    options = config(images, storage, workers="1..2", trace=True, checkpoint_every_steps=2, max_failures=5)
+    options = config(images, storage, workers="1..2", trace=True, checkpoint_every=("1ep", "2st"), max_failures=5)
     loop = partial(loop_with, before_step=partial(hold, folder=folder))  # pyright: ignore
     result = raytrain.train(options, loop=loop, view=look)
     numbers = [number for number, before in zip(workers, [None, *workers], strict=False) if number != before]

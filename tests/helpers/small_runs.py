@@ -53,7 +53,7 @@ def config(images: Path | str, storage: Path | str, **options: Any) -> TrainConf
         "workers": 2,
         "log_every": 1,
         "precision": "float64",
-        "horizontal_flip": True,
+        "flip": "random",
         "translate": 1,
     }
     return TrainConfig(**{**base, **options})

@@ -51,7 +51,7 @@ def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
     without_ray(monkeypatch)
     sentence = r"Run 'run' failed: the loss is nan at step \d+, .*--learning-rate.*--precision.*--resume"
     with pytest.raises(TrainingFailed, match=sentence) as raised:
-        train(images, tmp_path, 7, value, checkpoint_every_steps=2)
+        train(images, tmp_path, 7, value, checkpoint_every=("1ep", "2st"))
     assert raised.value.summary["steps"] < 20
     assert steps_of_checkpoints(tmp_path)[-1] == 6
     assert raised.value.summary["checkpoint"].endswith("step-000000006.pt")

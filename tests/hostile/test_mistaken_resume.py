@@ -132,7 +132,7 @@ def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
     from raytrain.experiments.sweep.sweep import check_trials
     from raytrain.experiments.sweep.trials import plan_sweep, trials_of
 
-    options = config(images, tmp_path, name="rates", workers=1, batch_size=None, batch_size_per_worker=20)
+    options = config(images, tmp_path, name="rates", workers=1, batch_size="20/worker")
     planned = plan_sweep(options, ["learning-rate=0.01,0.1"], None)
     for trial in trials_of(planned, options, "rates"):
         resolved = trial.config.resolve(name=trial.name, num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -140,7 +140,7 @@ def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:
         write_status(trial.store, RunStatus(status="stopped"))
     before = documents(tmp_path)
     check_trials(trials_of(planned, options, "rates"))
-    other = dataclasses.replace(options, batch_size_per_worker=10)
+    other = dataclasses.replace(options, batch_size="10/worker")
     with pytest.raises(UsageError, match="'rates-00' was made with batch size 20, and this run has 10"):
         check_trials(trials_of(planned, other, "rates"))
     assert documents(tmp_path) == before

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 
-CROPPED = {"random_resized_crop": True, "horizontal_flip": True, "resize": "crop"}
+CROPPED = {"random_resized_crop": True, "flip": "random", "resize": "crop"}
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def config(**options: Any) -> ResolvedConfig:
         "precision": "float64",
         "mean": MEAN,
         "std": STD,
-        "horizontal_flip": True,
+        "flip": "random",
         "translate": 2,
         "evaluate_every": 1,
         "workers": 1,

@@ -52,14 +52,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {name: {"precision": name} for name in ("float64", "float32")},
     "smoothing": {"0": {}, "0.1": {"label_smoothing": 0.1}},
     "augment": {
-        "none": {"horizontal_flip": False, "translate": 0},
-        "moved": {"horizontal_flip": True, "translate": 2},
-        "cropped": {"horizontal_flip": True, "translate": 0, "random_resized_crop": True, "cache_side": 1.0},
+        "none": {"flip": "none", "translate": 0},
+        "moved": {"flip": "random", "translate": 2},
+        "cropped": {"flip": "random", "translate": 0, "random_resized_crop": True, "cache_side": 1.0},
     },
     "unreadable": {"none": {}, "some": {}},
     "schedule": {
         "constant": {},
-        "piecewise": {"schedule": "piecewise", "drop_period": 1},
+        "piecewise": {"schedule": "piecewise:0.1/1ep"},
         "cosine": {"schedule": "cosine"},
     },
     "order": {"plain": {}, "channels_last": {"channels_last": True}},
@@ -84,7 +84,7 @@ def case(row: dict[str, str], world_size: int) -> Case:
         "epochs": NUM_STEPS,
         "max_steps": NUM_STEPS,
         "evaluate_every": 0,
-        "checkpoint_every_epochs": 0,
+        "checkpoint_every": (),
     }
     for column, value in row.items():
         chosen |= OPTIONS[column][value]

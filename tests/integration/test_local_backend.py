@@ -97,7 +97,9 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
         lines.extend(str(event) for _, _, event in snapshot.events)
 
     kill_once = once(kill, lambda snapshot: snapshot.step > 0)
-    result = raytrain.train(options(data, tmp_path, epochs=20, batch_size=16, checkpoint_every_steps=10), view=view)
+    result = raytrain.train(
+        options(data, tmp_path, epochs=20, batch_size=16, checkpoint_every=("1ep", "10st")), view=view
+    )
     assert (result.status, result.samples_seen) == ("finished", 20 * 180)
     assert any(" was killed by SIGKILL" in line for line in lines)
     assert [each for each in processes() if each not in before] == []

@@ -57,7 +57,7 @@ def test_a_network_of_timm_learns_which_colours_are_bright(tmp_path: Path) -> No
         optimizer="adamw",
         learning_rate=0.003,
         workers=2,
-        flip_test=True,
+        test_views=("flip",),
     )
     result = raytrain.train(config)
     assert (result.status, result.steps) == ("finished", 24)

@@ -125,7 +125,7 @@ def test_a_run_that_ended_before_its_time_is_resumed(status: str, tmp_path: Path
     ("status", "more", "sentence"),
     [
         ("finished", {"epochs": 9}, r"'sizes-2' was started with --epochs 50, and this study has 9; .*another --name"),
-        ("stopped", {"learning_rate_per_worker": 0.2}, r"--learning-rate 0.2, and this study has 0.4"),
+        ("stopped", {"learning_rate": "0.2/worker"}, r"--learning-rate 0.2, and this study has 0.4"),
         ("finished", {"test_data": "d"}, "--test-data None, and this study has d"),
         ("finished", {"mean": (0.1, 0.1, 0.1)}, "--mean"),
         ("running", {}, "'sizes-2' is training at this moment"),

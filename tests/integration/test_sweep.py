@@ -101,7 +101,7 @@ def die(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
 
 def test_a_trial_whose_process_dies_resumes_and_one_that_dies_again_ends_alone(images: Path, tmp_path: Path) -> None:
     loop = partial(loop_with, before_step=partial(die, folder=tmp_path))
-    options = at_once(images, tmp_path / "runs", max_failures=1, checkpoint_every_steps=3)
+    options = at_once(images, tmp_path / "runs", max_failures=1, checkpoint_every=("1ep", "3st"))
     result = raytrain.sweep(options, vary=["seed=0,1"], early_stopping=False, loop=loop)
     resumed, failed = result.trials
     assert (result.status, resumed.name, resumed.status) == ("finished", "tried-00", "finished")

@@ -22,7 +22,7 @@ from tests.integration.test_exact import CLASSES, Recorder, config, images, make
 from tests.integration.test_own_loops import to_the_end
 
 NUM_IMAGES = 38
-OPTIONS = config(batch_size=7, epochs=2, trace=True, checkpoint_every_steps=4)
+OPTIONS = config(batch_size=7, epochs=2, trace=True, checkpoint_every=("1ep", "4st"))
 
 
 def train(folder: str, stop_after: int | None = None) -> None:

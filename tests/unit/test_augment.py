@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config import ResolvedConfig
 from raytrain.data.random_numbers import uniform
-from raytrain.errors import UsageError
 from raytrain.training.augment import Augment
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.1, 0.2, 0.3)
@@ -31,7 +30,7 @@ def normalised(raw: Tensor) -> Tensor:
 
 
 SAMPLES = np.arange(40) * 1_000_003
-ALL = {"horizontal_flip": True, "translate": 3, "random_resized_crop": True, "cache_side": 1.0}
+ALL = {"flip": "random", "translate": 3, "random_resized_crop": True, "cache_side": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_images_are_resized_to_the_networks_input_size() -> None:
 def test_bicubic_pixels_stay_within_the_range_of_pixels() -> None:
     edge = torch.zeros(2, 24, 32, 3, dtype=torch.uint8)
     edge[:, :, 16:] = 255
-    cropping = {**ALL, "horizontal_flip": False, "translate": 0}
+    cropping = {**ALL, "flip": "none", "translate": 0}
     bicubic, bilinear = (augment(interpolation=each, **cropping) for each in ("bicubic", "bilinear"))
     lowest, highest = normalised(torch.tensor([0, 255], dtype=torch.uint8)[:, None, None, None].expand(2, 1, 1, 3))
     for one, other in ((each.evaluate(edge), each.train(edge, SAMPLES[:2], 0)) for each in (bicubic, bilinear)):
@@ -79,7 +78,7 @@ def test_downscaling_averages_pixels() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [ALL, {"horizontal_flip": True}, {"alternating_flip": True}, {"translate": 3}, ALL | {"channels_last": True}],
+    [ALL, {"flip": "random"}, {"flip": "alternating"}, {"translate": 3}, ALL | {"channels_last": True}],
     ids=str,
 )
 def test_the_augmentation_of_an_image_is_the_same_in_any_batch(options: dict[str, Any]) -> None:
@@ -100,7 +99,7 @@ def test_epoch_seed_and_sample_change_the_augmentation(other: dict[str, Any]) ->
 
 
 def test_about_half_of_the_images_are_mirrored_and_the_rest_unchanged() -> None:
-    out = augment(horizontal_flip=True).train(images(), SAMPLES, 0)
+    out = augment(flip="random").train(images(), SAMPLES, 0)
     plain = augment().evaluate(images())
     mirrored = (out == plain.flip(3)).flatten(1).all(dim=1)
     untouched = (out == plain).flatten(1).all(dim=1)
@@ -109,31 +108,26 @@ def test_about_half_of_the_images_are_mirrored_and_the_rest_unchanged() -> None:
 
 
 def test_alternating_flips_mirror_each_image_in_every_second_epoch() -> None:
-    ours, plain = augment(alternating_flip=True), augment().evaluate(images())
+    ours, plain = augment(flip="alternating"), augment().evaluate(images())
     epochs = [ours.train(images(), SAMPLES, epoch) for epoch in range(4)]
     mirrored = torch.stack([(out == plain.flip(3)).flatten(1).all(dim=1) for out in epochs])  # (4, B)
     untouched = torch.stack([(out == plain).flatten(1).all(dim=1) for out in epochs])
     assert (mirrored ^ untouched).all()
     assert (mirrored[1:] == untouched[:-1]).all()
     assert 10 <= mirrored[0].sum() <= 30
-    other = augment(alternating_flip=True, seed=5).train(images(), SAMPLES, 0)
+    other = augment(flip="alternating", seed=5).train(images(), SAMPLES, 0)
     assert not torch.equal(other, epochs[0]) and not torch.equal(other, epochs[1])
 
 
-def test_two_kinds_of_flips_are_refused() -> None:
-    with pytest.raises(UsageError, match="--alternating-flip mirrors them in turn; omit one of them"):
-        TrainConfig(batch_size=1, learning_rate=0.5, horizontal_flip=True, alternating_flip=True)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_translation_shifts_by_whole_pixels_and_fills_with_zeros(flip: bool) -> None:
-    out = augment(translate=2, horizontal_flip=flip).train(images(400), np.arange(400), 0)
+@pytest.mark.parametrize("flip", ["none", "random"])
+def test_translation_shifts_by_whole_pixels_and_fills_with_zeros(flip: str) -> None:
+    out = augment(translate=2, flip=flip).train(images(400), np.arange(400), 0)
     plain = augment().evaluate(images(400))
     padded = torch.nn.functional.pad(torch.stack([plain, plain.flip(3)]), (2, 2, 2, 2))  # (2, B, C, H + 4, W + 4)
     candidates = padded.unfold(3, 12, 1).unfold(4, 16, 1).movedim((3, 4), (1, 2))  # (2, 5, 5, B, C, H, W)
     found = (candidates == out).flatten(-3).all(dim=-1).flatten(0, 2)  # (2 * 5 * 5, B)
     assert (found.sum(dim=0) == 1).all()
-    each = found.sum(dim=1)[: 50 if flip else 25]
+    each = found.sum(dim=1)[: 50 if flip == "random" else 25]
     assert each.min() > 0  # All 25 shifts, mirrored and not mirrored, occur in 400 images.
     assert flip or each.sum() == 400
 

@@ -29,10 +29,10 @@ def schedule(clock: Clock | None = None, **options: Any) -> CheckpointSchedule:
     ("options", "steps"),
     [
         ({}, [10, 20, 30]),
-        ({"checkpoint_every_epochs": 2}, [20]),
-        ({"checkpoint_every_epochs": 0}, []),
-        ({"checkpoint_every_epochs": 0, "checkpoint_every_steps": 8}, [8, 16, 24]),
-        ({"checkpoint_every_steps": 15}, [10, 15, 20, 30]),
+        ({"checkpoint_every": ("2ep",)}, [20]),
+        ({"checkpoint_every": ()}, []),
+        ({"checkpoint_every": ("8st",)}, [8, 16, 24]),
+        ({"checkpoint_every": ("1ep", "15st")}, [10, 15, 20, 30]),
     ],
 )
 def test_steps_and_epochs(options: dict[str, Any], steps: list[int]) -> None:
@@ -42,7 +42,7 @@ def test_steps_and_epochs(options: dict[str, Any], steps: list[int]) -> None:
 
 def test_seconds_count_from_the_start_and_from_the_last_checkpoint() -> None:
     clock = Clock()
-    found = schedule(clock, checkpoint_every_s=60.0)
+    found = schedule(clock, checkpoint_every=("1ep", "60s"))
     clock.now_s += 59
     assert not found.due_by_time()
     clock.now_s += 1
@@ -55,6 +55,6 @@ def test_seconds_count_from_the_start_and_from_the_last_checkpoint() -> None:
 
 def test_zero_seconds_means_never() -> None:
     clock = Clock()
-    found = schedule(clock, checkpoint_every_s=0.0)
+    found = schedule(clock, checkpoint_every=("1ep",))
     clock.now_s += 1e6
     assert not found.due_by_time()

@@ -76,7 +76,7 @@ def storage(tmp_path: Path) -> str:
     """A storage with one stopped run."""
     storage = str(tmp_path / "runs")
     store = run_store(storage, "first")
-    config = RECIPES["cifar10"](data="my data", horizontal_flip=False).resolve(
+    config = RECIPES["cifar10"](data="my data", flip="none").resolve(
         name="first", num_workers=2, device="cpu", mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5)
     )
     write_config(store, config)
@@ -106,9 +106,7 @@ def test_without_flags_a_recipe_is_trained_unchanged(trained: list[TrainConfig])
 
 
 def test_flags_override_the_recipe(trained: list[TrainConfig]) -> None:
-    flags = (
-        "--data s3://b/train --workers 3 --worker-load 1 0 1 --batch-size 256 --no-horizontal-flip --mean 0.5 0.5 0.5"
-    )
+    flags = "--data s3://b/train --workers 3 --worker-load 1 0 1 --batch-size 256 --flip none --mean 0.5 0.5 0.5"
     assert main(["train", "cifar10", *flags.split(), "--channels-last", "--image-size", "8", "9", "--resume"]) == 0
     expected = dataclasses.replace(
         RECIPES["cifar10"](),
@@ -116,7 +114,7 @@ def test_flags_override_the_recipe(trained: list[TrainConfig]) -> None:
         workers=3,
         worker_load=(1.0, 0.0, 1.0),
         batch_size=256,
-        horizontal_flip=False,
+        flip="none",
         mean=(0.5, 0.5, 0.5),
         channels_last=True,
         image_size=(8, 9),
@@ -265,8 +263,8 @@ def test_bad_usage_is_the_same_sentence_in_a_narrow_terminal_with_colours(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["train", "cifar10", "--schedule", "stairs"]) == 2
-    expected = "raytrain: --schedule is 'stairs'; it must be one of constant, piecewise, cosine, linear.\n"
+    assert main(["train", "cifar10", "--optimizer", "adam"]) == 2
+    expected = "raytrain: --optimizer is 'adam' (did you mean adamw?); it must be one of sgd, adamw, lamb, lion.\n"
     assert capsys.readouterr().err == expected
 
 
@@ -377,8 +375,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
                 "storage": "s",
                 "top_k": 3,
                 "threshold": (),
-                "flip_test": False,
-                "shift_test": False,
+                "test_views": (),
                 "workers": None,
                 "address": None,
                 "trust": False,
@@ -407,7 +404,7 @@ def test_evaluate_prints_classes_and_confusions_and_draws_a_figure(
     calls: list[Any] = []
     stand_in(evaluate=lambda *args, **named: (calls.append((args, named)), EVALUATION)[1])
     assert main(["evaluate", "first", "--data", "d", "--workers", "2"]) == 0
-    named = {"labels": None, "threshold": (), "flip_test": False, "shift_test": False, "storage": "./runs"}
+    named = {"labels": None, "threshold": (), "test_views": (), "storage": "./runs"}
     named |= {"workers": 2, "address": None, "trust": False}
     assert calls == [(("first", "d"), named)]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

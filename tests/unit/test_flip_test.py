@@ -58,15 +58,15 @@ def test_an_image_and_its_mirror_image_have_the_same_predictions(kind: dict[str,
     images, plain = mirror_pairs(tmp_path / "images"), add_run(tmp_path / "plain", **kind)
     ours, mirrored = scores_of_pairs(images, **plain)
     assert np.abs(ours - mirrored).max() > 1e-3
-    ours, mirrored = scores_of_pairs(images, **plain, flip_test=True)
+    ours, mirrored = scores_of_pairs(images, **plain, test_views=("flip",))
     np.testing.assert_allclose(ours, mirrored, atol=1e-6)
-    by_option, _ = scores_of_pairs(images, **add_run(tmp_path / "option", **kind, flip_test=True))
+    by_option, _ = scores_of_pairs(images, **add_run(tmp_path / "option", **kind, test_views=("flip",)))
     np.testing.assert_array_equal(ours, by_option)
 
 
 def test_evaluate_measures_the_mean_of_the_logits(tmp_path: Path) -> None:
     images, run = mirror_pairs(tmp_path / "images"), add_run(tmp_path / "plain")
-    result = raytrain.evaluate(data=str(images), **run, flip_test=True)
+    result = raytrain.evaluate(data=str(images), **run, test_views=("flip",))
     model = raytrain.load(**run)
     files = sorted(images.rglob("*.png"))
     decoded = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))[..., None]
@@ -75,12 +75,12 @@ def test_evaluate_measures_the_mean_of_the_logits(tmp_path: Path) -> None:
     labels = torch.tensor([ANIMALS.index(file.parent.name) for file in files])
     assert isinstance(result, Scores)
     assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
-    model.flip_test = True
+    model.test_views = {"flip"}
     torch.testing.assert_close(model(decoded), logits)
 
 
 def test_an_exported_program_does_it_too(tmp_path: Path) -> None:
-    run = add_run(tmp_path / "runs", flip_test=True)
+    run = add_run(tmp_path / "runs", test_views=("flip",))
     raytrain.export(output=str(tmp_path / "model.pt2"), **run)
     program = torch.export.load(tmp_path / "model.pt2").module()
     images = torch.randint(0, 256, (3, 20, 12, 1), dtype=torch.uint8)
@@ -101,5 +101,5 @@ def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_pat
         _, recorder = train_here(folder_run(images, tmp_path, name, **given))
         return [row.metrics["loss"] for row in recorder.rows if row.kind == "evaluation"]
 
-    by_option = losses("option", flip_test=True)
+    by_option = losses("option", test_views=("flip",))
     assert by_option == pytest.approx(losses("hand", loop=by_hand)) and by_option != pytest.approx(losses("plain"))

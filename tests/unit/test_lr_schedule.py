@@ -22,7 +22,7 @@ def test_the_constant_schedule_keeps_the_rate() -> None:
 
 
 def test_piecewise_drops_at_the_first_step_of_every_period() -> None:
-    found = rates(schedule="piecewise", drop_factor=0.5, drop_period=3)
+    found = rates(schedule="piecewise:0.5/3ep")
     assert found == [0.8] * 30 + [0.4] * 30 + [0.2] * 30 + [0.1] * 10
 
 
@@ -57,7 +57,7 @@ def test_linear_falls_from_the_end_of_the_warm_up_to_zero() -> None:
 
 
 def test_piecewise_counts_epochs_from_the_start_of_the_run() -> None:
-    assert rates(schedule="piecewise", drop_period=3, warmup_epochs=1)[30] == pytest.approx(0.08)
+    assert rates(schedule="piecewise:0.1/3ep", warmup_epochs=1)[30] == pytest.approx(0.08)
 
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up() -> None:

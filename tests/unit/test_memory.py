@@ -113,7 +113,7 @@ def test_a_run_starts_in_as_many_parts_as_fit_with_the_same_weights(
 
 def test_a_run_that_meets_its_limit_later_goes_on_from_its_checkpoint(images: Path, tmp_path: Path) -> None:
     undisturbed, _ = train_here(folder_run(images, tmp_path, "undisturbed", model=SIMPLE))
-    run = folder_run(images, tmp_path, "run", model=SIMPLE, loop=fails_later, checkpoint_every_steps=2)
+    run = folder_run(images, tmp_path, "run", model=SIMPLE, loop=fails_later, checkpoint_every=("1ep", "2st"))
     with pytest.raises(OutOfMemory, match="for a global batch at once; compute it with --accumulate 2"):
         train_here(run)
     assert parts_told(dataclasses.replace(run, config=dataclasses.replace(run.config, accumulate=2))) == 4

@@ -59,7 +59,7 @@ def refused(line: str) -> str:
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """The options of an existing run called ``first`` in ./runs."""
     monkeypatch.chdir(tmp_path)
-    config = RECIPES["cifar10"](name="first", data="s3://b/train", epochs=3, seed=7, workers=2, device="cpu", gpus="0")
+    config = RECIPES["cifar10"](name="first", data="s3://b/train", epochs=3, seed=7, workers=2, device="cuda:0")
     write_config(run_store("runs", "first"), config)
     return config
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_keeps_its_own_options_however_they_are_typed(
     command: str, words: str, stored: TrainConfig
 ) -> None:
     config = parsed(f"{command} cifar10 {words} --epochs=4")
-    anew = {"workers": "auto", "device": "auto", "gpus": None, "resume": True, "storage": config.storage}
+    anew = {"workers": "auto", "device": "auto", "resume": True, "storage": config.storage}
     assert config == dataclasses.replace(stored, epochs=4, **anew)
     assert config.storage in ("runs", "./runs")
 
@@ -95,8 +95,8 @@ def test_resuming_a_run_that_does_not_exist_is_a_mistake_unless_data_is_given(st
 
 
 def test_workers_and_device_are_chosen_anew_for_each_resume(stored: TrainConfig) -> None:
-    config = parsed("train cifar10 --name=first --resume --workers=3 --device cuda --gpus 0,1,2")
-    assert (config.workers, config.device, config.gpus, config.seed) == (3, "cuda", "0,1,2", 7)
+    config = parsed("train cifar10 --name=first --resume --workers=3 --device cuda:0,1,2")
+    assert (config.workers, config.device, config.gpus, config.seed) == (3, "cuda:0,1,2", "0,1,2", 7)
 
 
 @pytest.mark.parametrize("words", ["--name first", "--name first --no-resume", "--name first --resume --no-resume"])

@@ -18,7 +18,7 @@ def config(**given: Any) -> TrainConfig:
 
 
 def test_workers_ask_for_the_type_and_count_only_its_gpus() -> None:
-    placement = place(config(accelerator_type="L4"), MIXED)
+    placement = place(config(device="cuda:L4"), MIXED)
     assert (placement.device, placement.num_workers) == ("cuda", 4)
     asked = hardware.worker_resources(placement.device, placement.cpus, placement.accelerator_type)
     assert asked == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:L4": 0.001}
@@ -30,11 +30,9 @@ def test_workers_ask_for_the_type_and_count_only_its_gpus() -> None:
 
 def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> None:
     with pytest.raises(UsageError, match="the cluster has 2 T4 GPUs; ask for at most 2"):
-        place(config(accelerator_type="T4", workers=3), MIXED)
-    with pytest.raises(UsageError, match="--accelerator-type is A100, and the cluster has 4 L4, 2 T4; name a type"):
-        place(config(accelerator_type="A100"), MIXED)
-    with pytest.raises(UsageError, match="--accelerator-type is A100, and --device is cpu"):
-        config(accelerator_type="A100", device="cpu")
+        place(config(device="cuda:T4", workers=3), MIXED)
+    with pytest.raises(UsageError, match="--device is cuda:A100, and the cluster has 4 L4, 2 T4; name a type"):
+        place(config(device="cuda:A100"), MIXED)
 
 
 def test_the_types_are_those_of_rays_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

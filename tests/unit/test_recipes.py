@@ -17,18 +17,8 @@ from raytrain.training.model import build_model
 def test_cifar10_scales_with_the_workers_as_in_its_document() -> None:
     config = cifar10().scaled_to(num_workers=8)
     assert (config.batch_size, config.learning_rate, config.epochs) == (2048, pytest.approx(0.8), 50)
-    assert (config.schedule, config.drop_factor, config.drop_period, config.weight_decay) == (
-        "piecewise",
-        0.1,
-        45,
-        1e-10,
-    )
-    assert (config.horizontal_flip, config.translate, config.evaluate_every, config.batch_norm) == (
-        True,
-        4,
-        1,
-        "aggregate",
-    )
+    assert (config.schedule, config.weight_decay) == ("piecewise:0.1/45ep", 1e-10)
+    assert (config.flip, config.translate, config.evaluate_every, config.batch_norm) == ("random", 4, 1, "aggregate")
 
 
 def test_cifar10_fast_has_the_rates_of_its_paper_for_a_mean_loss() -> None:
@@ -63,7 +53,7 @@ def test_alexnet_transfer_has_the_options_of_its_document() -> None:
     config = alexnet_transfer().scaled_to(num_workers=8)
     assert (config.model, config.weights, config.head_learning_rate_factor) == ("alexnet", "DEFAULT", 20)
     assert (config.batch_size, config.learning_rate, config.test_fraction) == (2000, pytest.approx(0.01), 0.1)
-    assert (config.schedule, config.drop_factor, config.drop_period) == ("piecewise", 0.1, 20)
+    assert config.schedule == "piecewise:0.1/20ep"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -31,10 +31,10 @@ def text(renderable: RenderableType, width: int = 110) -> str:
 
 
 def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
-    config = cifar10(data="my images", workers=2, horizontal_flip=False, image_size=(8, 9))
+    config = cifar10(data="my images", workers=2, flip="none", image_size=(8, 9))
     seen = text(result_page(config, train_result(status="stopped"))).replace("\n", " ")
     assert "status stopped" in seen and "test accuracy 0.9700" in seen and "workers 2" in seen
-    options = "--data 'my images' --name first --image-size 8 9 --no-horizontal-flip --workers 2"
+    options = "--data 'my images' --name first --image-size 8 9 --flip none --workers 2"
     assert set(options.split()) <= set(seen.split())
     assert "Resume with raytrain train cifar10" in seen and seen.endswith("--resume")
     assert "Resume" not in text(result_page(config, train_result()))

@@ -33,13 +33,13 @@ def test_an_image_counts_half_and_each_diagonal_neighbour_a_quarter() -> None:
 
 
 def test_a_run_trained_with_both_is_loaded_and_exported_with_six_views(tmp_path: Path) -> None:
-    run = add_run(tmp_path / "runs", flip_test=True, shift_test=True)
+    run = add_run(tmp_path / "runs", test_views=("flip", "shift"))
     model = raytrain.load(**run)
     images = torch.randint(0, 256, (3, 20, 12, 1), dtype=torch.uint8)
     with torch.no_grad():
         found = model(images)
     plain = raytrain.load(**run)
-    plain.flip_test = plain.shift_test = False
+    plain.test_views = set()
     seen: list[Tensor] = []
     plain.network.register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0]))
     with torch.no_grad():
@@ -54,13 +54,13 @@ def test_a_run_trained_with_both_is_loaded_and_exported_with_six_views(tmp_path:
 
 def test_evaluate_and_predict_do_it_for_other_runs(tmp_path: Path) -> None:
     images = mirror_pairs(tmp_path / "images")
-    plain, option = add_run(tmp_path / "plain"), add_run(tmp_path / "option", shift_test=True)
+    plain, option = add_run(tmp_path / "plain"), add_run(tmp_path / "option", test_views=("shift",))
     by_option = raytrain.evaluate(data=str(images), **option)
-    asked = raytrain.evaluate(data=str(images), **plain, shift_test=True)
+    asked = raytrain.evaluate(data=str(images), **plain, test_views=("shift",))
     without = raytrain.evaluate(data=str(images), **plain)
     assert isinstance(by_option, Scores) and isinstance(asked, Scores) and isinstance(without, Scores)
     assert asked.loss == by_option.loss != without.loss
-    ours, _ = scores_of_pairs(images, **plain, shift_test=True)
+    ours, _ = scores_of_pairs(images, **plain, test_views=("shift",))
     theirs, _ = scores_of_pairs(images, **option)
     assert (ours == theirs).all() and not np.allclose(ours, scores_of_pairs(images, **plain)[0])
 
@@ -79,6 +79,6 @@ def test_evaluations_of_a_run_use_it_by_option_and_by_hand(images: Path, tmp_pat
         _, recorder = train_here(folder_run(images, tmp_path, name, **given))
         return [row.metrics["loss"] for row in recorder.rows if row.kind == "evaluation"]
 
-    by_option = losses("option", flip_test=True, shift_test=True)
+    by_option = losses("option", test_views=("flip", "shift"))
     assert by_option == pytest.approx(losses("hand", loop=by_hand))
-    assert by_option != pytest.approx(losses("flipped", flip_test=True))
+    assert by_option != pytest.approx(losses("flipped", test_views=("flip",)))

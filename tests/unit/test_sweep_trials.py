@@ -147,6 +147,6 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> Non
     with pytest.raises(raytrain.UsageError, match="--trials is 0"):
         raytrain.sweep(config(tmp_path), vary=["learning-rate=log:0.001..0.1"], trials=0, early_stopping=False)
     options = TrainConfig(data="images", storage=str(tmp_path), batch_size=8)
-    with pytest.raises(UsageError, match="Give either --learning-rate or --learning-rate-per-worker"):
+    with pytest.raises(UsageError, match="--learning-rate is not given"):
         sweep(options, vary=["epochs=1,2"])
     assert list(tmp_path.iterdir()) == []

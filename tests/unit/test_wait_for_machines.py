@@ -103,7 +103,7 @@ def test_the_clouds_reason_is_passed_on(cluster: Cluster, caplog: pytest.LogCapt
 
 
 def test_it_asks_for_gpus_of_a_type(cluster: Cluster) -> None:
-    wait_for_machines(config(accelerator_type="L4"), lambda: False)
+    wait_for_machines(config(device="cuda:L4"), lambda: False)
     assert cluster.asked == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:L4": 0.001}] * 2
 
 

@@ -55,8 +55,8 @@ class Connection:
             set_variables({_HEAD_AWAY: os.environ.get(_HEAD_AWAY, HEAD_AWAY_S)})
         if gpus and not starts_here:
             raise UsageError(
-                f"--gpus is {gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen when it "
-                "was started; leave --gpus out, or use --address local for a new cluster on this machine."
+                f"--device is cuda:{gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen "
+                "when it was started; leave the numbers out, or use --address local for a new cluster on this machine."
             )
         if starts_here and before_start is not None:
             before_start()

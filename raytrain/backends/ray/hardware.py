@@ -8,7 +8,7 @@ from typing import Any
 from raytrain.backends.fastest_precision import common_precision, fastest_precision
 from raytrain.backends.placement import Hardware
 from raytrain.backends.ray.on_each_node import run_on_each_node
-from raytrain.config.options import Precision
+from raytrain.config.network import Precision
 
 _TIMEOUT_S = 60.0
 _GPU_TYPE = "accelerator_type:"

@@ -61,7 +61,7 @@ def work(spec: WorkerSpec) -> None:
         os.chdir(spec.folder)  # a loop or a model may read files by relative paths
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = spec.run.config
-    device = ray.train.torch.get_device() if config.device == "cuda" else torch.device("cpu")
+    device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
     source = RayBatches(spec, rank, config.worker_load or (1.0,) * world_size)
     reporter = RayReporter(spec.coordinator, watch=rank == 0)
     weights: Any = None if spec.weights is None else ray.get(spec.weights)

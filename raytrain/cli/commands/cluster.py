@@ -27,7 +27,7 @@ def doctor(
 
 
 def devices(address: Address = None) -> CommandResult:
-    """List the devices of every node, with the numbers that --gpus takes.
+    """List the devices of every node, with the numbers that --device takes.
 
     Example: raytrain devices
     """

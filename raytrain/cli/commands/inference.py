@@ -9,6 +9,7 @@ from tyro.conf import arg
 import raytrain
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import RunName, Storage, Trust
+from raytrain.config.evaluation import TestView
 
 Data = Annotated[str, arg(help="Images: a folder or a URL (s3://…, gs://…, az://…).")]
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
@@ -22,11 +23,9 @@ Threshold = Annotated[
     ),
 ]
 
-FlipTest = Annotated[
-    bool, arg(help="Predict each image with its mirror image, as runs trained with --flip-test always do.")
-]
-ShiftTest = Annotated[
-    bool, arg(help="Predict each image with shifted copies, as runs trained with --shift-test always do.")
+TestViews = Annotated[
+    tuple[TestView, ...],
+    arg(help="Views to average over: flip, shift; those of the run's training always are."),
 ]
 
 
@@ -40,8 +39,7 @@ def evaluate(
         str | None, arg(help="PNG file for the confusions of single classes; by default RUN-confusion.png.")
     ] = None,
     threshold: Threshold = (),
-    flip_test: FlipTest = False,
-    shift_test: ShiftTest = False,
+    test_views: TestViews = (),
     storage: Storage = "./runs",
     workers: Workers = None,
     address: Address = None,
@@ -64,8 +62,7 @@ def evaluate(
         data,
         labels=labels,
         threshold=threshold,
-        flip_test=flip_test,
-        shift_test=shift_test,
+        test_views=test_views,
         storage=storage,
         workers=workers,
         address=address,
@@ -84,8 +81,7 @@ def predict(
     storage: Storage = "./runs",
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
     threshold: Threshold = (),
-    flip_test: FlipTest = False,
-    shift_test: ShiftTest = False,
+    test_views: TestViews = (),
     workers: Workers = None,
     address: Address = None,
     trust: Trust = False,
@@ -103,8 +99,7 @@ def predict(
         storage=storage,
         top_k=top_k,
         threshold=threshold,
-        flip_test=flip_test,
-        shift_test=shift_test,
+        test_views=test_views,
         workers=workers,
         address=address,
         trust=trust,

@@ -19,12 +19,12 @@ Point = dict[str, Value]
 """A value for each varied field of :class:`TrainConfig`."""
 
 _SAME_FOR_ALL = {  # the options that decide what is read, where it is stored, and how trials are scheduled
-    *("data", "test_data", "test_fraction", "channels", "on_bad_image", "max_bad_fraction"),
+    *("data", "test_data", "test_fraction", "channels", "max_bad_fraction"),
     *("resize", "crop_fraction", "random_resized_crop", "cache_side", "transforms"),
     *("storage", "name", "resume", "address", "recipe", "loop", "keep_checkpoints", "log_every"),
     *("trace", "track", "tag", "note"),
-    *("evaluate_every", "checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s"),
-    *("workers", "device", "gpus", "threads_per_worker", "cache", "prefetch", "max_failures"),
+    *("evaluate_every", "checkpoint_every"),
+    *("workers", "device", "threads_per_worker", "cache", "prefetch", "max_failures"),
 }
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
@@ -153,10 +153,11 @@ def _varied_kinds() -> dict[str, Any]:
 
 
 def _single(annotation: Any) -> Any:
-    """The one type, besides None and words for defaults, that ``annotation`` allows; None if it allows several."""
+    """The one type, besides None and texts such as 32/worker, that ``annotation`` allows; None if it allows several."""
     if annotation in _KINDS or get_origin(annotation) is Literal:
         return annotation
     kinds = [kind for kind in get_args(annotation) if kind is not type(None) and get_origin(kind) is not Literal]
+    kinds = [kind for kind in kinds if kind is not str] or kinds
     return kinds[0] if len(kinds) == 1 and kinds[0] in _KINDS else None
 
 

@@ -93,7 +93,7 @@ class _Trial:
         spec, run = self._spec, self._spec.run
         write_manifests(run.store, ray.get(spec.train.manifest), ray.get(spec.test.manifest))
         self._reporter.watcher.begin(run.config, run.store)
-        device = torch.device("cuda", 0) if run.config.device == "cuda" else torch.device("cpu")  # Ray shows it one GPU
+        device = torch.device("cuda", 0) if run.config.device_type == "cuda" else torch.device("cpu")
         weights: Any = None if spec.weights is None else ray.get(spec.weights)
         with self._reporter:
             outcome = run.train(run.make_run(SharedBatches(spec), self._reporter, device, weights))

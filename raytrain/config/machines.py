@@ -1,0 +1,119 @@
+"""Options of the machines: the workers, their devices, and the cluster that they are on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from raytrain.config.limits import NonNegativeFloat, PositiveInt
+from raytrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from raytrain.config.options import TrainConfig
+
+DeviceType = Literal["auto", "cpu", "cuda"]
+
+_DEVICE = re.compile(r"(?P<type>auto|cpu|cuda)|cuda:((?P<gpus>\d+(,\d+)*)|(?P<accelerator>[A-Za-z][\w-]*))")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Workers, and the machines that they run on."""
+
+    workers: PositiveInt | str = "auto"
+    """Training workers. auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
+    device: str = "auto"
+    """auto (GPUs if there are any), cpu, cuda, cuda:0,2 (GPUs of this machine, numbered as in `raytrain devices`),
+    or cuda:A100 (GPUs of this type, as Ray names it)."""
+    backend: Literal["ray", "local"] = "ray"
+    """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
+    address: str | None = None
+    """Ray cluster to use; by default RAY_ADDRESS, then a cluster that runs on this machine, then a new local one."""
+    threads_per_worker: PositiveInt | None = None
+    """CPU threads that each worker computes with; by default the node's cores, divided among its workers."""
+    worker_load: tuple[NonNegativeFloat, ...] | None = None
+    """Relative size of each worker's local batch, such as 1 1 0 2; 0 leaves a worker idle."""
+    wait_for_machines_s: NonNegativeFloat = 0.0
+    """Wait for so many seconds if the cluster has too few machines for the workers, and an autoscaler starts more."""
+    scope_keys: bool = False
+    """Lend the cluster AWS keys that are good for the images and this run only, if AWS STS issues such keys."""
+
+    @property
+    def elastic_workers(self) -> tuple[int, int] | None:
+        """The minimum and maximum number of workers if ``workers`` is a range such as 1..4, else None."""
+        fewest, dots, most = str(self.workers).partition("..")
+        return (int(fewest), int(most)) if dots else None
+
+    @property
+    def device_type(self) -> DeviceType:
+        """``device`` without numbers or a type of GPU; never auto in a ResolvedConfig."""
+        return self.device.partition(":")[0]  # pyright: ignore[reportReturnType]
+
+    @property
+    def gpus(self) -> str | None:
+        """The numbers of the GPUs of this machine to train on, such as 0,2; None for all."""
+        return self._part_of_device("gpus")
+
+    @property
+    def accelerator_type(self) -> str | None:
+        """The type of GPU to train on, as Ray names it, such as A100; None for any."""
+        return self._part_of_device("accelerator")
+
+    def _part_of_device(self, name: str) -> str | None:
+        found = _DEVICE.fullmatch(self.device)
+        return found[name] if found else None
+
+
+def check_machines(config: TrainConfig) -> None:
+    """Raise UsageError if the workers cannot be placed like this."""
+    _check_workers(config)
+    _check_device(config)
+    if config.worker_load is not None and sum(config.worker_load) <= 0:
+        raise UsageError(f"--worker-load is {config.worker_load}; at least one number must be above 0.")
+    if config.backend == "local":
+        _check_local(config)
+
+
+def _check_workers(config: TrainConfig) -> None:
+    if isinstance(config.workers, str) and config.workers != "auto" and not re.fullmatch(r"\d+\.\.\d+", config.workers):
+        raise UsageError(f"--workers is {config.workers!r}; give a number, auto, or a range such as 1..4.")
+    if config.elastic_workers is None:
+        return
+    fewest, most = config.elastic_workers
+    if not 1 <= fewest <= most:
+        raise UsageError(
+            f"--workers is {config.workers}; a range starts at 1 or more and must not end below its start."
+        )
+    if config.worker_load is not None:
+        raise UsageError(
+            f"--worker-load needs a fixed number of --workers, which is {config.workers}; omit one of them."
+        )
+
+
+def _check_device(config: TrainConfig) -> None:
+    numbers = (config.gpus or "").split(",")
+    if not _DEVICE.fullmatch(config.device) or len(set(numbers)) < len(numbers):
+        raise UsageError(
+            f"--device is {config.device!r}; give auto, cpu, cuda, numbers of GPUs, each once, such as cuda:0,2, or a "
+            "type of GPU, such as cuda:A100."
+        )
+
+
+def _check_local(config: TrainConfig) -> None:
+    """Raise UsageError for options of a cluster, which the local backend has none of."""
+    if config.elastic_workers is not None:
+        raise UsageError(
+            f"--workers is {config.workers}, and only --backend ray trains on workers that come and go; give a number."
+        )
+    if config.address is not None:
+        raise UsageError(f"--address is {config.address}, and --backend local trains without Ray; omit one of them.")
+    if config.scope_keys:
+        raise UsageError("--scope-keys limits what a Ray cluster is lent; with --backend local, leave it out.")
+    if config.wait_for_machines_s:
+        raise UsageError("--wait-for-machines-s is for a Ray cluster with an autoscaler; omit it with --backend local.")
+    if config.accelerator_type is not None:
+        raise UsageError(
+            f"--device is {config.device}, which chooses among the machines of a Ray cluster; on one, name GPUs by "
+            "their numbers, such as cuda:0,2."
+        )

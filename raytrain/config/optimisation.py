@@ -1,0 +1,122 @@
+"""Options of the optimisation: length, batch, optimizer, learning rate and its schedule, loss."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, cast
+
+from annotated_types import Interval
+
+from raytrain.config.limits import NonNegativeFloat, PositiveFloat, PositiveInt, seconds
+from raytrain.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from raytrain.config.options import TrainConfig
+
+N = TypeVar("N", int, float)
+Shape = Literal["constant", "cosine", "linear", "piecewise"]
+SHAPES: tuple[Shape, ...] = ("constant", "cosine", "linear", "piecewise")
+
+_PER_WORKER = "/worker"
+
+
+class Schedule(NamedTuple):
+    """A learning rate schedule: its shape and, for piecewise, what multiplies the rate after each ``period`` epochs."""
+
+    shape: Shape
+    factor: float = 0.1
+    period: int = 10
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule of a text such as ``cosine`` or ``piecewise:0.1/10ep``; raises UsageError."""
+        if text in SHAPES:
+            return cls(cast(Shape, text))
+        found = re.fullmatch(r"piecewise:(\d*\.?\d+(?:e-?\d+)?)/([1-9]\d*)ep", text)
+        if found is None:
+            raise UsageError(
+                f"--schedule is {text!r}{did_you_mean(text, SHAPES)}; give constant, cosine, linear, or "
+                "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10 epochs."
+            )
+        return cls("piecewise", float(found[1]), int(found[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimisationOptions:
+    """How long and how the network learns."""
+
+    epochs: PositiveInt = 10
+    """Passes over the training images."""
+    batch_size: PositiveInt | str | None = None
+    """Images per step: 128 of all workers together, or 32/worker."""
+    learning_rate: NonNegativeFloat | str | None = None
+    """Peak learning rate: 0.1 for any number of workers, or 0.05/worker, which is multiplied by their number."""
+    schedule: str = "constant"
+    """Learning rate after the warm-up: constant, cosine, linear, or piecewise:0.1/10ep (times 0.1 every 10 epochs)."""
+    warmup_epochs: NonNegativeFloat = 0.0
+    """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
+    optimizer: Literal["sgd", "adamw", "lamb", "lion"] = "sgd"
+    """SGD with momentum, or AdamW; LAMB for large batches, or Lion, both from timm."""
+    momentum: NonNegativeFloat = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """SGD looks ahead along its momentum, as Nesterov's does."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty for SGD, decoupled weight decay for the others."""
+    decay_norms_and_biases: bool = True
+    """Apply --weight-decay to norms and biases, too."""
+    head_learning_rate_factor: NonNegativeFloat = 1.0
+    """Multiplies the learning rate of the head, the layer that outputs one number per class."""
+    layer_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Multiplies the learning rate once more for each layer nearer to the images, such as 0.75; for timm's networks."""
+    clip_norm: PositiveFloat | None = None
+    """Scale the gradients of each step down to this Euclidean norm, if theirs is larger."""
+    ema_decay: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    """Evaluate and export a moving average of the weights with this decay per step, such as 0.999."""
+    label_smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Probability that is spread evenly over all classes."""
+    class_weights: str | None = None
+    """Weights of the classes in the loss: balanced (inverse to their sizes), or a JSON file such as {"cat": 2, …}."""
+    focal_gamma: NonNegativeFloat = 0.0
+    """Focal loss: multiplies an image's loss by (1 - p)^gamma, p being the probability of its class; 2 is usual."""
+    accumulate: PositiveInt | Literal["auto"] = 1
+    """Compute each global batch in this many parts, one after the other, to need less memory; auto: as few as fit."""
+    max_steps: PositiveInt | None = None
+    """Finish after this many steps, even in the middle of an epoch."""
+    max_time: str | None = None
+    """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
+
+    @property
+    def learning_rate_schedule(self) -> Schedule:
+        """``schedule``, parsed."""
+        return Schedule.parse(self.schedule)
+
+    @property
+    def max_time_s(self) -> float | None:
+        """``max_time`` in seconds."""
+        return seconds(self.max_time) if self.max_time else None
+
+
+def check_optimisation(config: TrainConfig) -> None:
+    """Raise UsageError if there is no batch size, or options of the optimizer do not fit together."""
+    if config.batch_size is None:
+        raise UsageError("--batch-size is not given; give 128 for all workers together, or 32/worker.")
+    if isinstance(config.batch_size, str) and not re.fullmatch(r"[1-9]\d*/worker", config.batch_size):
+        raise UsageError(f"--batch-size is {config.batch_size!r}; give a number of images, such as 128 or 32/worker.")
+    rate = config.learning_rate
+    if isinstance(rate, str) and not re.fullmatch(r"\d*\.?\d+(e-?\d+)?/worker", rate):
+        raise UsageError(f"--learning-rate is {rate!r}; give a number of at least 0, such as 0.1 or 0.05/worker.")
+    Schedule.parse(config.schedule)
+    if config.max_time is not None and config.max_time_s is None:
+        raise UsageError(f"--max-time is {config.max_time!r}; give a number and s, m, h or d, such as 90s or 2h.")
+    if config.nesterov and (config.optimizer != "sgd" or config.momentum == 0):
+        raise UsageError(
+            f"--nesterov is for SGD with momentum, and --optimizer is {config.optimizer} with --momentum "
+            f"{config.momentum:g}; omit it."
+        )
+
+
+def total(value: N | str, kind: type[N], num_workers: int) -> N:
+    """A number for all workers together: ``value`` itself, or as many times 32 as there are workers of 32/worker."""
+    return kind(value.removesuffix(_PER_WORKER)) * num_workers if isinstance(value, str) else value
