@@ -12,6 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainResult
+from raytrain.backends.ray.connection import end_own_ray
 from raytrain.backends.ray.lean_imports import lean, lean_imports
 from raytrain.demo.s3_server import S3Server
 from tests.helpers.azurite import Azurite, azurite
@@ -38,6 +39,13 @@ def _log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _own_ray() -> Iterator[None]:
+    """End the Ray that a test has started in this process."""
+    yield
+    end_own_ray()
 
 
 def _forget_clouds(monkeypatch: pytest.MonkeyPatch) -> None:

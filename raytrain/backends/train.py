@@ -146,8 +146,7 @@ def _train_locally(request: TrainRequest) -> TrainResult:
 
 def _train_on_ray(request: TrainRequest) -> TrainResult:
     """Train, and start the run again if its coordinator is lost, as long as that may help."""
-    # What is left of a run ends with a cluster of our own. In another cluster its workers would still be there.
-    attempts_left = 1 if is_connected() else 1 + request.config.max_failures
+    attempts_left = 1 + request.config.max_failures
     restarting = False
     while True:
         try:
@@ -155,7 +154,7 @@ def _train_on_ray(request: TrainRequest) -> TrainResult:
         except CoordinatorLost as lost:
             attempts_left -= 1
             restarting = True
-            if not attempts_left:
+            if not attempts_left or is_connected():  # what is left of the run is in a cluster that stays
                 mark_failed(request.config.storage, lost.name)
                 raise
             config = dataclasses.replace(request.config, name=lost.name, resume=True)
@@ -184,5 +183,5 @@ def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
             with signals:
                 STARTUP.info("starting the workers …")
                 wait_for_machines(config, lambda: signals.stop_request is not None)
-                with RunSession(prepared, request, own_cluster=cluster.is_own) as session:
+                with RunSession(prepared, request, cluster) as session:
                     return session.watch()

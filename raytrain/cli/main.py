@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NoReturn
 
 from raytrain.cli.command_result import CommandResult
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("raytrain").setLevel(logging.DEBUG)
     try:
-        outcome = parse(argv, COMMANDS)()
+        with ExitStack() as opened:
+            opened.callback(_end_ray)
+            outcome = parse(argv, COMMANDS)()
     except KeyboardInterrupt:
         print("raytrain: aborted.", file=sys.stderr)
         return 130
@@ -48,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(error, as_json="--json" in argv)
     _print_outcome(outcome, as_json="--json" in argv)
     return outcome.exit_code
+
+
+def _end_ray() -> None:
+    """End the Ray of this process, if it has started one."""
+    connection = sys.modules.get("raytrain.backends.ray.connection")
+    if connection is not None:
+        connection.end_own_ray()
 
 
 def _print_outcome(outcome: CommandResult, as_json: bool) -> None:

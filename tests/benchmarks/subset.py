@@ -31,5 +31,5 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
                 config=config, loop=loop, view=None, signals=signals, trackers=(), started_at=time.monotonic()
             )
             prepared = dataclasses.replace(prepared, data=data)
-            with RunSession(prepared, request, own_cluster=cluster.is_own) as session:
+            with RunSession(prepared, request, cluster) as session:
                 session.watch()

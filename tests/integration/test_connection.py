@@ -1,4 +1,4 @@
-"""A local cluster ends with the connection, and no late call to Ray starts another one."""
+"""A process keeps its own Ray between its runs, ends it at its end, and no late call to Ray starts another one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 LATE = """
 import ray  # first, as a notebook may, so that it reads its variables before they are set
 
-from raytrain.backends.ray.connection import connection
+from raytrain.backends.ray.connection import connection, end_own_ray
 
 with connection("local") as cluster:
     cluster.connect()
     assert ray.is_initialized()
+end_own_ray()
 try:
     ray.put("from a thread that is still reading")
 except ray.exceptions.RaySystemError:
@@ -35,6 +36,7 @@ import sys
 from pathlib import Path
 import threading
 import raytrain
+from raytrain.backends.ray.connection import end_own_ray
 from tests.helpers.small_runs import config
 
 def give_up(snapshot):
@@ -44,6 +46,7 @@ def give_up(snapshot):
 try:
     raytrain.train(config(*sys.argv[1:], address="local", cache="none", epochs=1000), view=give_up)
 except KeyboardInterrupt:
+    end_own_ray()
     print([each.name for each in threading.enumerate() if not each.name.startswith("storage")])
 """
 
@@ -55,3 +58,31 @@ def test_no_thread_outlives_a_run_in_a_local_cluster(images: Path, tmp_path: Pat
         words, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout.strip()) == (0, "['MainThread']"), done.stderr
+
+
+TWICE = """
+import os
+import sys
+import ray
+import raytrain
+from tests.helpers.small_runs import config
+
+def train(name, **options):
+    raytrain.train(config(*sys.argv[1:], name=name, epochs=1, cache="memory", **options))
+    return ray.get_runtime_context().gcs_address, ray.available_resources()["object_store_memory"]
+
+(first, room), (second, room_again) = train("first"), train("second")
+os.environ["A"] = "changed"
+third, _ = train("third")
+ray.shutdown()
+fourth, _ = train("fourth")
+print(first == second, room == room_again, len({second, third, fourth}))
+"""
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_process_use_one_ray_until_its_variables_change(images: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", TWICE, str(images), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout.strip()) == (0, "True True 3"), done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,25 +72,67 @@ def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: Device
     }
 
 
+class StandIn:
+    """In place of a cluster that is started."""
+
+    runs = True
+    environments: list[Mapping[str, str]]
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environments.append(environment)
+
+    def close(self) -> None: ...
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mapping[str, str]]]:
     """The environments with which a cluster would have been started; none is started, and no other is found."""
     environments: list[Mapping[str, str]] = []
-    monkeypatch.setattr(connection, "LocalCluster", environments.append)
+    monkeypatch.setattr(StandIn, "environments", environments, raising=False)
+    monkeypatch.setattr(connection, "LocalCluster", StandIn)
     monkeypatch.setattr(connection, "is_connected", lambda: False)
     monkeypatch.setattr(connection, "ray_start_address", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return environments
+    yield environments
+    connection.end_own_ray()
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_new_cluster_sees_only_the_chosen_gpus(started: list[Mapping[str, str]]) -> None:
-    Connection(None)
-    Connection(None, gpus="1")
-    Connection("local", gpus="1,0")
+    for address, chosen in ((None, None), (None, "1"), ("local", "1,0")):
+        Connection(address, gpus=chosen).close()
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # The order of NVML.
     assert started == [{}, {**order, "CUDA_VISIBLE_DEVICES": "1"}, {**order, "CUDA_VISIBLE_DEVICES": "1,0"}]
     assert len(gpus()) == 2
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_keeps_its_ray_until_it_wants_another_one_or_that_one_has_died(
+    started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        Connection(None).close()
+    assert len(started) == 1
+    Connection(None, gpus="1").close()
+    monkeypatch.setenv("SOMETHING", "changed")
+    Connection(None, gpus="1").close()
+    assert len(started) == 3
+    monkeypatch.setattr(StandIn, "runs", False)
+    Connection(None, gpus="1").close()
+    assert len(started) == 4
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_run_keeps_the_ray_of_its_process_from_others_that_want_another_one(started: list[Mapping[str, str]]) -> None:
+    first, second = Connection(None), Connection("local")
+    assert len(started) == 1
+    for address, chosen in ((None, "1"), ("10.0.0.1:6379", None)):
+        with pytest.raises(UsageError, match="A run of this process uses the Ray that it has started"):
+            Connection(address, gpus=chosen)
+    first.close()
+    second.close()
+    Connection(None, gpus="1").close()
+    assert len(started) == 2
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -1,12 +1,16 @@
-"""Which Ray cluster a command uses: one that runs already, or one that starts here and ends with the command."""
+"""The Ray cluster that a command uses: one that runs already, or this process's own, which is kept until it ends."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.ray.lean_imports import lean_imports
@@ -25,16 +29,133 @@ _VARIABLES = {
     # Otherwise a thread that still reads when the connection ends starts another cluster by asking for a block.
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
+_ANSWER_WITHIN_S = 5.0
 _LOG = logging.getLogger("raytrain")
 
 
+class OwnRay:
+    """The Ray that this process has started on this machine, which is kept from one use to the next.
+
+    Several threads may use it at once. It ends with the process, or by :func:`end_own_ray`.
+    """
+
+    def __init__(self, gpus: str | None) -> None:
+        self.num_users = 0
+        self._gpus = gpus
+        self._cluster = LocalCluster(visible_gpus(gpus) if gpus else {})
+        self._address: str | None = None
+        self._opened = ExitStack()
+        self._joining = threading.Lock()
+        self._trainers: list[Trainer] = []
+        self._environment: dict[str, str] | None = None
+        self._is_spoilt = False
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether this process is in it, and not in another cluster since."""
+        ray = sys.modules.get("ray")
+        return ray is not None and ray.is_initialized() and ray.get_runtime_context().gcs_address == self._address
+
+    def fits(self, gpus: str | None) -> bool:
+        """Whether it can be used as if it were started now: with these GPUs and this process's variables."""
+        changed = self._environment is not None and self._environment != dict(os.environ)
+        works = self._cluster.runs and (self._address is None or (self.is_joined and _is_alive()))
+        return works and gpus == self._gpus and not changed
+
+    def join(self) -> None:
+        """Join it, once its last run has left it; raises UsageError if it could not start."""
+        with self._joining:
+            while self._trainers:
+                self._trainers.pop().wait()
+            if self._address is not None:
+                return
+            if is_connected():
+                raise UsageError(
+                    "--address is local, and this process is in a Ray cluster already; leave --address out, or call "
+                    "ray.shutdown() first."
+                )
+            self._address = self._cluster.address()
+            self._opened.enter_context(on_loopback())
+            self._is_spoilt = True  # until it is joined
+            _init(self._address)
+            self._is_spoilt = False
+
+    def leave_later(self, trainer: Trainer) -> None:
+        """Have the next use wait until ``trainer`` has ended, whose workers have done their work."""
+        self._trainers.append(trainer)
+
+    def spoil(self) -> bool:
+        """Have it end with this use, and the processes of a run with it; False if others use it."""
+        self._is_spoilt = self.num_users == 1
+        return self._is_spoilt
+
+    def release(self) -> None:
+        """End one use."""
+        self.num_users -= 1
+        self._environment = dict(os.environ)
+        if self._is_spoilt and not self.num_users:
+            end_own_ray()
+
+    def end(self) -> None:
+        """Leave it and end it."""
+        for trainer in self._trainers:
+            trainer.abort()
+        if self.is_joined:
+            _leave()
+        self._opened.close()
+        self._cluster.close()
+
+
+class Trainer(Protocol):
+    """What still runs on a Ray when a run has ended."""
+
+    def wait(self) -> None:
+        """Wait until it has ended, for some seconds."""
+        ...
+
+    def abort(self) -> None:
+        """End it at once."""
+        ...
+
+
+_own: OwnRay | None = None
+_own_lock = threading.RLock()
+
+
+@atexit.register
+def end_own_ray() -> None:
+    """End the Ray that this process has started, unless a thread still trains there: then it ends with the process."""
+    global _own
+    with _own_lock:
+        if _own is not None and not _own.num_users:
+            ended, _own = _own, None
+            ended.end()
+
+
+def _use_own_ray(gpus: str | None) -> OwnRay:
+    """This process's Ray, which is started if there is none, or none that fits."""
+    global _own
+    with _own_lock:
+        if _own is None or not _own.fits(gpus):
+            _require_unused("start another one with other --gpus or variables")
+            end_own_ray()
+            _own = OwnRay(gpus)
+        _own.num_users += 1
+        return _own
+
+
+def _require_unused(wish: str) -> None:
+    if _own is not None and _own.num_users:
+        raise UsageError(f"A run of this process uses the Ray that it has started; wait for its end to {wish}.")
+
+
 class Connection:
-    """A cluster that is used while the connection is open. One that was started here ends with the connection.
+    """A cluster that is used while the connection is open. One that was started here stays for the next connection.
 
     ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
-    for a new one. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this machine,
-    else a new one. ``gpus`` are the GPUs of this machine that a new one uses, such as ``0,2``; all by default.
-    ``before_start`` is called before a new one is started, and may raise what speaks against it.
+    for this process's own. By default it is the cluster that this process is in, else RAY_ADDRESS, else the one on this
+    machine, else its own. ``gpus`` are the GPUs of this machine that its own one uses, such as ``0,2``; all by default.
+    ``before_start`` is called before the own one is used, and may raise what speaks against it.
     """
 
     def __init__(
@@ -44,10 +165,11 @@ class Connection:
         before_start: Callable[[], None] | None = None,
     ) -> None:
         set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
-        self._address = address or (None if is_connected() else os.environ.get("RAY_ADDRESS")) or None
+        own_is_used = _own is not None and _own.num_users > 0
+        self._address = address or (None if is_connected() or own_is_used else os.environ.get("RAY_ADDRESS")) or None
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
-        if self._address == "auto" or not (self._address or is_connected()):
+        if self._address == "auto" or not (self._address or is_connected() or own_is_used):
             self._address = self._running_here() or self._address
         starts_here = self._address == "local" or not (self._address or is_connected())
         if not starts_here:
@@ -60,38 +182,30 @@ class Connection:
             )
         if starts_here and before_start is not None:
             before_start()
-        self._own = LocalCluster(visible_gpus(gpus) if gpus else {}) if starts_here else None
+        if not starts_here:
+            _require_unused(f"join the cluster at {self._address}")
+            end_own_ray()
+        self.own = _use_own_ray(gpus) if starts_here else None
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
 
     @property
     def is_own(self) -> bool:
-        """Whether the cluster is this machine alone, and nobody else uses it as long as the connection is open."""
-        return self._own is not None
+        """Whether the cluster is this machine alone, and nobody but this process uses it."""
+        return self.own is not None
 
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` if there is none at the address."""
+        if self.own is not None:
+            STARTUP.info("waiting for Ray on this machine …")
+            self.own.join()
+            return
         if is_connected():
-            if self._own is None:
-                return
-            raise UsageError(
-                "--address is local, and this process is in a Ray cluster already; leave --address out, or call "
-                "ray.shutdown() first."
-            )
-        STARTUP.info("joining the Ray cluster …" if self._own is None else "waiting for Ray on this machine …")
-        if self._address:
-            _check_answers(self._address)
-        import ray
-
-        address = self._address
-        if self._own is not None:
-            address = self._own.address()
-            self._opened.enter_context(on_loopback())
-        assert address is not None
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
+            return
+        STARTUP.info("joining the Ray cluster …")
+        assert self._address is not None
+        _check_answers(self._address)
+        _init(self._address)
         self._opened.callback(_leave)
 
     @staticmethod
@@ -106,10 +220,10 @@ class Connection:
         return address
 
     def close(self) -> None:
-        """Leave the cluster, and end it if it was started here."""
+        """Leave the cluster, unless it is this process's own."""
         self._opened.close()
-        if self._own is not None:
-            self._own.close()
+        if self.own is not None:
+            self.own.release()
 
 
 @contextmanager
@@ -118,7 +232,7 @@ def connection(
     gpus: str | None = None,
     before_start: Callable[[], None] | None = None,
 ) -> Iterator[Connection]:
-    """A :class:`Connection`: its cluster is starting when the ``with`` block begins, and is left when it ends."""
+    """A :class:`Connection`: its cluster is starting when the ``with`` block begins."""
     opened = Connection(address, gpus, before_start)
     try:
         yield opened
@@ -132,10 +246,27 @@ def uses_cluster(address: str | None) -> bool:
 
 
 def is_connected() -> bool:
-    """Whether this process is in a Ray cluster."""
-    import sys
+    """Whether this process is in a Ray cluster that it has not started itself."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and not (_own is not None and _own.is_joined)
 
-    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+def _init(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
+
+
+def _is_alive() -> bool:
+    """Whether the cluster that this process is in still works."""
+    import ray
+
+    from raytrain.backends.ray.head_watch import head_answers
+
+    return head_answers(_ANSWER_WITHIN_S) and any(node["Alive"] for node in ray.nodes())
 
 
 def _leave() -> None:

@@ -72,6 +72,11 @@ class LocalCluster:
             self._process = self._start()
         raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
 
+    @property
+    def runs(self) -> bool:
+        """Whether the process that holds it does."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the cluster, wait until its processes are gone, and put this process's variables back."""
         assert self._process.stdin is not None

@@ -14,6 +14,7 @@ from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import PreparedRun, load_initial_weights, run_spec
 from raytrain.backends.ray.capacity_check import CapacityCheck
+from raytrain.backends.ray.connection import Connection
 from raytrain.backends.ray.coordinator import CoordinatorHandle, RunInStorage, start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
@@ -63,21 +64,21 @@ class RemoteMonitor:
 class RunSession:
     """A run that trains while the session is open. When it closes, nothing of the run is left in the cluster.
 
-    ``own_cluster`` says that nobody else uses the cluster, which is this machine. Raises UsageError if the cluster has
-    too little for the run.
+    Raises UsageError if the ``cluster`` has too little for the run.
     """
 
-    def __init__(self, prepared: PreparedRun, request: TrainRequest, *, own_cluster: bool) -> None:
+    def __init__(self, prepared: PreparedRun, request: TrainRequest, cluster: Connection) -> None:
         found = cluster_hardware()
         self._placement = place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         num_workers = self._placement.num_workers
-        fastest = fastest_precision if own_cluster else fastest_on_nodes
+        fastest = fastest_precision if cluster.is_own else fastest_on_nodes
         config = prepared.resolve(num_workers, self._placement.device, fastest)
         self._prepared = prepared
         self._store = prepared.store
         self._request = request
-        self._own_cluster = own_cluster
+        self._cluster = cluster
+        self._is_over = False
         pickle_by_value(request.loop)
         self._spec = run_spec(config, prepared.data, prepared.store, request.loop, num_workers)
         pickle_by_value(self._spec.transforms)
@@ -115,10 +116,10 @@ class RunSession:
                 self._placement,
                 str(folder),
                 max_failures=spec.run.config.max_failures,
-                own_cluster=self._own_cluster,
+                own_cluster=self._cluster.is_own,
             )
             self._trainer.start()
-            opened.callback(self._trainer.abort)
+            opened.callback(self._end_trainer)
             self._feed.start(self._placement)
             opened.callback(self._feed.close)
             data.write(self._store)
@@ -167,8 +168,19 @@ class RunSession:
         outcome = self._final_outcome(ray.get(self._coordinator.snapshot.remote(START)))
         self._prepared.copy_log()
         result = successful(self._watcher.conclude(outcome, self._placement.num_workers))
-        self._trainer.wait_in_shared_cluster()
+        self._is_over = True
         return result
+
+    def _end_trainer(self) -> None:
+        """See that nothing of the run uses the cluster, now or when the next run uses this process's own."""
+        own = self._cluster.own
+        if self._is_over and own is not None:
+            own.leave_later(self._trainer)
+            return
+        if self._is_over:
+            self._trainer.wait()
+        if not self._trainer.ended.done():
+            self._trainer.abort(cluster_ends=own is not None and own.spoil())
 
     def _pass_on_stop_request(self, stored: StopReason | None, snapshot: Snapshot) -> None:
         request = self._request.signals.stop_request or stored
@@ -198,6 +210,6 @@ class RunSession:
             train_order=self._feed.orders.get("train"),
             test_order=self._feed.orders.get("test"),
             threads=self._placement.threads,
-            folder=os.getcwd() if self._own_cluster else None,
+            folder=os.getcwd() if self._cluster.is_own else None,
             coordinator=self._coordinator,
         )

@@ -36,8 +36,7 @@ class TrainerThread:
     """Runs ``work`` on every worker of ``placement``, and restarts failed workers up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. ``own_cluster`` says
-    that nobody else uses the cluster, which is this machine, and that this process leaves it at the end. Ray Train
-    keeps notes of its own in ``folder``.
+    that only this process uses the cluster, which is this machine. Ray Train keeps notes of its own in ``folder``.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class TrainerThread:
     ) -> None:
         self.ended: Future[None] = Future()
         self._coordinator = coordinator
-        self._own_cluster = own_cluster
         self._controller: Any = None
         fewest, most = placement.min_workers, placement.num_workers
         self._trainer = _Trainer(
@@ -81,12 +79,11 @@ class TrainerThread:
         if self._controller is None:
             self._controller = self._ask_for_controller()
 
-    def wait_in_shared_cluster(self) -> None:
-        """Let Ray Train notice that the workers are done: in a cluster that stays, its list of runs says so."""
-        if not self._own_cluster:
-            concurrent.futures.wait([self.ended], timeout=_NOTICED_WITHIN_S)
+    def wait(self) -> None:
+        """Let Ray Train notice that the workers are done, and free their CPUs."""
+        concurrent.futures.wait([self.ended], timeout=_NOTICED_WITHIN_S)
 
-    def abort(self) -> None:
+    def abort(self, *, cluster_ends: bool = True) -> None:
         """End workers that Ray Train would restart, if the cluster outlives the run; others end with their cluster.
 
         The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
@@ -94,8 +91,8 @@ class TrainerThread:
         if self.ended.done():
             return
         with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
-            self._find_controller(0.0 if self._own_cluster else _CONTROLLER_STARTS_WITHIN_S)
-            if self._controller is not None and not self._own_cluster:
+            self._find_controller(0.0 if cluster_ends else _CONTROLLER_STARTS_WITHIN_S)
+            if self._controller is not None and not cluster_ends:
                 ray.get(self._controller.abort.remote(), timeout=_WORKERS_START_WITHIN_S)
         if self._controller is not None:
             ray.kill(self._controller)

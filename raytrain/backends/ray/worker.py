@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayActorError
 
 from raytrain.backends.ray.block_cache import RemoteBlocks
 from raytrain.backends.ray.coordinator import CoordinatorHandle
@@ -166,9 +168,10 @@ class RayReporter:
         return True
 
     def _watch(self) -> None:
-        while not self._stop_requested.is_set():
-            if ray.get(self._coordinator.wait_for_stop_request.remote(_POLL_S)) is not None:
-                self._stop_requested.set()
+        with suppress(RayActorError):  # the run is over
+            while ray.get(self._coordinator.wait_for_stop_request.remote(_POLL_S)) is None:
+                pass
+            self._stop_requested.set()
 
 
 def _join_group(coordinator: CoordinatorHandle, rank: int) -> int:

@@ -123,8 +123,7 @@ class SweepSession:
                 max_failures=self._prepared.config.max_failures,
             )
             self._tuner.start()
-            if not self._own_cluster:  # trials in another cluster would outlive the session
-                opened.callback(self._tuner.abort)
+            opened.callback(self._tuner.abort)
             self._opened = opened.pop_all()
         return self
 
