@@ -16,9 +16,9 @@ from raytrain.errors import UsageError, flag
 from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.claim import RunClaim, claim_run
 from raytrain.runs.documents import check_name, new_name, read_config, run_store
-from raytrain.runs.driver_log import DriverLog
 from raytrain.runs.identity import Identity
 from raytrain.runs.layout import CONFIG
+from raytrain.runs.logs import DriverLog
 from raytrain.runs.skipped_images import SkipLimit
 from raytrain.runs.startup_log import STARTUP
 from raytrain.storage.scoped_credentials import Scope

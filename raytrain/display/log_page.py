@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from raytrain.display.event_text import event_text
 from raytrain.display.formatting import format_duration
+from raytrain.runs.logs import StoredLog
 from raytrain.runs.printable import one_line
-from raytrain.runs.process_log import StoredLog
 from raytrain.runs.snapshot import Snapshot
 
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}

@@ -16,8 +16,8 @@ import raytrain
 from raytrain.demo.digits import render_digits
 from raytrain.errors import UsageError
 from raytrain.recipes import digits
+from raytrain.runs.logs import DRIVER, LogReader, worker_log
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.process_log import DRIVER, LogReader, worker_log
 from raytrain.runs.records import read_run
 from raytrain.runs.snapshot import Snapshot
 from raytrain.storage.open import open_store

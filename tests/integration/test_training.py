@@ -20,8 +20,8 @@ from raytrain import UsageError
 from raytrain.cli.new_project import write_project
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.documents import run_store
+from raytrain.runs.logs import DRIVER, LogReader, worker_log
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.process_log import DRIVER, LogReader, worker_log
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import request_stop
 from raytrain.storage.open import open_store

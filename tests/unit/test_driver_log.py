@@ -12,9 +12,8 @@ from rich.live import Live
 from raytrain.cli.main import main
 from raytrain.display.console import PlainConsole
 from raytrain.runs.documents import run_store
-from raytrain.runs.driver_log import DriverLog
 from raytrain.runs.layout import CONFIG, LOGS
-from raytrain.runs.process_log import DRIVER, LogReader
+from raytrain.runs.logs import DRIVER, DriverLog, LogReader
 from raytrain.storage.base import Store
 
 
@@ -68,7 +67,7 @@ def test_what_handlers_of_loggers_print_is_kept_once(store: Store, capsys: pytes
 def test_it_is_there_while_the_driver_runs_and_only_its_end_is_kept(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.runs.driver_log.MAX_LOG_BYTES", 8)
+    monkeypatch.setattr("raytrain.runs.logs.MAX_LOG_BYTES", 8)
     with DriverLog(store) as log:
         for number in range(100):
             print(number)

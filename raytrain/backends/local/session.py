@@ -16,7 +16,6 @@ from raytrain.backends.image_cache import image_cache
 from raytrain.backends.local.agent_process import AgentProcess
 from raytrain.backends.local.calls import CallServer
 from raytrain.backends.local.job import Job
-from raytrain.backends.local.worker_logs import WorkerLogs
 from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import PreparedRun
@@ -25,6 +24,7 @@ from raytrain.backends.train_request import TrainRequest
 from raytrain.backends.worker_task import WorkerTask
 from raytrain.errors import OutOfMemory, RaytrainError
 from raytrain.monitor.events import WorkerFailed
+from raytrain.runs.logs import WorkerLogs
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
 from raytrain.runs.recorder import failed
 from raytrain.runs.snapshot import Snapshot
@@ -63,6 +63,8 @@ class LocalSession:
             prepared = self._prepared
             cache = image_cache(self._config, prepared.data, prepared.first_step, opened)
             self._logs = WorkerLogs(prepared.store, folder)
+            self._logs.start()
+            opened.callback(self._logs.close)
             task = WorkerTask(self._config, prepared.data, prepared.store, prepared.first_step, cache)
             opened.callback(self._agent.close)
             self._agent.start_workers(Job(task, self._request.loop, self._num_workers, calls.address, str(folder)))
@@ -83,8 +85,6 @@ class LocalSession:
             stored = self._watcher.keep(self._watcher.look())
             if (request := self._request.signals.stop_request or stored) is not None:
                 self._monitor.request_stop(request)
-            if self._watcher.begun:
-                self._logs.copy_if_due()
         self._agent.close()
         if self._error is not None and not self._watcher.begun:
             raise self._error

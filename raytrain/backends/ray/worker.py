@@ -31,10 +31,10 @@ from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_fr
 from raytrain.data.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError
 from raytrain.monitor.events import Event, NodeLeaving
+from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
-from raytrain.runs.process_log import ProcessLog
 from raytrain.training.run_spec import RunSpec
 
 _POLL_S = 20.0

@@ -89,7 +89,7 @@ def logs(
     """
     from raytrain.display.log_page import LogLines
     from raytrain.runs.documents import open_run
-    from raytrain.runs.process_log import DRIVER, LogReader, worker_log
+    from raytrain.runs.logs import DRIVER, LogReader, worker_log
     from raytrain.runs.run_reader import RunReader, follow_run
 
     reader, texts = RunReader(open_run(storage, run), run), list[str]()

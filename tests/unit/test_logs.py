@@ -13,12 +13,12 @@ from raytrain.cli.main import main
 from raytrain.display.log_page import LogLines
 from raytrain.runs.documents import run_store
 from raytrain.runs.layout import CONFIG
-from raytrain.runs.process_log import LogCopies, LogReader, StoredLog, log_name, worker_log
+from raytrain.runs.logs import LogCopies, LogFile, LogReader, StoredLog, log_name, worker_log
 
 PRINTS = """
 import os, sys
 from raytrain.runs.documents import run_store
-from raytrain.runs.process_log import ProcessLog
+from raytrain.runs.logs import ProcessLog
 
 print("before")
 with ProcessLog(run_store(sys.argv[1], "first"), 1):
@@ -42,12 +42,18 @@ def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its
 
 
 def test_a_log_that_grows_is_copied_as_a_whole_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.runs.process_log.MAX_LOG_BYTES", 8)
+    monkeypatch.setattr("raytrain.runs.logs.MAX_LOG_BYTES", 8)
     store, file = run_store(str(tmp_path), "first"), tmp_path / "printed"
-    copies, name = LogCopies(store), log_name(worker_log(0), "1", "out")
+    name = log_name(worker_log(0), "1", "out")
+
+    class Copies(LogCopies):
+        def files(self) -> list[LogFile]:
+            return [LogFile(file, name)]
+
+    copies = Copies(store)
     for text in ("one\n", "one\ntwo\n", "one\ntwo\nthree\n"):
         file.write_text(text)
-        copies.copy(file, name)
+        copies.copy()
         assert LogReader(store, worker_log(0)).read() == [StoredLog("1", "out", text[-8:])]
 
 
