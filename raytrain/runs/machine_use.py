@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, cast
 
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import MACHINES
-from raytrain.runs.stored_values import matches
+from raytrain.runs.stored_values import known_fields
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -51,12 +51,5 @@ def read_machines(store: Store) -> tuple[MachineUse, ...]:
     """What :func:`write_machines` wrote last; what is damaged is left out."""
     workers = read_json(store, MACHINES).get("workers")
     documents = cast(list[Any], workers) if isinstance(workers, list) else []
-    return tuple(MachineUse(**document) for document in documents if _is_use(document))
-
-
-def _is_use(document: Any) -> bool:
-    hints = get_type_hints(MachineUse)
-    if not isinstance(document, dict):
-        return False
-    values = cast(dict[str, Any], document)
-    return values.keys() == hints.keys() and all(matches(values[name], hint) for name, hint in hints.items())
+    known = [known_fields(MachineUse, each) for each in documents if isinstance(each, dict)]
+    return tuple(MachineUse(**each) for each in known if len(each) == len(fields(MachineUse)))

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal, cast
 
 from raytrain.errors import TrainingFailed
-from raytrain.runs.stored_values import matches
+from raytrain.runs.stored_values import known_fields
 
 EndStatus = Literal["finished", "stopped", "failed"]
 StopKind = Literal[
@@ -47,11 +47,9 @@ class StopReason:
     @classmethod
     def from_json(cls, document: object) -> StopReason:
         """The inverse of :meth:`to_json`. Raises ValueError if the document is something else."""
-        known, hints = cast("dict[str, Any]", document), get_type_hints(cls)
-        if not isinstance(document, dict) or not all(matches(known[name], hints.get(name)) for name in known):
-            raise ValueError("no reason to stop")
-        if "kind" not in known:
-            raise ValueError("a reason to stop without a kind")
+        known = known_fields(cls, cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
+        if not known or known != document or "kind" not in known:
+            raise ValueError(f"{document!r} is no reason to stop")
         return cls(**known)
 
 

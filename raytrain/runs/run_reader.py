@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args
 
 from raytrain.errors import StorageError
 from raytrain.monitor.events import TimedEvent
@@ -23,7 +23,7 @@ from raytrain.runs.snapshot import START, RowCursor, Snapshot, Status, View
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.runs.stop_request import read_stop_request
 from raytrain.runs.stored_rows import RowParser, rows_of_kind
-from raytrain.runs.stored_values import matches
+from raytrain.runs.stored_values import known_fields
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -202,11 +202,9 @@ def _parse_each(parse: Callable[[int, dict[str, Any]], T], first: int, lines: Se
 
 def _result(store: Store) -> TrainResult | None:
     """The summary of a run that is over; None if it has none, or a damaged one."""
-    hints = get_type_hints(TrainResult)
     document = read_json(store, SUMMARY)
     with suppress(TypeError):
-        known = {name: value for name, value in document.items() if matches(value, hints.get(name))}
-        return TrainResult(**known | {"stop_reason": stop_reason_of(document)})
+        return TrainResult(**known_fields(TrainResult, document) | {"stop_reason": stop_reason_of(document)})
     return None
 
 

@@ -8,13 +8,13 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError
 from raytrain.runs.documents import read_json, run_store, write_json
 from raytrain.runs.json_lines import Report, ignore
 from raytrain.runs.layout import STATUS
-from raytrain.runs.stored_values import matches
+from raytrain.runs.stored_values import known_fields
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
@@ -82,11 +82,8 @@ def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus
     Another version may have written it: fields that are unknown, or have another type, are left out. ``report`` gets a
     line about the latter.
     """
-    hints = get_type_hints(RunStatus)
-    known: dict[str, Any] = {
-        name: value for name, value in document.items() if name in hints and matches(value, hints[name])
-    }
-    if unusable := [name for name in document if name in hints and name not in known]:
+    known = known_fields(RunStatus, document)
+    if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - known]:
         report(f"{STATUS} has values of another type for {', '.join(unusable)}, which are left out")
     status = RunStatus(**{**_INTERRUPTED, **known})
     if status.active and (_is_silent(status) or _is_gone(status)):

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import types
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+
+def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``document`` that the dataclass ``kind`` has a field for, if they are of the field's type."""
+    hints = get_type_hints(kind)
+    return {name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
 
 
 def matches(value: object, hint: Any) -> bool:

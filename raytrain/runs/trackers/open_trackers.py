@@ -5,29 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
 
 from raytrain.config.user_function import load_function
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.runs.trackers.protocol import TrackedRun, Tracker
 from raytrain.runs.trackers.tracker_thread import NamedTracker
 
-
-class _BuiltIn(NamedTuple):
-    """A tracker that raytrain comes with: where it is, and what it needs to be installed."""
-
-    module: str
-    kind: str
-    needs: str
-    extra: str
-
-
 _BUILT_IN = {
-    "tensorboard": _BuiltIn("raytrain.runs.trackers.tensorboard", "TensorBoardTracker", "tensorboardX", "tensorboard"),
-    "mlflow": _BuiltIn("raytrain.runs.trackers.mlflow", "MLflowTracker", "mlflow", "mlflow"),
-    "wandb": _BuiltIn("raytrain.runs.trackers.wandb", "WandbTracker", "wandb", "wandb"),
-    "prometheus": _BuiltIn("raytrain.runs.trackers.prometheus", "PrometheusTracker", "prometheus_client", ""),
+    "tensorboard": ("raytrain.runs.trackers.tensorboard", "TensorBoardTracker", "tensorboardX"),
+    "mlflow": ("raytrain.runs.trackers.mlflow", "MLflowTracker", "mlflow"),
+    "wandb": ("raytrain.runs.trackers.wandb", "WandbTracker", "wandb"),
+    "prometheus": ("raytrain.runs.trackers.prometheus", "PrometheusTracker", "prometheus_client"),
 }
+"""Module, class, and the package that it needs, which the extra of the tracker's name installs."""
 
 
 def open_trackers(trackers: Sequence[str | Tracker]) -> list[NamedTracker]:
@@ -47,30 +37,19 @@ def open_trackers(trackers: Sequence[str | Tracker]) -> list[NamedTracker]:
 
 def _by_name(name: str) -> NamedTracker:
     if name in _BUILT_IN:
-        return NamedTracker(name, _built_in(name, _BUILT_IN[name]))
+        return NamedTracker(name, _built_in(name, *_BUILT_IN[name]))
     if ":" not in name:
         hint = did_you_mean(name, _BUILT_IN)
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
     own = load_function("--track", name)
-
-    def make(run: TrackedRun) -> Tracker:
-        return own()
-
-    return NamedTracker(name, make)
+    return NamedTracker(name, lambda run: own())
 
 
-def _built_in(name: str, tracker: _BuiltIn) -> Callable[[TrackedRun], Tracker]:
-    if find_spec(tracker.needs) is None:
-        raise UsageError(
-            f"--track {name} needs the package {tracker.needs}: `pip install 'raytrain[{tracker.extra}]'`."
-        )
-
-    def make(run: TrackedRun) -> Tracker:
-        kind: Any = getattr(import_module(tracker.module), tracker.kind)
-        return kind(run)
-
-    return make
+def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
+    if find_spec(needs) is None:
+        raise UsageError(f"--track {name} needs the package {needs}: `pip install 'raytrain[{name}]'`.")
+    return lambda run: getattr(import_module(module), kind)(run)
 
 
 def _of_object(tracker: object) -> NamedTracker:
@@ -79,8 +58,4 @@ def _of_object(tracker: object) -> NamedTracker:
             f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
             "finalize."
         )
-
-    def make(run: TrackedRun) -> Tracker:
-        return tracker
-
-    return NamedTracker(type(tracker).__name__, make)
+    return NamedTracker(type(tracker).__name__, lambda run: tracker)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import get_type_hints
 
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import TRACKERS
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.stored_values import matches
+from raytrain.runs.stored_values import known_fields
 from raytrain.storage.base import Store
 
 
@@ -37,11 +36,7 @@ class Position:
 
 def read_position(store: Store, tracker: str) -> Position:
     """The position of ``tracker`` in the run's ``store``; the beginning if its document is missing or damaged."""
-    document = read_json(store, _path(tracker))
-    hints = get_type_hints(Position)
-    return Position(
-        **{name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
-    )
+    return Position(**known_fields(Position, read_json(store, _path(tracker))))
 
 
 def write_position(store: Store, tracker: str, position: Position) -> None:
