@@ -161,7 +161,7 @@ def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int 
         run = make_run(OPTIONS, images(NUM_IMAGES), f"{folder}/{loop.__name__}", recorder)
         loop(run)
         outcome = run.finish()
-        weights = [value.clone() for model in run._models.wrapped for value in model.state_dict().values()]
+        weights = [value.clone() for model in run.models.trained for value in model.state_dict().values()]
         results[loop.__name__] = {"weights": weights, "rows": recorder.rows, "outcome": outcome}
     return results
 
