@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from raytrain.training.batch import Batch
 from raytrain.training.gradients import JoinedGradients, broadcast_weights
 from raytrain.training.protocols import Worker
 from raytrain.training.state import CheckpointState
-from raytrain.training.wrap_model import apply_options
+from raytrain.training.wrap_model import apply_options, full_precision, mixed_precision
 
 
 class PreparedModels:
@@ -47,7 +48,7 @@ class PreparedModels:
             broadcast_weights(model)
         if self._config.ema_decay is not None:
             self._add_average(model, self._config.ema_decay)
-        apply_options(model, self._config, self._worker.device)
+        apply_options(model, self._config)
         self.trained.append(model)
         return model
 
@@ -60,6 +61,10 @@ class PreparedModels:
         """The first network, with averaged weights if ``--ema-decay`` asks for them."""
         return self._averages[0].model if self._averages else self.trained[0]
 
+    def computing(self) -> AbstractContextManager[Any]:
+        """A context in which networks compute in the run's precision."""
+        return mixed_precision(self._config, self._worker.device)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """In this context all networks are in evaluation mode; then each layer is in its own again."""
@@ -67,7 +72,8 @@ class PreparedModels:
         for model in self.trained:
             model.eval()
         try:
-            yield
+            with self.computing():
+                yield
         finally:
             for layer, training in modes:
                 layer.training = training
@@ -87,6 +93,7 @@ class PreparedModels:
     def backward(self, loss: Tensor) -> None:
         """Backpropagate ``loss``; what gradient checkpointing computes again changes no statistics."""
         with ExitStack() as stack:
+            stack.enter_context(full_precision(self._worker.device))
             for model in self.trained:
                 stack.enter_context(batchnorm.keep_statistics(model))
             self._gradients.backward(loss, self._parameters(), joins=self._is_last_part)
@@ -118,7 +125,7 @@ class PreparedModels:
     def _add_average(self, model: nn.Module, decay: float) -> None:
         average = WeightAverage(model, decay)
         self._state.add("average", average)
-        apply_options(average.model, self._config, self._worker.device)
+        apply_options(average.model, self._config)
         self._averages.append(average)
 
 

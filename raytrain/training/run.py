@@ -36,6 +36,7 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.shift_test import with_views
 from raytrain.training.state import CheckpointState, Stateful
 from raytrain.training.steps import Steps
+from raytrain.training.wrap_model import full_precision
 
 WAIT_FOR_DATA = "wait for data"
 """The name of this phase in a trace of torch.profiler."""
@@ -140,7 +141,9 @@ class Run:
         local_batches = Prefetch(self.source.train(first_step), self.config.prefetch)
         try:
             for _ in range(first_step, self.plan.num_steps):
-                yield self._begin_step(local_batches)
+                batch = self._begin_step(local_batches)
+                with self.models.computing():
+                    yield batch
                 self._adapt_scale()
                 if self.steps.end(self.evaluate):
                     break
@@ -171,7 +174,7 @@ class Run:
         assert self._part is not None
         self.steps.backward(loss)
         self._adapt_scale()
-        weight = self.world_size / self.steps.num_used() * (self._part.num_used > 0)
+        weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (self._part.num_used > 0)
         self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
 
     def step(self, optimizer: Optimizer, *, learning_rate: float | None = None, clip_norm: float | None = None) -> None:
@@ -185,11 +188,12 @@ class Run:
         """
         self.steps.optimizer_steps()
         clip_norm = clip_norm or self.config.clip_norm
-        if clip_norm is not None:
-            self._scaler.unscale_(optimizer)
-            clip_gradients(optimizer, clip_norm)
-        with self._rates.of_step(optimizer, self.progress.step, learning_rate) as self.steps.learning_rate:
+        with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rate:
+            if clip_norm is not None:
+                self._scaler.unscale_(optimizer)
+                clip_gradients(optimizer, clip_norm)
             self._scaler.step(optimizer)
+        self.steps.learning_rate = rate
         self._scale_is_used = True
         optimizer.zero_grad()
 
@@ -200,7 +204,7 @@ class Run:
         names.
         """
         assert self._part is not None
-        self.steps.log(sums, counts=self._part.num_used > 0)
+        self.steps.metrics.log(sums, counts=self._part.num_used > 0)
 
     def correct(self, logits: Tensor, batch: Batch) -> Tensor:
         """How many images of a batch, or a part of one, have right answers, (); ``logits`` are (m, C).
@@ -256,7 +260,7 @@ class Run:
         self.evaluating = False
         step = self.steps.evaluated(measured, self.thresholds)
         self.gallery.write(step, self.rank, self.world_size)
-        self.steps.exclude(time.perf_counter() - started)
+        self.steps.metrics.exclude(time.perf_counter() - started)
         return measured
 
     def finish(self) -> Outcome:

@@ -24,8 +24,7 @@ from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.sample_trace import SampleTrace
 from raytrain.training.state import CheckpointState
-from raytrain.training.step_metrics import StepMetrics
-from raytrain.training.step_reduce import StepContribution, StepReduce, StepTotals
+from raytrain.training.step_metrics import StepMetrics, StepTotals
 
 _MEAN = 1  # torch's number for reduction="mean"
 
@@ -43,7 +42,8 @@ class Steps:
         worker: which one this is.
         restored: the checkpoint from which the run resumes; None if it is new.
 
-    ``progress`` is how far the run is, ``learning_rate`` that of the newest step.
+    ``progress`` is how far the run is, ``learning_rate`` that of the newest step. What costs nothing to check of a loop
+    is checked: in each step it calls at least one backward of a sum, then at least one optimizer step.
     """
 
     def __init__(
@@ -63,12 +63,13 @@ class Steps:
         step = self.progress.step
         self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, step if restored else None)
         self._trace = SampleTrace(checkpoints.store, worker.rank, step) if config.trace else None
-        self._reduce = StepReduce(worker.device, worker.world_size)
-        self._metrics = StepMetrics(self._reduce, self._record, worker.world_size, self.progress.samples_seen)
+        self.metrics = StepMetrics(worker, self._record, self.progress.samples_seen)
         self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
         self._early_stop = EarlyStop(config)
-        self._rules = LoopRules()
         self.learning_rate = 0.0
+        self._backwards = 0  # of the loop since it got its batch
+        self._stepped = False  # an optimizer, since then
+        self._checked_loss = False
         self._start_reported = False
         self._exhausted = False  # the loop has got all batches that it gets
 
@@ -84,24 +85,24 @@ class Steps:
         self._machine.step(len(local.labels), wait_s)
         stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
-        self._reduce.start(StepContribution(len(local.labels), wait_s, stop, checkpoint))
-        self._rules.begin()
-
-    def num_used(self) -> Tensor:
-        """Number of used images in the step's global batch, float64 () on the device, at least 1."""
-        return self._reduce.num_used().clamp(min=1)
+        self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint))
+        self._backwards, self._stepped = 0, False
 
     def backward(self, loss: Tensor) -> None:
-        """The loop backpropagates ``loss``; raises UsageError if it is no sum over images."""
-        self._rules.backward(loss)
+        """The loop backpropagates ``loss``; raises UsageError if the first one is no sum over images."""
+        self._backwards += 1
+        if not self._checked_loss:
+            self._checked_loss = True
+            _check_sum(loss)
 
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""
-        self._rules.step()
-
-    def log(self, sums: Mapping[str, Tensor], *, counts: bool) -> None:
-        """Add sums over this worker's images to the metrics of the step; see :meth:`StepReduce.log`."""
-        self._reduce.log(sums, counts=counts)
+        if not self._backwards:
+            raise UsageError(
+                "The loop calls run.step without run.backward before it in the same batch: without that the gradients "
+                "are wrong."
+            )
+        self._stepped = True
 
     def end(self, evaluate: Callable[[], object]) -> bool:
         """The loop asks for its next batch: call ``evaluate`` and write a checkpoint if they are due.
@@ -109,17 +110,21 @@ class Steps:
         Whether the run stops here.
         """
         self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
-        self._rules.complete()
+        if not self._stepped:
+            raise UsageError(
+                "The loop asks for the next batch without run.step(optimizer) for this one; every batch is one step, "
+                "on every worker (several backwards before one step: loop over run.parts(batch), with --accumulate)."
+            )
         totals = self._complete()
         step = self.progress.step
-        check_loops_returned(totals.loops_returned, self._worker.world_size, step)
+        _check_loops_returned(totals.loops_returned, self._worker.world_size, step)
         ends_run = step == self._plan.num_steps
         if totals.stop_requests and not ends_run:
             return True
         if ends_run or self._evaluation_is_due():
             evaluate()
         if totals.checkpoint_requests or self._schedule.due_at(step):
-            self._metrics.flush(StepContribution())  # a run that resumes from here never records this step again
+            self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
             self._save()
         return self._early_stop.reason is not None
 
@@ -129,7 +134,7 @@ class Steps:
 
     def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:
         """Record what an evaluation has ``measured``; after which step it was."""
-        step = self.progress.step + self._rules.stepped  # the current step counts once its optimizer has stepped
+        step = self.progress.step + self._stepped  # the current step counts once its optimizer has stepped
         progress = replace(
             self.progress,
             test_accuracy=measured.get("accuracy"),
@@ -142,10 +147,6 @@ class Steps:
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=dict(measured)))
         return step
 
-    def exclude(self, seconds: float) -> None:
-        """Don't count the ``seconds`` of an evaluation as training time."""
-        self._metrics.exclude(seconds)
-
     def exhausted(self) -> None:
         """The loop has got its last batch."""
         self._exhausted = True
@@ -155,10 +156,10 @@ class Steps:
 
         Raises UsageError if it returned on some workers only, before the end of the run.
         """
-        if not self._exhausted and self._rules.stepped:
+        if not self._exhausted and self._stepped:
             self._complete()  # the loop returned after this step
-        totals = self._metrics.flush(StepContribution(loop_returned=not self._exhausted))
-        check_loops_returned(totals.loops_returned, self._worker.world_size, self.progress.step)
+        totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))
+        _check_loops_returned(totals.loops_returned, self._worker.world_size, self.progress.step)
         if self._models.trained and self._schedule.due_at_end(self.progress.step):
             self._save()
         self._checkpoints.close()
@@ -172,14 +173,14 @@ class Steps:
     def _complete(self) -> StepTotals:
         batch = self._local.batch
         self._models.end_step(batch.step)
-        self._rules.begin()
-        totals = self._metrics.read()
+        self._backwards, self._stepped = 0, False
+        totals = self.metrics.read()
         step = batch.step + 1
         if self._trace is not None:
             self._trace.add(step, self._local.samples)
-        self.progress = replace(self.progress, step=step, samples_seen=self._metrics.samples_seen)
+        self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
         if step % self._config.log_every == 0 or step == self._plan.num_steps:
-            self._metrics.close_row(batch, self.learning_rate)
+            self.metrics.close_row(batch, self.learning_rate)
         return totals
 
     def _evaluation_is_due(self) -> bool:
@@ -204,53 +205,12 @@ class Steps:
             self._reporter.record(row)
 
 
-class LoopRules:
-    """Checks, as far as it costs nothing, that a loop keeps the rules: a mistake is an error in the first step.
-
-    In each step it calls at least one backward of a sum, then at least one optimizer step.
-    """
-
-    def __init__(self) -> None:
-        self.stepped = False
-        self._num_backwards = 0
-        self._checked = False
-
-    def begin(self) -> None:
-        """The loop gets a batch."""
-        self.stepped = False
-        self._num_backwards = 0
-
-    def backward(self, loss: Tensor) -> None:
-        """The loop backpropagates ``loss``."""
-        self._num_backwards += 1
-        if not self._checked:
-            self._checked = True
-            _check_sum(loss)
-
-    def step(self) -> None:
-        """The loop steps an optimizer."""
-        if not self._num_backwards:
-            raise UsageError(
-                "The loop calls run.step without run.backward before it in the same batch: without that the gradients "
-                "are wrong."
-            )
-        self.stepped = True
-
-    def complete(self) -> None:
-        """The loop asks for the next batch."""
-        if not self.stepped:
-            raise UsageError(
-                "The loop asks for the next batch without run.step(optimizer) for this one; every batch is one step, "
-                "on every worker (several backwards before one step: loop over run.parts(batch), with --accumulate)."
-            )
-
-
-def check_loops_returned(num_returned: int, num_workers: int, step: int) -> None:
+def _check_loops_returned(num_returned: float, num_workers: int, step: int) -> None:
     """Raise UsageError if the loop has returned, after ``step`` completed steps, on some of the workers only."""
     if 0 < num_returned < num_workers:
         raise UsageError(
-            f"After step {step:,} the loop returned on {num_returned} of {num_workers} workers and continued on the "
-            "others; every worker must take the same steps: decide to break by what all of them know, such as "
+            f"After step {step:,} the loop returned on {num_returned:.0f} of {num_workers} workers and continued on "
+            "the others; every worker must take the same steps: decide to break by what all of them know, such as "
             "run.total(...)."
         )
 
