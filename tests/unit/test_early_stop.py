@@ -45,7 +45,7 @@ def test_an_evaluation_that_gives_nan_is_worse_than_any_number() -> None:
     reason, progress = evaluated([math.nan, 0.2, math.nan, 0.3], patience=2)
     assert (reason, progress.best_score, progress.num_worse) == (None, 0.3, 0)
     reason, progress = evaluated([math.nan, math.nan], patience=2)
-    assert reason == "--patience 2: accuracy is not a number" and progress.score is None
+    assert reason == StopReason("patience", metric="accuracy", count=2) and progress.score is None
 
 
 def test_the_best_may_be_the_lowest_loss() -> None:
