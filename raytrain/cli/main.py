@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from typing import NoReturn
 
 from raytrain.cli.command_result import CommandResult
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("raytrain").setLevel(logging.DEBUG)
+    if argv[0] == "--version":
+        print(version("raytrain"))
+        return 0
     try:
         with ExitStack() as opened:
             opened.callback(_end_ray)

@@ -7,14 +7,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, Union, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_type_hints
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Suppress, subcommand
+from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from raytrain.cli.parse_errors import NONE, as_usage_errors
-from raytrain.config import TrainConfig
+from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
@@ -31,6 +31,10 @@ _MARKERS = (
     tyro.conf.PositionalMetavarFromFieldName,
 )
 _CONSTRUCTORS = ConstructorRegistry()
+_PLAIN_DEFAULTS = ("", "''", NONE, "False")
+"""Defaults that the help does not show, since they only say that an option was not given."""
+_DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
+"""Where a resumed run trains: each start decides on it."""
 
 
 @_CONSTRUCTORS.primitive_rule  # pyright: ignore[reportUnknownMemberType]
@@ -52,73 +56,62 @@ def _none(words: list[str]) -> None:
         raise ValueError(f"{words[0]!r} is not {NONE}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeOptions(TrainConfig):
-    """The options of a run as they were typed, before any check."""
+@dataclass(frozen=True)
+class Without:
+    """Marks the TrainConfig of a command that decides itself on the options with these names: they have no flags."""
 
-    recipe: Suppress[str] = "custom"
-
-    def __post_init__(self) -> None:
-        """Check nothing yet: the first of two parses may combine options that do not fit together."""
-
-    def checked(self) -> TrainConfig:
-        """The same options as a TrainConfig; raises UsageError."""
-        return TrainConfig(**vars(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions(RecipeOptions):
-    """The options that all runs of a study share. The study itself decides on the workers, and which runs to resume."""
-
-    name: str | None = None
-    """Name of the study, whose runs are NAME-1, NAME-2 … by their workers; by default the recipe's name and -study."""
-    workers: Suppress[int | str] = "auto"
-    worker_load: Suppress[tuple[float, ...] | None] = None
-    resume: Suppress[bool] = False
+    names: tuple[str, ...]
 
 
 def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     """The command that ``argv`` names, bound to its arguments; call the result to run it.
 
-    Each command is a function whose annotated parameters are its arguments. A parameter of type RecipeOptions, or of a
-    subclass, becomes the choice of a recipe with all its options. Raises UsageError, or SystemExit after ``--help``.
+    Each command is a function whose annotated parameters are its arguments. A parameter ``config``, a TrainConfig,
+    becomes the choice of a recipe with all its options. Raises UsageError, or SystemExit after ``--help``.
     """
     defaults = {name: recipe() for name, recipe in RECIPES.items()}
     command = _parse(argv, commands, defaults)
-    options = command.keywords.get("options")
-    if isinstance(options, RecipeOptions) and options.resume and options.name and not _starts_here(options):
+    typed = command.keywords.get("config")
+    if typed is None:
+        return command
+    if typed["resume"] and typed["name"] and not _starts_here(typed):
         # A second time: what was not typed is now as the run has it, and no longer as the recipe has it.
-        stored = _stored_options(command.func.__name__, options, defaults[options.recipe])
-        command = _parse(argv, commands, {**defaults, options.recipe: stored})
+        stored = _stored_options(command.func.__name__, typed, defaults[typed["recipe"]])
+        command = _parse(argv, commands, {**defaults, typed["recipe"]: stored})
         if not command.keywords.get("trust"):
-            _check_functions(options, command.keywords["options"])
+            _check_functions(typed, command.keywords["config"])
+    command.keywords["config"] = TrainConfig(**command.keywords["config"])
     return command
+
+
+_Flag = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
 class _CommandLine(Generic[C]):
-    """Train image classifiers on all your GPUs with your own loop, straight from S3."""
+    """Train image classifiers on all your GPUs with your own loop, straight from S3; --version prints the version."""
 
     command: C
-    json: FlagCreatePairsOff[bool] = False
+    json: _Flag = False
     """Print one JSON object as the last line of standard output."""
-    debug: FlagCreatePairsOff[bool] = False
+    debug: _Flag = False
     """Show the traceback of an error; RAYTRAIN_DEBUG=1 does the same."""
 
 
 def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, TrainConfig]) -> functools.partial[T]:
-    """Parse once; the options of each recipe start from its ``defaults``."""
+    """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
     chosen = _chosen("command", commands, argv[:1])
-    has_recipe = len(chosen) == 1 and all(map(_options_type, chosen.values()))
+    has_recipe = len(chosen) == 1 and all("config" in get_type_hints(command) for command in chosen.values())
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
     choice = _choice(
         subcommand(name, constructor=_bound(command, recipes), description=about(command))
         for name, command in chosen.items()
     )
+    line_type = _CommandLine[choice]
     flags = (flag(name) for command in chosen.values() for name in _option_names(command))
     with as_usage_errors(flags):
-        line = tyro.cli(_CommandLine[choice], prog="raytrain", args=list(argv), config=_MARKERS, registry=_CONSTRUCTORS)
+        line = tyro.cli(line_type, prog="raytrain", args=list(argv), config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
 
@@ -132,44 +125,7 @@ def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[
     return {words[0]: known[words[0]]}
 
 
-def _starts_here(options: RecipeOptions) -> bool:
-    """Whether there is no run to resume yet, and the command has what a new one needs, as a launcher's has.
-
-    A person who resumes a run seldom types --data; one who mistypes its name should hear of it.
-    """
-    from raytrain.runs.documents import run_store  # deferred: a new run can be parsed without storage
-
-    return bool(options.data) and not run_store(options.storage, options.name or "").exists(CONFIG)
-
-
-def _stored_options(command: str, options: RecipeOptions, recipe: TrainConfig) -> TrainConfig:
-    """The options that the run to resume was started with, except for where it trains: that is decided anew."""
-    from raytrain.runs.documents import open_run, read_config  # deferred: a new run can be parsed without storage
-
-    stored = read_config(open_run(options.storage, options.name or ""))
-    if stored.recipe != options.recipe:
-        raise UsageError(
-            f"Run {options.name!r} was started as {stored.recipe}, not as {options.recipe}; "
-            f"continue with `raytrain {command} {stored.recipe} …`."
-        )
-    machines = {
-        name: getattr(recipe, name)
-        for name in ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
-    }
-    return dataclasses.replace(stored, **machines, storage=options.storage, resume=False)
-
-
-def _check_functions(typed: RecipeOptions, resumed: RecipeOptions) -> None:
-    """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
-    for option in ("model", "loop", "transforms", "track"):
-        for name in set(_names(getattr(resumed, option))) - set(_names(getattr(typed, option))):
-            if names_own_function(name):
-                document = f"{resumed.storage}/{resumed.name}/{CONFIG}"
-                raise stored_function_error(option, name, document, may_be_named=True)
-
-
-def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else (value,) if value else ()
+# What tyro calls, and what the help shows.
 
 
 def _choice(subcommands: Iterable[Any]) -> Any:
@@ -187,18 +143,65 @@ def _bound(command: Callable[..., T], recipes: Mapping[str, TrainConfig]) -> Cal
         return functools.partial(command, **arguments)
 
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
-    bind.__annotations__ = dict(get_type_hints(command, include_extras=True))
-    if options := _options_type(command):
-        bind.__annotations__["options"] = _choice(
+    hints = get_type_hints(command, include_extras=True)
+    bind.__annotations__ = {name: _shown(hint) for name, hint in hints.items() if name != "config"}
+    if "config" in hints:
+        bind.__annotations__["config"] = _choice(
             subcommand(
                 name,
-                default=options(**vars(config)),
-                constructor=options,
+                constructor=_options(config, _hidden(hints["config"])),
                 description=_about_recipe(name, command, recipes),
             )
             for name, config in recipes.items()
         )
     return bind
+
+
+def _options(defaults: TrainConfig, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """The function that tyro calls with the sections of a recipe's options. It gives all options in one dict."""
+
+    def merge(**sections: Any) -> dict[str, Any]:
+        return {name: value for section in sections.values() for name, value in vars(section).items()}
+
+    types = {name: _section(section, defaults, hidden) for name, section in SECTIONS.items()}
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=types[name]) for name in types]
+    merge.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    merge.__annotations__ = types
+    return merge
+
+
+def _section(section: type, defaults: TrainConfig, hidden: Sequence[str]) -> type:
+    """A section of the options, with the defaults of a recipe, as the help shows it."""
+    hints = get_type_hints(section, include_extras=True)
+    fields = [
+        (name, Suppress[hint] if name in hidden else _shown(hint), dataclasses.field(default=getattr(defaults, name)))
+        for name, hint in hints.items()
+    ]
+    return dataclasses.make_dataclass(section.__name__, fields, bases=(section,), frozen=True, kw_only=True)
+
+
+def _shown(hint: Any) -> Any:
+    """An annotation as the help shows it: without the word none, and without a default that says nothing."""
+    return Annotated[hint, arg(metavar=_metavar(hint), help_behavior_hint=_default_hint)]
+
+
+def _metavar(hint: Any) -> str | None:
+    """The form of an option's values: the text in its annotation, or its type, if it may only be none besides."""
+    forms = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    bare = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+    kinds = [getattr(kind, "__origin__", kind) for kind in get_args(bare) if kind is not type(None)]
+    if type(None) in get_args(bare) and len(kinds) == 1 and kinds[0] in (int, float, str):
+        forms.append(kinds[0].__name__.upper())
+    return forms[0] if forms else None
+
+
+def _default_hint(label: str) -> str:
+    return "" if label in _PLAIN_DEFAULTS else f"(default: {label})"
+
+
+def _hidden(hint: Any) -> tuple[str, ...]:
+    """The options that have no flag in a command whose ``config`` is annotated so."""
+    return ("recipe", *(name for each in getattr(hint, "__metadata__", ()) for name in each.names))
 
 
 def _description(command: Callable[..., Any]) -> str:
@@ -217,13 +220,50 @@ def _about_recipe(name: str, command: Callable[..., Any], recipes: Mapping[str, 
     return _summary(RECIPES[name]) + (f"\n\n{example}" if len(recipes) == 1 else "")
 
 
-def _options_type(command: Callable[..., Any]) -> type[RecipeOptions] | None:
-    return get_type_hints(command).get("options")
-
-
 def _option_names(command: Callable[..., Any]) -> Iterator[str]:
-    """The fields and parameters that have a flag, those of every command included."""
-    for source in filter(None, (command, _options_type(command), _CommandLine)):
-        for name, hint in get_type_hints(source, include_extras=True).items():
-            if name not in ("command", "options", "return") and Suppress not in getattr(hint, "__metadata__", ()):
-                yield name
+    """The options and parameters that have a flag, those of every command included."""
+    hints = get_type_hints(command, include_extras=True)
+    yield from ("json", "debug", *(name for name in hints if name not in ("config", "return")))
+    if "config" in hints:
+        hidden = _hidden(hints["config"])
+        yield from (field.name for field in dataclasses.fields(TrainConfig) if field.name not in hidden)
+
+
+# A resumed run.
+
+
+def _starts_here(typed: Mapping[str, Any]) -> bool:
+    """Whether there is no run to resume yet, and the command has what a new one needs, as a launcher's has.
+
+    A person who resumes a run seldom types --data; one who mistypes its name should hear of it.
+    """
+    from raytrain.runs.documents import run_store  # deferred: a new run can be parsed without storage
+
+    return bool(typed["data"]) and not run_store(typed["storage"], typed["name"]).exists(CONFIG)
+
+
+def _stored_options(command: str, typed: Mapping[str, Any], recipe: TrainConfig) -> TrainConfig:
+    """The options that the run to resume was started with, except for where it trains: that is decided anew."""
+    from raytrain.runs.documents import open_run, read_config  # deferred: a new run can be parsed without storage
+
+    stored = read_config(open_run(typed["storage"], typed["name"]))
+    if stored.recipe != recipe.recipe:
+        raise UsageError(
+            f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe.recipe}; "
+            f"continue with `raytrain {command} {stored.recipe} …`."
+        )
+    machines = {name: getattr(recipe, name) for name in _DECIDED_ANEW}
+    return dataclasses.replace(stored, **machines, storage=typed["storage"], resume=False)
+
+
+def _check_functions(typed: Mapping[str, Any], resumed: Mapping[str, Any]) -> None:
+    """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
+    for option in ("model", "loop", "transforms", "track"):
+        for name in set(_names(resumed[option])) - set(_names(typed[option])):
+            if names_own_function(name):
+                document = f"{resumed['storage']}/{resumed['name']}/{CONFIG}"
+                raise stored_function_error(option, name, document, may_be_named=True)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (value,) if value else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from raytrain.config.limits import NonNegativeInt, PositiveInt, seconds
 from raytrain.errors import UsageError
@@ -42,9 +42,8 @@ class Intervals(NamedTuple):
 class CheckpointOptions:
     """Checkpoints, and recovery from failures."""
 
-    checkpoint_every: tuple[str, ...] = ("1ep", "10m")
-    """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; the last one is always written. Several:
-    whichever comes first."""
+    checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]"] = ("1ep", "10m")
+    """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; one is always written at the end."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: NonNegativeInt = 3

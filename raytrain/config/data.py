@@ -35,11 +35,9 @@ class DataOptions:
     group_by: str | None = None
     """Column of --labels, such as patient: images that share a value are not divided over training and test images."""
     sampling: Literal["uniform", "balanced"] = "uniform"
-    """balanced draws every class equally often: rare classes repeat, images of common ones may be left out of an
-    epoch."""
+    """balanced draws every class equally often: rare classes repeat in an epoch, images of common ones are left out."""
     max_bad_fraction: Fraction = 0.01
-    """Images that cannot be read are left out and listed; the run fails if they are more than this fraction. 0: fails
-    at the first one."""
+    """Bad images are left out and listed; the run fails if more than this fraction cannot be read (0: at the first)."""
     cache: Literal["auto", "memory", "disk", "none"] = "auto"
     """memory keeps decoded images; disk keeps a bucket's files on each machine; auto: what fits; none: neither."""
     cache_folder: str | None = None

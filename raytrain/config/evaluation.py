@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from raytrain.config.limits import NonNegativeInt, PositiveInt
 from raytrain.errors import UsageError
@@ -21,15 +21,14 @@ class EvaluationOptions:
 
     evaluate_every: NonNegativeInt = 1
     """Epochs between evaluations on the test images; 0: only at the end."""
-    until: str | None = None
+    until: Annotated[str | None, "METRIC=X"] = None
     """Stop when an evaluation reaches this, such as accuracy=0.95, or loss=0.2, which is an upper limit."""
     patience: PositiveInt | None = None
     """Stop after this many evaluations, one after the other, that are not better than the best by --best."""
     best: str | None = None
     """Metric that decides on the best checkpoint, such as loss; by default accuracy, or mean_average_precision."""
     test_views: tuple[TestView, ...] = ()
-    """Evaluate and predict with the mean of the logits for an image and for its mirror image (flip), for copies shifted
-    by a pixel (shift), or for all of them (flip shift)."""
+    """Average the logits of test images over their mirror images (flip), over copies shifted by a pixel (shift)."""
 
     @property
     def target(self) -> tuple[str, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from raytrain.config.limits import NonNegativeFloat, PositiveInt
 from raytrain.errors import UsageError
@@ -21,11 +21,10 @@ _DEVICE = re.compile(r"(?P<type>auto|cpu|cuda)|cuda:((?P<gpus>\d+(,\d+)*)|(?P<ac
 class MachineOptions:
     """Workers, and the machines that they run on."""
 
-    workers: PositiveInt | str = "auto"
-    """Training workers. auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
-    device: str = "auto"
-    """auto (GPUs if there are any), cpu, cuda, cuda:0,2 (GPUs of this machine, numbered as in `raytrain devices`),
-    or cuda:A100 (GPUs of this type, as Ray names it)."""
+    workers: Annotated[PositiveInt | str, "N|auto|MIN..MAX"] = "auto"
+    """auto: one per GPU, else as many CPU workers as fit beside the readers; 1..4: elastic."""
+    device: Annotated[str, "auto|cpu|cuda|cuda:0,2|cuda:A100"] = "auto"
+    """auto: GPUs if there are any; cuda:0,2: GPUs that `raytrain devices` counts so; cuda:A100: GPUs of a type."""
     backend: Literal["ray", "local"] = "ray"
     """ray trains on a cluster, or on a Ray of its own on this machine; local on this machine without Ray."""
     address: str | None = None

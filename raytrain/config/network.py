@@ -39,8 +39,8 @@ class NetworkOptions:
     """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
-    image_size: ImageSize | str | None = None
-    """Height and width in pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
+    image_size: Annotated[ImageSize | str | None, "H W|MIN..MAX"] = None
+    """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
     resize: Resize | None = None

@@ -48,12 +48,12 @@ class OptimisationOptions:
 
     epochs: PositiveInt = 10
     """Passes over the training images."""
-    batch_size: PositiveInt | str | None = None
+    batch_size: Annotated[PositiveInt | str | None, "N|N/worker"] = None
     """Images per step: 128 of all workers together, or 32/worker."""
-    learning_rate: NonNegativeFloat | str | None = None
+    learning_rate: Annotated[NonNegativeFloat | str | None, "X|X/worker"] = None
     """Peak learning rate: 0.1 for any number of workers, or 0.05/worker, which is multiplied by their number."""
-    schedule: str = "constant"
-    """Learning rate after the warm-up: constant, cosine, linear, or piecewise:0.1/10ep (times 0.1 every 10 epochs)."""
+    schedule: Annotated[str, "constant|cosine|linear|piecewise:X/Nep"] = "constant"
+    """Learning rate after the warm-up; piecewise:0.1/10ep multiplies it by 0.1 every 10 epochs."""
     warmup_epochs: NonNegativeFloat = 0.0
     """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
     optimizer: Literal["sgd", "adamw", "lamb", "lion"] = "sgd"
@@ -84,7 +84,7 @@ class OptimisationOptions:
     """Compute each global batch in this many parts, one after the other, to need less memory; auto: as few as fit."""
     max_steps: PositiveInt | None = None
     """Finish after this many steps, even in the middle of an epoch."""
-    max_time: str | None = None
+    max_time: Annotated[str | None, "TIME"] = None
     """Stop after this time, such as 90s, 30m or 2h, counted from each start of the training."""
 
     @property

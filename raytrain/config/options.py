@@ -27,6 +27,18 @@ from raytrain.config.optimisation import OptimisationOptions, check_optimisation
 from raytrain.config.run import RunOptions
 from raytrain.errors import UsageError
 
+SECTIONS = {
+    "data": DataOptions,
+    "run": RunOptions,
+    "optimisation": OptimisationOptions,
+    "machine": MachineOptions,
+    "network": NetworkOptions,
+    "augmentation": AugmentationOptions,
+    "evaluation": EvaluationOptions,
+    "checkpoint": CheckpointOptions,
+}
+"""In the order of the help: first those that most people use."""
+
 _CHECKS = (
     check_limits,
     check_machines,
@@ -42,11 +54,11 @@ _CHECKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    MachineOptions,
     CheckpointOptions,
     EvaluationOptions,
     AugmentationOptions,
     NetworkOptions,
+    MachineOptions,
     OptimisationOptions,
     RunOptions,
     DataOptions,  # the fields of the last class come first

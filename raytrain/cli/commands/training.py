@@ -11,10 +11,12 @@ from raytrain.backends.stop_signals import StopSignals
 from raytrain.cli.command_result import CommandResult
 from raytrain.cli.commands.arguments import Address, RunName, Storage
 from raytrain.cli.commands.watch import page_of
-from raytrain.cli.parser import RecipeOptions, StudyOptions
+from raytrain.cli.parser import Without
 from raytrain.cli.process_start import process_started_at
+from raytrain.config import TrainConfig
 from raytrain.runs.snapshot import Snapshot, View
 
+StudyConfig = Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))]
 TrustResumed = Annotated[
     FlagCreatePairsOff[bool],
     arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run."),
@@ -22,12 +24,11 @@ TrustResumed = Annotated[
 Watch = Annotated[FlagCreatePairsOff[bool], arg(help="Show the run in the browser too; prints the address.")]
 
 
-def train(options: RecipeOptions, trust: TrustResumed = False, watch: Watch = False) -> CommandResult:
+def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False) -> CommandResult:
     """Train a recipe's network on labelled images.
 
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
     """
-    config = options.checked()
     from raytrain.display.run_tables import result_page
     from raytrain.display.terminal import TerminalView
 
@@ -45,7 +46,7 @@ def _show(snapshot: Snapshot, views: list[View]) -> None:
 
 
 def profile(
-    options: RecipeOptions,
+    config: TrainConfig,
     output: Annotated[str | None, arg(help="Folder for the traces; by default NAME-profile.")] = None,
     trust: TrustResumed = False,
 ) -> CommandResult:
@@ -55,7 +56,6 @@ def profile(
 
     Example: raytrain profile cifar10 --data s3://bucket/train
     """
-    config = options.checked()
     from raytrain.diagnostics.profile import profile
     from raytrain.display.profile_table import profile_page
 
@@ -64,7 +64,7 @@ def profile(
 
 
 def look(
-    options: RecipeOptions,
+    config: TrainConfig,
     limit_s: Annotated[float, arg(help="Seconds after which no more files are read; it says how many were.")] = 30.0,
     output: Annotated[str | None, arg(help="PNG file for the images; by default NAME-look.png.")] = None,
     trust: TrustResumed = False,
@@ -73,7 +73,6 @@ def look(
 
     Example: raytrain look cifar10 --data s3://bucket/train
     """
-    config = options.checked()
     from raytrain.display.look_figure import look_figure
     from raytrain.display.look_tables import look_page
     from raytrain.display.png import save_png
@@ -87,7 +86,7 @@ def look(
 
 
 def study(
-    options: StudyOptions,
+    config: StudyConfig,
     workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to compare, such as 1 2 4 8.")],
     target_accuracy: Annotated[
         float | None, arg(help="Compare the time to this test accuracy; by default 95 % of the best final accuracy.")
@@ -95,6 +94,8 @@ def study(
     output: Annotated[str | None, arg(help="PNG file for the figures; by default NAME.png.")] = None,
 ) -> CommandResult:
     """Train a recipe on several numbers of workers and compare them. If interrupted, the same command continues.
+
+    The runs are called NAME-1, NAME-2 … by their workers. --name is by default the recipe's name and -study.
 
     Example: raytrain study cifar10 --data s3://bucket/train --workers 1 2 4
     """
@@ -105,7 +106,7 @@ def study(
     from raytrain.experiments.study import named, runs_of
     from raytrain.storage.output_file import check_output
 
-    config = named(options.checked())
+    config = named(config)
     picture = output or f"{config.name}.png"
     check_output(picture, (".png",))
     with StudyTerminalView([run.name or "" for run in runs_of(config, workers).values()]) as view:
@@ -117,7 +118,7 @@ def study(
 
 
 def sweep(
-    options: RecipeOptions,
+    config: TrainConfig,
     vary: Annotated[
         tuple[str, ...], arg(help="What differs: learning-rate=0.01,0.1 or, for numbers, weight-decay=log:1e-5..1e-2.")
     ] = (),
@@ -132,7 +133,6 @@ def sweep(
 
     Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=0.01,0.1 batch-size=128,256
     """
-    config = options.checked()
     from raytrain.display.png import save_png
     from raytrain.display.sweep_figure import sweep_figure
     from raytrain.display.sweep_tables import results_table
