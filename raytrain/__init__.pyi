@@ -16,8 +16,8 @@ from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
 from .experiments.study import StudyResult as StudyResult
 from .experiments.study import study as study
-from .experiments.sweep.results import SweepResult as SweepResult
-from .experiments.sweep.sweep import sweep as sweep
+from .experiments.sweep import sweep as sweep
+from .experiments.trials import SweepResult as SweepResult
 from .inference.classifier import Classifier as Classifier
 from .inference.classifier import load as load
 from .inference.evaluate import evaluate as evaluate

@@ -7,7 +7,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from raytrain.config import ResolvedConfig
+from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.dataset import Dataset
 from raytrain.errors import UsageError
@@ -16,6 +16,7 @@ from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usab
 _AUTO_FRACTION = 0.4  # of that memory; the rest is for blocks that are streamed
 _DISK_FRACTION = 0.5  # of what is free
 _LEAST_DISK_BYTES = 1 << 30
+_SHARED_FRACTION = 0.8  # of that memory, for runs that train at once on the same images
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ def choose_cache(
     train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
     read_again = used_again or data.train.packing is not None  # several blocks need images of one shard
     return CacheChoice(train, test_bytes <= room, _disk_if_useful(config, data) if read_again and not train else None)
+
+
+def keeps_shared(config: TrainConfig, data: Dataset, memory_bytes: int) -> bool:
+    """Whether runs that train at once on the same images keep them decoded, once for all, in ``memory_bytes``."""
+    fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
+    return config.cache == "memory" or (config.cache == "auto" and fits)
 
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:

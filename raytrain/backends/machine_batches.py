@@ -15,7 +15,7 @@ import numpy as np
 from raytrain.backends.image_cache import ImageCache
 from raytrain.backends.machine import cores
 from raytrain.backends.shared_blocks import SharedBlocks
-from raytrain.data.batch_plan import BatchPlan, Cursor
+from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.block_order import CacheOrder, WorkerOrder, rows_per_block
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.dataset import Dataset
@@ -57,8 +57,8 @@ class MachineBatches:
         train = _ImageSet(data.train_store, data.train, data.train_format, isolated, on_skipped)
         test = _ImageSet(data.test_store, data.test, data.test_format, isolated, on_skipped)
         folder = Path(cache.folder)
-        self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.origin)
-        self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", Cursor() if cache.test else None)
+        self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.train)
+        self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
         for _ in range(num_decoders()):
             threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
 
@@ -109,8 +109,7 @@ class _ImageSet:
 class _Cached:
     """Images that are decoded once, and stay in the machine's memory."""
 
-    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, origin: Cursor) -> None:
-        order = CacheOrder(partition.plan, origin, images.rows_per_block)
+    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder) -> None:
         self._partition = partition
         self._blocks = SharedBlocks(folder, order, images.format.shape, images.read)
         self._cache = CachedBlocks(self._blocks, order)
@@ -152,5 +151,5 @@ class _Streamed:
                 decoders.shutdown(cancel_futures=True)
 
 
-def _source(images: _ImageSet, partition: Partition, folder: Path, origin: Cursor | None) -> _Cached | _Streamed:
-    return _Streamed(images, partition) if origin is None else _Cached(images, partition, folder, origin)
+def _source(images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder | None) -> _Cached | _Streamed:
+    return _Streamed(images, partition) if order is None else _Cached(images, partition, folder, order)

@@ -102,13 +102,15 @@ class PreparedRun:
         return SkipLimit.of(self.config, len(self.data.train) + len(self.data.test))
 
 
-def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = True) -> PreparedRun:
+def prepare(
+    config: TrainConfig, *, restarting: bool = False, owns_run: bool = True, shared: Dataset | None = None
+) -> PreparedRun:
     """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read.
 
     With ``resume``, a run that does not exist yet is started. The run is then this process's own, unless another of its
-    processes owns it. Writes nothing else to it. ``restarting``: this process started the run before.
+    processes owns it. Writes nothing else to it. ``restarting``: this process started the run before. ``shared``: the
+    images, if the run trains beside others of this process, whose log is kept for all of them together.
     """
-    from raytrain.data.dataset import open_dataset
     from raytrain.storage.open import open_store
 
     name = config.name or new_name(config.recipe)
@@ -121,12 +123,20 @@ def prepare(config: TrainConfig, *, restarting: bool = False, owns_run: bool = T
         before = read_config(store)
         config = _resumed(config, before)
         check_options(config, before, f"Run {name!r}")
-    config = with_preprocessing_of_weights(config)
+    if shared is None:
+        config = with_preprocessing_of_weights(config)
+    data = shared or _listed(config, name, store)
+    prepared = PreparedRun(config, name, store, data, newest_step(store), restarting)
+    return _own(prepared, keeps_log=shared is None) if owns_run else prepared
+
+
+def _listed(config: TrainConfig, name: str, store: Store) -> Dataset:
+    from raytrain.data.dataset import open_dataset
+
     STARTUP.info("listing the images …")
     data = open_dataset(config, store)
     _check_images(config, data, f"Run {name!r}")
-    prepared = PreparedRun(config, name, store, data, newest_step(store), restarting)
-    return _own(prepared) if owns_run else prepared
+    return data
 
 
 def check_places(config: TrainConfig) -> None:
@@ -150,7 +160,7 @@ def _check_place(config: TrainConfig, name: str, store: Store) -> None:
         )
 
 
-def _own(prepared: PreparedRun) -> PreparedRun:
+def _own(prepared: PreparedRun, *, keeps_log: bool) -> PreparedRun:
     """The same run, which this process now owns. Whoever owned it until now may have written a checkpoint since."""
     claim = claim_run(prepared.store, prepared.name)
     try:
@@ -160,7 +170,8 @@ def _own(prepared: PreparedRun) -> PreparedRun:
         claim.close()
         raise
     store = claim.owned_store
-    return dataclasses.replace(prepared, store=store, first_step=first_step, claim=claim, log=DriverLog(store))
+    log = DriverLog(store) if keeps_log else None
+    return dataclasses.replace(prepared, store=store, first_step=first_step, claim=claim, log=log)
 
 
 def check(config: TrainConfig, loop: Loop | None = None) -> None:

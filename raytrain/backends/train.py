@@ -11,13 +11,14 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.machine import machine_hardware
-from raytrain.backends.placement import check_room
+from raytrain.backends.placement import Hardware, check_room
 from raytrain.backends.prepare import check, check_places, load_loop, prepare
 from raytrain.backends.ray.connection import connection, is_connected
 from raytrain.backends.stop_signals import StopSignals
@@ -74,22 +75,25 @@ def train(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
     signals = signals or StopSignals()
-    fits_by_trial = config.accumulate == "auto"
+    opened = open_trackers([*config.track, *trackers])
+    request = TrainRequest(config=config, loop=loop, view=view, signals=signals, trackers=opened, started_at=started_at)
+    return train_request(request, trackers)
+
+
+def train_request(request: TrainRequest, trackers: Sequence[str | Tracker] = ()) -> TrainResult:
+    """Train, again in more parts as long as the memory does not suffice; ``trackers`` are those of the caller.
+
+    Several threads may do so at once for runs of one :class:`RunGroup`. Raises what :func:`train` raises.
+    """
+    fits_by_trial = request.config.accumulate == "auto"
     while True:
-        request = TrainRequest(
-            config=config,
-            loop=loop,
-            view=view,
-            signals=signals,
-            trackers=open_trackers([*config.track, *trackers]),
-            started_at=started_at,
-        )
         try:
             return _train(request)
         except TrainingFailed as failed:
             if not fits_by_trial or failed.summary.get("accumulate") is None:
                 raise
-            config = _in_more_parts(config, failed)
+            config = _in_more_parts(request.config, failed)
+            request = dataclasses.replace(request, config=config, trackers=open_trackers([*config.track, *trackers]))
 
 
 def _train(request: TrainRequest) -> TrainResult:
@@ -130,6 +134,28 @@ def import_in_background(module: str) -> threading.Thread:
     return thread
 
 
+@contextmanager
+def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
+    """The machines of several runs: this one with the local backend, otherwise a Ray cluster that all of them use.
+
+    Yields a function that waits until the cluster is there, and returns its hardware; until then, it starts.
+    """
+    if config.backend == "local":
+        yield partial(machine_hardware, config.gpus)
+        return
+    with connection(config.address, config.gpus, partial(check_places, config)) as cluster:
+        importing = import_in_background("raytrain.backends.ray.session")
+
+        def join() -> Hardware:
+            importing.join()
+            cluster.connect()
+            from raytrain.backends.ray.hardware import cluster_hardware
+
+            return cluster_hardware()
+
+        yield join
+
+
 def _train_locally(request: TrainRequest) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
     from raytrain.backends.local.agent_process import AgentProcess
@@ -137,7 +163,7 @@ def _train_locally(request: TrainRequest) -> TrainResult:
     gpus = request.config.gpus
     check_room(request.config, machine_hardware(gpus))
     agent = AgentProcess(visible_gpus(gpus) if gpus else {})
-    with closing(agent), prepare(request.config) as prepared:
+    with closing(agent), prepare(request.config, shared=request.group and request.group.data) as prepared:
         from raytrain.backends.local.session import LocalSession
 
         with request.signals, LocalSession(prepared, request, agent) as session:
@@ -172,7 +198,7 @@ def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
 
     with connection(config.address, config.gpus, check_before_start) as cluster:
         importing = import_in_background("raytrain.backends.ray.session")
-        with prepare(config, restarting=restarting) as prepared:
+        with prepare(config, restarting=restarting, shared=request.group and request.group.data) as prepared:
             STARTUP.info("importing Ray and torch …")
             importing.join()
             request = dataclasses.replace(request, loop=load_loop(config, request.loop))

@@ -23,6 +23,10 @@ from raytrain.runs.status import RunStatus
 from raytrain.runs.train_command import train_command
 
 _NUM_SKIPPED_SHOWN = 5
+_LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
+
+Column = tuple[str | Text, Sequence[str] | Sequence[Text]]
+"""A heading, and the cells below it."""
 
 
 def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
@@ -42,26 +46,43 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
             if filtered
             else f"There are no runs in {storage}; `raytrain demo` trains one."
         )
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("name", "recipe", "status"):
-        table.add_column(heading, vertical="bottom", no_wrap=True)
-    for heading in ("epoch", "step", "test\naccuracy", "heartbeat"):
-        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    statuses = [run.status for run in runs]
+    columns: list[Column] = [
+        ("name", [one_line(run.name) for run in runs]),
+        ("recipe", [one_line(run.recipe) for run in runs]),
+        ("status", [status_text(status.status) for status in statuses]),
+        ("epoch", [f"{status.epoch}/{status.num_epochs}" for status in statuses]),
+        ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
+        ("test\naccuracy", [format_value(run.test_accuracy) for run in runs]),
+        ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
+    ]
     if any(run.tags for run in runs):
-        table.add_column("tags", vertical="bottom")
-    for run in runs:
-        status = run.status
-        table.add_row(
-            one_line(run.name),
-            one_line(run.recipe),
-            Text(one_line(status.status), style=status_style(status.status)),
-            f"{status.epoch}/{status.num_epochs}",
-            f"{status.step:,}/{status.num_steps:,}",
-            format_value(run.test_accuracy),
-            format_time(status.heartbeat) if status.heartbeat else UNKNOWN,
-            *([Text(one_line(" ".join(run.tags)))] if run.tags else []),
-        )
+        columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
+    table = rows_table(*columns)
     return Group(table, *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+
+
+def rows_table(*columns: Column) -> Table:
+    """A table with a row for each run. A heading that is a Text is wrapped on a narrow screen, but no cell below it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading, cells in columns:
+        left = str(heading) in _LEFT
+        wrapped = isinstance(heading, Text)
+        table.add_column(
+            heading,
+            justify="left" if left else "right",
+            vertical="bottom",
+            min_width=max(map(len, cells), default=0) if wrapped and not left else None,
+            no_wrap=not wrapped,
+        )
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def status_text(status: str) -> Text:
+    """The status of a run in its colour."""
+    return Text(one_line(status), style=status_style(status))
 
 
 def problem_lines(name: str, problems: Sequence[str]) -> RenderableType:

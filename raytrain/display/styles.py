@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_STATUS_STYLES = {"starting": "yellow", "running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
+_STATUS_STYLES = {
+    "waiting": "dim",
+    "starting": "yellow",
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "failed": "red",
+}
 _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 

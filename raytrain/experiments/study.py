@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends import train
-from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import place
 from raytrain.backends.prepare import check
-from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.hardware import cluster_hardware
+from raytrain.backends.train import open_machines
+from raytrain.backends.train import train as train_run
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.experiments.compare import differing_options
@@ -104,12 +103,8 @@ def study(
     config = named(config)
     configs = runs_of(config, workers)
     remaining = [left for each in configs.values() if (left := _left_to_train(each))]
-    if remaining and train:
-        train(remaining)
-    elif remaining and config.backend == "local":
-        _train_locally(remaining, view)
-    elif remaining:
-        _train_in_one_cluster(remaining, view)
+    if remaining:
+        (train or partial(_train, view=view))(remaining)
     statuses = {size: _status(each).status for size, each in configs.items()}
     return StudyResult(
         name=config.name or "",
@@ -165,35 +160,19 @@ def _check_same_options(config: TrainConfig, stored: TrainConfig) -> None:
             )
 
 
-def _train_in_one_cluster(configs: Sequence[TrainConfig], view: View | None) -> None:
-    """Train in one cluster, until all runs are finished or one was stopped.
+def _train(configs: Sequence[TrainConfig], view: View | None) -> None:
+    """Train on the same machines, one after the other, until all runs are finished or one was stopped.
 
-    Raises UsageError before any run starts if the cluster has too little for one of them.
+    Raises UsageError before any run starts if the machines have too little for one of them.
     """
-    with connection(configs[0].address, configs[0].gpus) as cluster:
-        cluster.connect()
-        found = cluster_hardware()
+    with open_machines(dataclasses.replace(configs[0], name=None)) as join:
+        found = join()
         for config in configs:
             place(config, found)
         for config in configs:
-            # This process is in the cluster already, which has only the chosen GPUs.
-            device = "cuda" if config.gpus else config.device
-            here = dataclasses.replace(config, address=None, device=device)
-            if train.train(here, view=view).status != "finished":
+            here = dataclasses.replace(config, address=None)  # this process is in the cluster already
+            if train_run(here, view=view).status != "finished":
                 return
-
-
-def _train_locally(configs: Sequence[TrainConfig], view: View | None) -> None:
-    """Train on this machine, until all runs are finished or one was stopped.
-
-    Raises UsageError before any run starts if the machine has too little for one of them.
-    """
-    found = machine_hardware(configs[0].gpus)
-    for config in configs:
-        place(config, found)
-    for config in configs:
-        if train.train(config, view=view).status != "finished":
-            return
 
 
 def _store(config: TrainConfig) -> Store:

@@ -17,6 +17,7 @@ from raytrain.backends.image_cache import ImageCache
 from raytrain.backends.machine_batches import MachineBatches
 from raytrain.backends.prepare import load_initial_weights, run_spec
 from raytrain.data.batch_plan import Cursor
+from raytrain.data.block_order import CacheOrder
 from raytrain.data.dataset import open_dataset
 from raytrain.runs.documents import run_store
 from raytrain.training.run import Run
@@ -25,6 +26,8 @@ from tests.helpers.small_runs import config as small_config
 from tests.integration.test_exact import Recorder, weights_of
 
 Weights = dict[str, Tensor]
+
+_ROWS_PER_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,9 @@ def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
         name=run.config.name, num_workers=world_size, device="cpu", mean=data.mean, std=data.std
     )
     spec = run_spec(resolved, data, store, run.loop, world_size)
-    origin = None if resolved.crops_originals else Cursor()
-    cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), origin, test=True, disk=None)
+    train = None if resolved.crops_originals else CacheOrder(spec.plan, Cursor(), _ROWS_PER_BLOCK)
+    test = CacheOrder(spec.test_plan, Cursor(), _ROWS_PER_BLOCK)
+    cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), train, test, disk=None)
     source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, lambda skipped: None, isolated=False)
     recorder = Recorder(run.stop_after)
     part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))

@@ -128,10 +128,10 @@ RUN_STAGES = [
     "raytrain.runs.recorder.RunRecorder.begin",
 ]
 SWEEP_STAGES = [
-    "raytrain.backends.ray.trials.sweep_session.lend_credentials",
+    "raytrain.backends.ray.shared_images.lend_credentials",
     "raytrain.backends.ray.data_feed.DataFeed.connect",
     "raytrain.backends.ray.data_feed.CacheFiller",
-    "raytrain.backends.ray.trials.sweep_session.TunerThread",
+    "raytrain.experiments.sweep.ThreadPoolExecutor",
 ]
 
 
@@ -158,7 +158,7 @@ def left_behind() -> list[str]:
     return [
         *(str(named) for named in actors if named["namespace"] == "raytrain"),  # Ray keeps some of its own
         *(f"placement group {each['state']}" for each in groups.values() if each["state"] != "REMOVED"),
-        *(each for each in threads if each.startswith(("stream", "cache", "trainer", "tuner"))),
+        *(each for each in threads if each.startswith(("stream", "cache", "trainer", "trial"))),
     ]
 
 
@@ -177,7 +177,7 @@ def test_an_error_while_a_run_is_opened_leaves_nothing(
 def test_an_error_while_a_sweep_is_opened_leaves_nothing(
     stage: str, nothing_left: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.backends.ray.trials.sweep_session  # pyright: ignore[reportUnusedImport] ; see above
+    import raytrain.backends.ray.shared_images  # pyright: ignore[reportUnusedImport] ; see above
 
     monkeypatch.setattr(stage, fail)
     with pytest.raises(Injected):

@@ -13,7 +13,7 @@ from torch import nn
 import raytrain
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
-from raytrain.experiments.sweep.trials import plan_sweep
+from raytrain.experiments.trials import plan_sweep
 from raytrain.inference.predictor import Predictor
 from raytrain.runs.documents import read_json, write_json
 from raytrain.runs.layout import SWEEP

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,9 @@ from rich.console import Console
 
 import raytrain
 from raytrain.backends.placement import Hardware
-from raytrain.backends.ray.connection import Connection
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
-from raytrain.display.study_figure import study_figure
-from raytrain.display.study_tables import study_page
+from raytrain.display.study import study_figure, study_page
 from raytrain.errors import UsageError
 from raytrain.experiments import study as study_module
 from raytrain.experiments.study import study
@@ -166,12 +165,9 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         leave(config, "finished")
         return RunStatus(status="finished")
 
-    monkeypatch.setattr(Connection, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(Connection, "connect", lambda _: None)
-    monkeypatch.setattr(Connection, "close", lambda _: None)
     found = Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
-    monkeypatch.setattr(study_module, "cluster_hardware", lambda: found)
-    monkeypatch.setattr(study_module.train, "train", train)
+    monkeypatch.setattr(study_module, "open_machines", lambda _: nullcontext(lambda: found))
+    monkeypatch.setattr(study_module, "train_run", train)
     return trained
 
 

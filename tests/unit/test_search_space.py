@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain import TrainConfig, UsageError, recipes
-from raytrain.experiments.sweep.search_space import Choices, Range, parse, points
-from raytrain.experiments.sweep.trials import plan_sweep, trials_of
+from raytrain.experiments.search_space import Choices, Range, parse, points
+from raytrain.experiments.trials import plan_sweep, trials_of
 
 POSITIVE = st.floats(1e-6, 1e6)
 
@@ -119,7 +119,6 @@ def test_a_trial_is_a_run_of_one_worker_with_its_values() -> None:
         (["epochs=1,0"], {}, "--epochs is 0; it must be at least 1"),
         (["learning-rate=0.1,0.10"], {}, "result in the same options"),
         (["epochs=1,2"], {"workers": "1..2"}, "--workers is how many trials"),
-        (["epochs=1,2"], {"cache": "none"}, "--cache is none"),
     ],
 )
 def test_a_trial_with_invalid_options_is_refused(vary: list[str], options: dict[str, object], sentence: str) -> None:

@@ -9,32 +9,34 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console, RenderableType
 
-from raytrain import TrainConfig, recipes
-from raytrain.display.sweep_figure import sweep_figure
-from raytrain.display.sweep_tables import live_table, results_table
-from raytrain.display.sweep_terminal import SweepTerminalView
-from raytrain.experiments.sweep.results import SweepResult, TrialResult
-from raytrain.experiments.sweep.trials import Trial, plan_sweep, trials_of
-from raytrain.runs.trial_status import TrialStatus
-
-VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]
+from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
+from raytrain.experiments.trials import SweepResult, TrialResult, TrialStatus
 
 
-def config(storage: Path, **options: object) -> TrainConfig:
-    return recipes.digits(**{"name": "rates", "data": "images", "storage": str(storage), **options})
+def statuses(*changed: TrialStatus) -> list[TrialStatus]:
+    """How four trials stand: ``changed``, and the others wait."""
+    points = [{"learning_rate": rate, "optimizer": name} for rate in (0.001, 0.1) for name in ("sgd", "adamw")]
+    waiting = [TrialStatus(name=f"rates-{number:02d}", values=point) for number, point in enumerate(points)]
+    known = {status.name: status for status in changed}
+    return [replace(known.get(each.name, each), values=each.values) for each in waiting]
 
 
-def trials(storage: Path, **options: object) -> list[Trial]:
-    options = config(storage, **options)  # type: ignore[assignment]
-    return trials_of(plan_sweep(options, VARY, None), options, "rates")  # type: ignore[arg-type]
-
-
-def statuses() -> dict[str, TrialStatus]:
+def some_started() -> list[TrialStatus]:
     running = TrialStatus(
-        status="running", step=30, num_steps=90, epoch=2, num_epochs=3, loss=0.75, accuracy=0.5, num_evaluations=1
+        name="rates-00",
+        values={},
+        status="running",
+        step=30,
+        epoch=2,
+        num_epochs=3,
+        loss=0.75,
+        accuracy=0.5,
+        num_evaluations=1,
     )
-    failed = TrialStatus(status="failed", epoch=1, num_epochs=3, reason="RuntimeError: out of memory")
-    return {"rates-00": running, "rates-02": failed}
+    failed = TrialStatus(
+        name="rates-02", values={}, status="failed", epoch=1, num_epochs=3, reason="RuntimeError: out of memory"
+    )
+    return statuses(running, failed)
 
 
 def text(renderable: RenderableType, width: int = 110) -> str:
@@ -43,24 +45,24 @@ def text(renderable: RenderableType, width: int = 110) -> str:
     return console.export_text()
 
 
-def test_the_table_shows_each_trial_with_its_values(tmp_path: Path) -> None:
-    seen = text(live_table(trials(tmp_path), statuses(), 20))
+def test_the_table_shows_each_trial_with_its_values() -> None:
+    seen = text(live_table(some_started(), 20))
     rows = {line.split()[0]: line.split() for line in seen.splitlines() if line.strip().startswith("rates-")}
     assert rows["rates-00"] == ["rates-00", "0.001", "sgd", "running", "2/3", "0.750", "0.5000", "–"]
     assert rows["rates-03"][:4] == ["rates-03", "0.1", "adamw", "waiting"]
     assert "1 running, 1 failed, 2 waiting" in seen
 
 
-def test_a_short_screen_shows_the_trials_that_are_training(tmp_path: Path) -> None:
-    seen = text(live_table(trials(tmp_path), {"rates-03": TrialStatus(status="running")}, 1))
+def test_a_short_screen_shows_the_trials_that_are_training() -> None:
+    seen = text(live_table(statuses(TrialStatus(name="rates-03", values={}, status="running")), 1))
     assert "rates-03" in seen and "rates-00" not in seen
 
 
-def test_without_a_terminal_each_change_is_one_line(tmp_path: Path) -> None:
+def test_without_a_terminal_each_change_is_one_line() -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=60)
     with SweepTerminalView(console) as view:
         for _ in range(3):
-            view.update(trials(tmp_path), statuses())
+            view.update(some_started())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2
     assert (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +13,20 @@ import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.backends.train import train
 from raytrain.cli.commands import COMMANDS
-from raytrain.experiments.sweep.results import collect
-from raytrain.experiments.sweep.sweep import sweep
-from raytrain.experiments.sweep.sweep_recorder import write_summaries_of_dead_trials
-from raytrain.experiments.sweep.trials import Trial, check_names_free, is_over, plan_sweep, trials_of, write_sweep
-from raytrain.runs.documents import read_json, run_store, write_config, write_json
+from raytrain.experiments.early_stopping import EarlyStopping
+from raytrain.experiments.sweep import sweep
+from raytrain.experiments.trials import (
+    Trial,
+    check_names_free,
+    collect,
+    is_over,
+    plan_sweep,
+    trials_of,
+    write_sweep,
+)
+from raytrain.runs.documents import run_store, write_config, write_json
 from raytrain.runs.layout import METRICS, SUMMARY
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.status import RunStatus, read_status, write_status
-from raytrain.runs.trial_status import TrialStatus
 from raytrain.storage.open import open_store
 
 VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]
@@ -51,12 +55,12 @@ def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     write_trial(four[0], [0.2, 0.6, 0.4], status="finished", steps=9)
     write_trial(four[1], [0.5, 0.7], status="stopped", stop_reason={"kind": "signal", "detail": "SIGINT"})
     write_trial(four[2], [], status="failed", error="boom")
-    collected = collect(four)
+    collected = collect(four, {"rates-03": "its weights do not fit"})
     assert [(each.name[-2:], each.status, each.accuracy, each.reason) for each in collected] == [
         ("01", "stopped", 0.7, StopReason("signal", "SIGINT")),
         ("00", "finished", 0.6, None),
         ("02", "failed", None, "boom"),
-        ("03", "waiting", None, None),
+        ("03", "failed", None, "its weights do not fit"),
     ]
     assert collected[0].evaluations == ((1, 0.5), (2, 0.7))
 
@@ -106,34 +110,24 @@ def test_a_sweep_cannot_be_used_as_a_run_nor_a_run_as_a_sweep(tmp_path: Path) ->
         train(options)
 
 
-@pytest.mark.parametrize(("accuracy", "stops"), [(0.5, True), (0.65, False)])
-def test_trials_are_compared_with_trials_finished_before_the_resume(accuracy: float, stops: bool) -> None:
-    from raytrain.backends.ray.trials.early_stopping import EarlyStopping
+def test_the_upper_half_passes_each_rung_whoever_comes_first() -> None:
+    early = EarlyStopping(num_epochs=16)  # compares after epochs 2, 4 and 8
+    assert not early.is_worse("first", 1, 0.1)
+    assert not early.is_worse("first", 2, 0.5)
+    assert not early.is_worse("better", 2, 0.6)
+    assert early.is_worse("worse", 2, 0.54)
+    assert not early.is_worse("worse", 3, 0.1), "it was compared there already"
+    assert not early.is_worse("median", 3, 0.54)
+    assert not early.is_worse("better", 4, 0.6)
+    assert early.is_worse("first", 5, 0.5)
+    assert not early.is_worse("better", 8, 0.1), "nobody came as far before"
 
-    requests: dict[int, StopReason] = {}
-    scheduler: Any = EarlyStopping(num_epochs=8, request_stop=requests.__setitem__)
-    scheduler.add_finished("before", [(1, 0.6), (2, 0.7)])
-    trial = SimpleNamespace(trial_id="now", config={"trial": 4})
-    scheduler.on_trial_add(None, trial)
-    assert scheduler.on_trial_result(None, trial, {"epoch": 1, "accuracy": accuracy}) == scheduler.CONTINUE
-    reason = StopReason("early_stopping", metric="accuracy", value=0.5, count=1)
-    assert requests == ({4: reason} if stops else {})
 
-
-def test_a_trial_whose_process_died_gets_a_summary(tmp_path: Path) -> None:
-    dead, finished, waiting, _ = trials(tmp_path)
-    write_trial(dead, [])
-    write_status(dead.store, RunStatus(status="running", step=7))
-    write_trial(finished, [0.5], status="finished")
-    write_status(finished.store, RunStatus(status="finished"))
-    lost = TrialStatus(status="failed", reason="its process died")
-    write_summaries_of_dead_trials(
-        [dead, finished, waiting], {dead.name: lost, finished.name: TrialStatus(status="finished")}
-    )
-    assert read_json(dead.store, SUMMARY)["error"] == "its process died"
-    assert read_status(dead.store).status == "failed"
-    assert read_json(finished.store, SUMMARY) == {"status": "finished"}
-    assert not waiting.store.exists(SUMMARY)
+@pytest.mark.parametrize("num_epochs", [1, 2, 3])
+def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None:
+    early = EarlyStopping(num_epochs)
+    assert not early.is_worse("good", 1, 0.9)
+    assert early.is_worse("bad", 1, 0.1) is (num_epochs > 1)
 
 
 def test_the_python_function_has_the_options_of_the_command() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from raytrain.backends.image_cache import image_cache
+from raytrain.backends.image_cache import SharedImages, image_cache
 from raytrain.backends.local.agent_process import AgentProcess
 from raytrain.backends.local.calls import CallServer
 from raytrain.backends.local.job import Job
@@ -27,6 +27,7 @@ from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.logs import WorkerLogs
 from raytrain.runs.outcome import Outcome, TrainResult, failure_sentence, successful
 from raytrain.runs.recorder import failed
+from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import Snapshot
 from raytrain.storage.tempdir import TemporaryFolder
 
@@ -46,6 +47,7 @@ class LocalSession:
         self._config = prepared.resolve(placement.num_workers, placement.device)
         self._prepared = prepared
         self._request = request
+        self._shared: SharedImages | None = request.group and request.group.images
         self._agent = agent
         self._monitor, self._watcher = watch_here(prepared, self._config, request)
         self._ended = threading.Event()
@@ -61,7 +63,8 @@ class LocalSession:
             calls = CallServer(folder, self._calls())
             opened.callback(calls.close)
             prepared = self._prepared
-            cache = image_cache(self._config, prepared.data, prepared.first_step, opened)
+            cache = self._shared and self._shared.cache
+            cache = cache or image_cache(self._config, prepared.data, prepared.first_step, opened)
             self._logs = WorkerLogs(prepared.store, folder)
             self._logs.start()
             opened.callback(self._logs.close)
@@ -90,6 +93,8 @@ class LocalSession:
             raise self._error
         self._logs.close()
         self._prepared.copy_log()
+        if self._shared is not None:
+            self._monitor.skip(self._shared.skipped_images())
         return successful(self._watcher.conclude(self._final_outcome(self._monitor.snapshot()), self._num_workers))
 
     def _final_outcome(self, snapshot: Snapshot) -> Outcome:
@@ -112,7 +117,7 @@ class LocalSession:
             "record": monitor.record,
             "measured": monitor.measured,
             "event": monitor.event,
-            "skip": monitor.skip,
+            "skip": self._skip,
             "flush": monitor.flush,
             "wait_for_stop_request": monitor.wait_for_stop_request,
             "begin": self._begin,
@@ -121,6 +126,11 @@ class LocalSession:
             "failed": self._note_failed_worker,
             "workers_failed": self._note_failed_workers,
         }
+
+    def _skip(self, images: list[SkippedImage]) -> None:
+        self._monitor.skip(images)
+        if self._shared is not None:
+            self._shared.skip(images)
 
     def _begin(self) -> None:
         """Write down what the run is, once: workers that are started again call this, too."""

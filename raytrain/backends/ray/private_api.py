@@ -92,24 +92,11 @@ EXECUTION_CALLBACK = PrivateApi(
 REF_BUNDLES = PrivateApi(
     "ray.data", "Dataset.iter_internal_ref_bundles", "pass blocks on by reference, without a copy in the driver"
 )
-TUNE_ENVIRONMENT = PrivateApi(
-    "ray.tune.execution.class_cache",
-    "ENV_VARS_TO_PROPAGATE",
-    "keep AWS keys out of the description of each trial's process, which the cluster shows to everybody",
-)
 WORKER = PrivateApi(
     "ray._private.worker",
     "global_worker",
     "see that a task is repeated, because its process died, that the head of the cluster does not answer, and how full "
     "the object stores are",
-)
-TRIAL_ERROR = PrivateApi(
-    "ray.tune.experiment", "Trial.get_pickled_error", "say why the process of a trial died for good"
-)
-ASHA_RESULT = PrivateApi(
-    "ray.tune.schedulers",
-    "ASHAScheduler.on_trial_result",
-    "compare trials with those of an earlier start, which Ray Tune does not know: of a trial, it reads trial_id alone",
 )
 AUTOSCALER_STATUS = PrivateApi(
     "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", "say why no more machines come, such as a cloud's quota"
@@ -142,10 +129,7 @@ PRIVATE_APIS = (
     FIXED_SCALING_POLICY,
     EXECUTION_CALLBACK,
     REF_BUNDLES,
-    TUNE_ENVIRONMENT,
     WORKER,
-    TRIAL_ERROR,
-    ASHA_RESULT,
     AUTOSCALER_STATUS,
     WORKER_PROGRAM,
     SETUP_ARGUMENTS,
@@ -267,9 +251,3 @@ def autoscaler_problems() -> list[str]:
     types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
     problems = [(each["node_type"], each.get("unavailable_node_information")) for each in types]
     return [f"{name}: {problem['description']}" for name, problem in problems if problem]
-
-
-def keep_aws_keys_out_of_trials() -> None:
-    """Have Ray Tune not copy this process's AWS variables into the description of each trial."""
-    variables: set[str] = TUNE_ENVIRONMENT.load()
-    variables -= {name for name in variables if name.startswith("AWS_")}

@@ -22,6 +22,7 @@ from raytrain.backends.ray.hardware import cluster_hardware, fastest_on_nodes
 from raytrain.backends.ray.head_watch import HeadWatch
 from raytrain.backends.ray.pickle_by_value import pickle_by_value
 from raytrain.backends.ray.shared_folder import check_shared
+from raytrain.backends.ray.shared_images import SharedImages
 from raytrain.backends.ray.trainer import TrainerThread
 from raytrain.backends.ray.worker import WorkerSpec, work
 from raytrain.backends.run_watcher import LOOK_EVERY_S, RunWatcher
@@ -69,7 +70,8 @@ class RunSession:
 
     def __init__(self, prepared: PreparedRun, request: TrainRequest, cluster: Connection) -> None:
         found = cluster_hardware()
-        self._placement = place(prepared.config, found)
+        group = request.group
+        self._placement = group.placement if group else place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         num_workers = self._placement.num_workers
         fastest = fastest_precision if cluster.is_own else fastest_on_nodes
@@ -82,14 +84,9 @@ class RunSession:
         pickle_by_value(request.loop)
         self._spec = run_spec(config, prepared.data, prepared.store, request.loop, num_workers)
         pickle_by_value(self._spec.transforms)
-        self._feed = DataFeed(
-            config,
-            prepared.data,
-            self._spec.plan,
-            self._spec.test_plan,
-            prepared.first_step,
-            found.object_store_bytes,
-        )
+        self._shared: SharedImages | None = group and group.images
+        reading = config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step
+        self._feed = self._shared.feed if self._shared else DataFeed(*reading, found.object_store_bytes)
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
         self._stop_request: StopReason | None = None
@@ -107,7 +104,8 @@ class RunSession:
             self._credentials, self._lender = lend_credentials(
                 self._coordinator, stores, self._prepared.scope(f"{self._store.url}/")
             )
-            self._feed.connect(self._coordinator, self._credentials)
+            if self._shared is None:
+                self._feed.connect(self._coordinator, self._credentials)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = self._worker_spec()
             self._trainer = TrainerThread(
@@ -120,8 +118,9 @@ class RunSession:
             )
             self._trainer.start()
             opened.callback(self._end_trainer)
-            self._feed.start(self._placement)
-            opened.callback(self._feed.close)
+            if self._shared is None:
+                self._feed.start(self._placement)
+                opened.callback(self._feed.close)
             data.write(self._store)
             recorder = RunRecorder(self._store, plan.num_steps, self._prepared.first_step, started_at)
             tracking = Tracking(self._request.trackers)
@@ -165,6 +164,8 @@ class RunSession:
             self._head.look()
             self._trainer.remember_controller()
             outcome = ray.get(self._coordinator.outcome.remote())
+        if self._shared is not None:
+            self._coordinator.skip.remote(self._shared.skipped_images())
         outcome = self._final_outcome(ray.get(self._coordinator.snapshot.remote(START)))
         self._prepared.copy_log()
         result = successful(self._watcher.conclude(outcome, self._placement.num_workers))
@@ -212,4 +213,5 @@ class RunSession:
             threads=self._placement.threads,
             folder=os.getcwd() if self._cluster.is_own else None,
             coordinator=self._coordinator,
+            directory=self._shared.coordinator if self._shared else self._coordinator,
         )

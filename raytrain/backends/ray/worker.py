@@ -53,6 +53,7 @@ class WorkerSpec:
     threads: int
     folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
     coordinator: CoordinatorHandle
+    directory: CoordinatorHandle  # knows where the images are that are kept
 
 
 def work(spec: WorkerSpec) -> None:
@@ -115,7 +116,7 @@ class RayBatches:
 
     def _cache(self, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:
         if dataset not in self._caches:
-            remote = RemoteBlocks(self._spec.coordinator, dataset, images.shape)
+            remote = RemoteBlocks(self._spec.directory, dataset, images.shape)
             self._caches[dataset] = CachedBlocks(remote, order)
         return self._caches[dataset]
 

@@ -100,8 +100,7 @@ def study(
     Example: raytrain study cifar10 --data s3://bucket/train --workers 1 2 4
     """
     from raytrain.display.png import save_png
-    from raytrain.display.study_figure import study_figure
-    from raytrain.display.study_tables import study_page
+    from raytrain.display.study import study_figure, study_page
     from raytrain.display.terminal import StudyTerminalView
     from raytrain.experiments.study import named, runs_of
     from raytrain.storage.output_file import check_output
@@ -134,9 +133,7 @@ def sweep(
     Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=0.01,0.1 batch-size=128,256
     """
     from raytrain.display.png import save_png
-    from raytrain.display.sweep_figure import sweep_figure
-    from raytrain.display.sweep_tables import results_table
-    from raytrain.display.sweep_terminal import SweepTerminalView
+    from raytrain.display.sweep import SweepTerminalView, results_table, sweep_figure
     from raytrain.storage.output_file import check_output
 
     check_output(png or f"{config.name}.png", (".png",), "--png")

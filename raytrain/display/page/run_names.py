@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from raytrain.experiments.sweep.trials import read_sweep, trial_names
+from raytrain.experiments.trials import read_sweep, trial_names
 from raytrain.runs.documents import open_run, run_names, run_store
 from raytrain.runs.layout import CONFIG, SWEEP
 from raytrain.storage.open import open_store

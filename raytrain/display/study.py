@@ -1,4 +1,4 @@
-"""A scaling study as a figure: accuracy over the time of training, and images/s over the workers."""
+"""A scaling study as people see it: a page for the terminal, and a figure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from raytrain.display.formatting import format_count, format_duration
+from raytrain.display.braille_plot import Plot, Series
+from raytrain.display.curve_plots import side_by_side
+from raytrain.display.formatting import UNKNOWN, format_count, format_duration, format_optional
 from raytrain.display.png import BLUE, GREY, plain_axes
+from raytrain.display.run_tables import rows_table
+from raytrain.display.styles import run_styles
 from raytrain.experiments.scaling import curve
 from raytrain.runs.metric_row import MetricRow
 
@@ -17,6 +23,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from raytrain.experiments.study import StudyResult
+
+_HEIGHT = 10  # lines of a plot
+
+
+def study_page(study: StudyResult) -> RenderableType:
+    """The whole page. For a study that was stopped: the sizes that are finished, and how to continue."""
+    compared = study.summary()
+    parts: list[RenderableType] = [_table(compared)]
+    if study.histories:
+        parts += [_plots(study, compared), Text()]
+    if len(study.histories) > 1:
+        parts += [Text(line, style="bold") for line in (_gains(compared), _spread(compared)) if line]
+    remaining = [f"{size['run']} is {size['status']}" for size in compared["sizes"] if size["status"] != "finished"]
+    if remaining:
+        text = f"{', '.join(remaining)}; run the same command again to continue the study."
+        parts += [Text(text, style="yellow")]
+    return Group(*parts)
 
 
 def study_figure(study: StudyResult) -> Figure:
@@ -37,6 +60,53 @@ def study_figure(study: StudyResult) -> Figure:
         _draw_speeds(over_workers, sizes)
     figure.suptitle(study.name, x=0.01, ha="left", weight="bold")
     return figure
+
+
+def _table(compared: Mapping[str, Any]) -> RenderableType:
+    target, sizes = compared["target_accuracy"], compared["sizes"]
+    times = [size["seconds_to_target"] for size in sizes]
+    return rows_table(
+        ("workers", [str(size["workers"]) for size in sizes]),
+        ("batch", [f"{size['batch_size']:,}" for size in sizes]),
+        ("rate", [f"{size['learning_rate']:g}" for size in sizes]),
+        ("images/s", [format_optional(size["images_per_s"], ",.0f") for size in sizes]),
+        ("gain per\ndoubling", [format_optional(size["images_per_s_gain"], "+.0%") for size in sizes]),
+        (
+            "time to\naccuracy" if target is None else f"time to\n{target:.3f}",
+            [UNKNOWN if time is None else format_duration(time) for time in times],
+        ),
+        ("gain per\ndoubling", [format_optional(size["time_gain"], "+.0%") for size in sizes]),
+        ("test\naccuracy", [format_optional(size["test_accuracy"], ".4f") for size in sizes]),
+    )
+
+
+def _plots(study: StudyResult, compared: Mapping[str, Any]) -> RenderableType:
+    """Accuracy over the time of training, a line for each size; images/s over the workers, beside linear scaling."""
+    lines: list[Series] = []
+    for (workers, rows), style in zip(study.histories.items(), run_styles(list(study.histories)), strict=True):
+        tested = curve(rows, "evaluation")
+        lines.append(Series(f"on {workers}", style, tested.seconds, tested.accuracies))
+    sizes = [size for size in compared["sizes"] if size["images_per_s"]]
+    workers, speeds = [size["workers"] for size in sizes], [size["images_per_s"] for size in sizes]
+    linear = Series("linear", "dim", workers, [speeds[0] * size / workers[0] for size in workers])
+    measured = Series("measured", "cyan", workers, speeds, mark="●")
+    return side_by_side(
+        Plot("accuracy", lines, _HEIGHT, last_x="{:,.0f} s of training", legend="below"),
+        Plot("images/s", [linear, measured], _HEIGHT, last_x="{:,.0f} workers", legend="below"),
+    )
+
+
+def _gains(compared: Mapping[str, Any]) -> str:
+    target = compared["target_accuracy"]
+    time = f"time to an accuracy of {target or 0:.3f}"
+    gains = {"images/s": compared["images_per_s_gain"], time: compared["time_gain"]}
+    known = [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]
+    return f"Per doubling of the workers: {', '.join(known)}." if known else ""
+
+
+def _spread(compared: Mapping[str, Any]) -> str:
+    spread = compared["accuracy_spread"]
+    return "" if spread is None else f"The final accuracies lie within {100 * spread:.1f} percentage points."
 
 
 def _draw_accuracies(panel: Axes, histories: Mapping[int, Sequence[MetricRow]], compared: Mapping[str, Any]) -> None:

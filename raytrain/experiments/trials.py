@@ -1,4 +1,4 @@
-"""The trials of a sweep: their names, values and options, and the document that the sweep's folder keeps of them."""
+"""The trials of a sweep: their names, values and options, how each of them stands, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 from raytrain.config import TrainConfig
 from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.sweep.search_space import Choices, Point, Space, are_points, parse, points
+from raytrain.experiments.search_space import Choices, Point, Space, are_points, parse, points
 from raytrain.runs.documents import check_name, open_run, read_json, run_store, write_json
+from raytrain.runs.history import read_metrics
 from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
-from raytrain.runs.outcome import stop_reason_of
+from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
+from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
     from raytrain.storage.base import Store
+
+WAITING = "waiting"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,86 @@ class Trial:
     def store(self) -> Store:
         """The trial's place in storage."""
         return run_store(self.config.storage, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialStatus:
+    """How a trial stands. What is not known yet is None; ``accuracy`` is the best on the test images so far."""
+
+    name: str
+    values: Point
+    status: str = WAITING
+    step: int = 0
+    epoch: int = 0
+    num_epochs: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    num_evaluations: int = 0
+    images_per_s: float | None = None
+    reason: str | StopReason | None = None
+
+    @classmethod
+    def of(cls, trial: Trial, snapshot: Snapshot, accuracies: Sequence[float]) -> TrialStatus:
+        """The status of a trial that trains or has trained; ``accuracies`` are those of its evaluations so far."""
+        latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
+        return cls(
+            name=trial.name,
+            values=trial.values,
+            status=snapshot.status,
+            step=snapshot.step,
+            epoch=snapshot.epoch,
+            num_epochs=snapshot.num_epochs,
+            loss=latest and latest.loss,
+            accuracy=max(accuracies, default=None),
+            num_evaluations=len(accuracies),
+            images_per_s=latest and latest.images_per_s,
+            reason=(result.error or result.stop_reason) if result else request,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """How a trial ended; ``reason`` is why it failed or stopped. ``accuracy`` is the best of its ``evaluations``."""
+
+    name: str
+    values: Point
+    status: str
+    accuracy: float | None
+    steps: int
+    seconds: float
+    reason: str | StopReason | None
+    run_dir: str
+    evaluations: tuple[tuple[int, float], ...]
+    """Epoch and accuracy on the test images."""
+
+    @property
+    def last_status(self) -> TrialStatus:
+        """The result as a view shows it among trials that still train."""
+        return TrialStatus(
+            name=self.name,
+            values=self.values,
+            status=self.status,
+            step=self.steps,
+            accuracy=self.accuracy,
+            reason=self.reason,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """How a sweep ended, with its trials from best to worst; ``summary.json`` holds the same under the same names."""
+
+    name: str
+    status: EndStatus
+    best: str | None
+    trials: tuple[TrialResult, ...]
+    run_dir: str
+    seconds: float
+    stop_reason: StopReason | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The result as a dictionary of plain values."""
+        return dataclasses.asdict(self)
 
 
 def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, trust: bool = False) -> Sweep:
@@ -119,6 +203,36 @@ def is_over(store: Store) -> bool:
     return summary.get("status") == "finished" or (summary.get("status") == "stopped" and stopped_early)
 
 
+def collect(trials: Sequence[Trial], errors: Mapping[str, str]) -> tuple[TrialResult, ...]:
+    """The results of ``trials``, from best to worst; those without an accuracy come last.
+
+    ``errors`` are why trials failed, by name: one that failed before it began has no documents.
+    """
+    results = [trial_result(trial) for trial in trials]
+    failed = {name: {"status": "failed", "reason": reason} for name, reason in errors.items()}
+    results = [dataclasses.replace(result, **failed.get(result.name, {})) for result in results]
+    return tuple(sorted(results, key=lambda result: (result.accuracy is None, -(result.accuracy or 0.0), result.name)))
+
+
+def trial_result(trial: Trial) -> TrialResult:
+    """The result of a trial, as the documents tell it that the trial has written."""
+    store = trial.store
+    summary = read_json(store, SUMMARY)
+    evaluations = [(row.epoch, row.accuracy) for row in read_metrics(store) if row.kind == "evaluation"]
+    known = tuple((epoch, accuracy) for epoch, accuracy in evaluations if accuracy is not None)
+    return TrialResult(
+        name=trial.name,
+        values=dict(trial.values),
+        status=summary.get("status", "interrupted") if store.exists(CONFIG) else WAITING,
+        accuracy=max((accuracy for _, accuracy in known), default=None),
+        steps=summary.get("steps", 0),
+        seconds=summary.get("seconds", 0.0),
+        reason=summary.get("error") or stop_reason_of(summary),
+        run_dir=store.url,
+        evaluations=known,
+    )
+
+
 def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:
     store = open_run(config.storage, config.name or "")
     if not store.exists(SWEEP):
@@ -157,10 +271,6 @@ def _check_shared_options(config: TrainConfig) -> None:
         raise UsageError(
             "--workers is how many trials of a sweep train at once, each on one worker; give a number, and no "
             "--worker-load."
-        )
-    if config.cache == "none":
-        raise UsageError(
-            "--cache is none, and the trials of a sweep share the decoded images in memory; use --cache auto."
         )
 
 

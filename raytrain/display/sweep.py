@@ -1,0 +1,228 @@
+"""A sweep as people see it: a live table or plain lines while it trains, then a table of results and a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from raytrain.display.event_text import reason_text
+from raytrain.display.formatting import UNKNOWN, format_optional
+from raytrain.display.live_view import LiveView
+from raytrain.display.png import GREY, ORANGE, plain_axes
+from raytrain.display.run_tables import Column, rows_table, status_text
+from raytrain.errors import UsageError, option_name
+from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, TrialStatus, as_typed, shown
+from raytrain.runs.printable import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ACTIVE = ("running", "starting")
+_STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
+_HINT = "Ctrl-C stops all with checkpoints, twice aborts"
+_LINES_BESIDE_TRIALS = 6
+_BEST, _OTHER = ORANGE, "#8fb7d9"
+_PANELS_PER_ROW = 3
+_FEW_VALUES = 5  # up to so many values, each one is labelled
+_DECADES = 1.5  # values that span more have a logarithmic axis
+
+
+class SweepTerminalView(LiveView):
+    """Shows one sweep: ``with SweepTerminalView() as view``, then call ``view.update(…)`` twice a second.
+
+    Args:
+        console: where to print, by default standard output. If it is a terminal, the view is a live table; otherwise,
+            it is a plain line whenever something changes.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__(console, "reading the data, starting the trials …")
+        self._printed: dict[str, tuple[str, int, float | None]] = {}
+
+    def update(self, trials: Sequence[TrialStatus]) -> None:
+        """Show how all trials stand."""
+        if self._live is None:
+            self._print_changes(trials)
+        else:
+            self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS), keep=False)
+
+    def _print_changes(self, trials: Sequence[TrialStatus]) -> None:
+        for trial in trials:
+            state = (trial.status, trial.num_evaluations, trial.accuracy)
+            if trial.status != WAITING and self._printed.get(trial.name) != state:
+                self._printed[trial.name] = state
+                self._print(_trial_line(trial))
+
+
+def live_table(trials: Sequence[TrialStatus], num_rows: int) -> RenderableType:
+    """At most ``num_rows`` trials, those that train before others, and how many trials have each status."""
+    best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
+    chosen = _most_interesting(trials, max(1, num_rows))
+    speeds = [trial.images_per_s if trial.status == "running" else None for trial in chosen]
+    table = rows_table(
+        *_trial_columns(chosen),
+        ("epoch", [f"{trial.epoch}/{trial.num_epochs}" if trial.num_epochs else UNKNOWN for trial in chosen]),
+        ("loss", [format_optional(trial.loss, ".3f") for trial in chosen]),
+        ("best\naccuracy", [_accuracy_text(trial.accuracy, best) for trial in chosen]),
+        ("images/s", [format_optional(speed, ",.0f") for speed in speeds]),
+    )
+    statuses = [trial.status for trial in trials]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
+    return Group(table, Text(f" {counts}    {_HINT}", style="dim", no_wrap=True, overflow="ellipsis"))
+
+
+def results_table(result: SweepResult) -> RenderableType:
+    """The trials from the best to the worst, why some of them failed or stopped, and how to continue."""
+    trials = result.trials
+    best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
+    table = rows_table(
+        *_trial_columns(trials),
+        ("last\nepoch", [str(trial.evaluations[-1][0]) if trial.evaluations else UNKNOWN for trial in trials]),
+        ("best\naccuracy", [_accuracy_text(trial.accuracy, best) for trial in trials]),
+        ("steps", [f"{trial.steps:,}" for trial in trials]),
+        ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
+    )
+    return Group(table, *(_reason(trial) for trial in trials if trial.reason), *_conclusion(result))
+
+
+def sweep_figure(result: SweepResult) -> Figure:
+    """The curves of all trials, the best one in orange, and below them a plot for each varied option.
+
+    Raises UsageError if no trial was evaluated.
+    """
+    from matplotlib.figure import Figure
+
+    trials = [trial for trial in result.trials if trial.evaluations]
+    if not trials:
+        raise UsageError(
+            f"No trial of sweep {result.name!r} was evaluated, so there is nothing to draw; trials are evaluated every "
+            "--evaluate-every epochs."
+        )
+    names = list(trials[0].values)
+    num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
+    figure = Figure(figsize=(9, 4.5 + 3 * num_rows), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
+    above, below = parts
+    _draw_curves(above.add_subplot(), trials, result.best)
+    for place, name in enumerate(names, start=1):
+        _draw_against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
+    best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
+    figure.suptitle("".join([result.name, *best]), x=0.01, ha="left", weight="bold", fontsize=10, parse_math=False)
+    return figure
+
+
+def _trial_line(trial: TrialStatus) -> str:
+    """How a trial stands, as one line of plain text."""
+    parts = [trial.name, as_typed(trial.values), trial.status]
+    if trial.num_epochs:
+        parts.append(f"epoch {trial.epoch}/{trial.num_epochs}")
+    if trial.loss is not None:
+        parts.append(f"loss {trial.loss:.3f}")
+    if trial.accuracy is not None:
+        parts.append(f"best test accuracy {trial.accuracy:.4f}")
+    if trial.images_per_s is not None and trial.status == "running":
+        parts.append(f"{trial.images_per_s:,.0f} images/s")
+    if trial.reason:
+        parts.append(f"({reason_text(trial.reason)})")
+    return "  ".join(parts)
+
+
+def _trial_columns(trials: Sequence[TrialStatus] | Sequence[TrialResult]) -> list[Column]:
+    """The trial, the varied options, and the status."""
+    names = list(trials[0].values) if trials else []
+    return [
+        ("trial", [trial.name for trial in trials]),
+        *((_heading(name), [shown(trial.values[name]) for trial in trials]) for name in names),
+        ("status", [status_text(trial.status) for trial in trials]),
+    ]
+
+
+def _heading(name: str) -> Text:
+    return Text(option_name(name).replace("-", "-\n"), overflow="fold")
+
+
+def _most_interesting(trials: Sequence[TrialStatus], count: int) -> list[TrialStatus]:
+    """At most ``count`` trials, in their order: first those that train, then ended ones, then waiting ones."""
+
+    def rank(trial: TrialStatus) -> tuple[int, float]:
+        return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.accuracy or 0.0)
+
+    chosen = {trial.name for trial in sorted(trials, key=rank)[:count]}
+    return [trial for trial in trials if trial.name in chosen]
+
+
+def _accuracy_text(accuracy: float | None, best: float) -> Text:
+    return Text(format_optional(accuracy, ".4f"), style="bold green" if accuracy and accuracy == best else "")
+
+
+def _reason(trial: TrialResult) -> Text:
+    return Text.assemble(f" {trial.name} ", status_text(trial.status), f": {one_line(str(reason_text(trial.reason)))}")
+
+
+def _conclusion(result: SweepResult) -> list[Text]:
+    lines = [Text()]
+    if result.best is not None:
+        values = as_typed(result.trials[0].values)
+        lines.append(Text.assemble(" The best is ", (result.best, "bold"), f": {values}"))
+    if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in result.trials):
+        lines.append(
+            Text(f" Resume the stopped and failed trials: the same command with --name {result.name} --resume")
+        )
+    return lines
+
+
+def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
+    """Accuracy over the epochs, a line for each trial with the trial's number at its end."""
+    from matplotlib.ticker import MaxNLocator
+
+    for trial in reversed(trials):  # the best is drawn last, on top of the others
+        epochs, accuracies = zip(*trial.evaluations, strict=True)
+        color, width = (_BEST, 2.0) if trial.name == best else (_OTHER, 1.2)
+        axes.plot(epochs, accuracies, marker="o", markersize=3.5, color=color, linewidth=width)
+        axes.annotate(
+            trial.name.rpartition("-")[2],
+            (epochs[-1], accuracies[-1]),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+            color=_BEST if trial.name == best else GREY,
+        )
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    plain_axes(axes)
+    axes.set_ylabel("test accuracy")
+
+
+def _draw_against(axes: Axes, trials: Sequence[TrialResult], name: str, best: str | None) -> None:
+    """The best accuracy of each trial against its value of one option."""
+    values = [trial.values[name] for trial in trials]
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    places = _number_axis(axes, numbers) if len(numbers) == len(values) else _name_axis(axes, list(map(shown, values)))
+    colours = [_BEST if trial.name == best else _OTHER for trial in trials]
+    axes.scatter(places, [trial.accuracy or 0.0 for trial in trials], c=colours, s=28, zorder=3)
+    axes.set_xlabel(option_name(name))
+    plain_axes(axes)
+    axes.set_ylabel("best test accuracy")
+
+
+def _number_axis(axes: Axes, numbers: Sequence[float]) -> Sequence[float]:
+    """Prepare the x axis for numbers; gives the place of each."""
+    if min(numbers) > 0 and math.log10(max(numbers) / min(numbers)) > _DECADES:
+        axes.set_xscale("log")
+    elif len(set(numbers)) <= _FEW_VALUES:
+        axes.set_xticks(sorted(set(numbers)), [shown(number) for number in sorted(set(numbers))])
+    return numbers
+
+
+def _name_axis(axes: Axes, names: Sequence[str]) -> Sequence[float]:
+    """Prepare the x axis for names; gives the place of each."""
+    different = list(dict.fromkeys(names))
+    axes.set_xticks(range(len(different)), list(map(one_line, different)), parse_math=False)
+    axes.set_xlim(-0.5, len(different) - 0.5)
+    return [different.index(name) for name in names]

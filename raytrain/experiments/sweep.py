@@ -1,0 +1,408 @@
+"""``raytrain.sweep``: runs that differ in some options, several at once, on the same images in memory.
+
+Each trial is an ordinary run, in a thread of this process. Imports neither Ray nor torch before it must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from raytrain.backends.cache_choice import keeps_shared
+from raytrain.backends.gpus import gpus
+from raytrain.backends.placement import Hardware, Placement, place
+from raytrain.backends.prepare import Loop, PreparedRun, check_named, check_options, load_loop, prepare
+from raytrain.backends.stop_signals import StopSignals
+from raytrain.backends.train import open_machines, train_request
+from raytrain.backends.train_request import RunGroup, TrainRequest
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
+from raytrain.experiments.early_stopping import EarlyStopping
+from raytrain.experiments.trials import (
+    Sweep,
+    SweepResult,
+    Trial,
+    TrialResult,
+    TrialStatus,
+    check_names_free,
+    collect,
+    is_over,
+    plan_sweep,
+    trial_result,
+    trials_of,
+    write_sweep,
+)
+from raytrain.runs.background import Background
+from raytrain.runs.documents import new_name, read_config, write_config, write_json
+from raytrain.runs.layout import CONFIG, SUMMARY
+from raytrain.runs.outcome import StopReason
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
+from raytrain.runs.stop_request import clear_stop_request, read_stop_request
+from raytrain.runs.throttle import Throttle
+
+if TYPE_CHECKING:
+    from raytrain.training.run import Run
+
+SweepView = Callable[[Sequence[TrialStatus]], None]
+"""Shows a sweep: called about twice a second with how all of its trials stand."""
+
+_LOOK_EVERY_S = 0.5
+_LOOK_IN_STORAGE_EVERY_S = 1.0
+
+
+def sweep(
+    config: TrainConfig,
+    *,
+    vary: Sequence[str] = (),
+    trials: int | None = None,
+    early_stopping: bool = True,
+    loop: Callable[[Run], None] | None = None,
+    view: SweepView | None = None,
+    signals: StopSignals | None = None,
+    trust: bool = False,
+) -> SweepResult:
+    """Train several runs that differ in the options of ``vary``, several at once, on the same images in memory.
+
+    Args:
+        config: the options that all trials share. ``name`` is the sweep's: its trials are the runs NAME-00, NAME-01, …
+            ``workers`` is how many train at once: by default one per GPU, or without GPUs as many as leave room for
+            reading data. With ``resume``, trials that were stopped or failed are resumed.
+        vary: ``option=VALUE,VALUE``, and for numbers ``option=LOW..HIGH`` or ``option=log:LOW..HIGH``; not needed with
+            ``resume``.
+        trials: how many points to draw at random; by default every combination of values.
+        early_stopping: whether a trial stops that is not among the better half after an eighth, a quarter or half of
+            the epochs.
+        loop: a training loop to use instead of the built-in one or the one that ``config`` names.
+        view: called about twice a second with how the trials stand.
+        signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
+        trust: with ``resume``, whether a network may run that is a function of the sweep's author, and that neither
+            ``config`` nor ``vary`` names.
+
+    Raises:
+        UsageError, StorageError: a setting or an input is wrong; nothing was started.
+        TrainingFailed: the images cannot be used; a trial that fails by itself does not end the sweep.
+    """
+    started_at = time.monotonic()
+    check_named(config)
+    if config.track:
+        raise UsageError("--track is for single runs; `raytrain track TRIAL --track …` sends a trial that is over.")
+    planned = plan_sweep(config, vary, trials, trust=trust)
+    trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
+    if loop is None and config.loop is None:
+        _check_learning_rates(planned, config)
+    with open_machines(config) as join, prepare(config) as prepared:
+        runs = trials_of(planned, prepared.config, prepared.name)
+        (check_trials if config.resume else check_names_free)(runs)
+        found = join()
+        load_loop(config, loop)  # raises UsageError if no trial could load it
+        session = _Session(prepared, planned, runs, found, loop, early_stopping=early_stopping)
+        with signals or StopSignals() as signals, session:
+            return session.watch(signals, view, started_at)
+
+
+class _Session:
+    """A sweep that trains while the session is open, and its documents. When it closes, no trial trains any more.
+
+    Raises UsageError if the machines have too little for the sweep.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        planned: Sweep,
+        trials: Sequence[Trial],
+        found: Hardware,
+        loop: Loop | None,
+        *,
+        early_stopping: bool,
+    ) -> None:
+        self._prepared = prepared
+        self._placement = _place(prepared.config, found, len(trials))
+        self._loop = loop
+        self._over = {trial.name: trial_result(trial) for trial in trials if is_over(trial.store)}
+        configs = [_resolved(trial, prepared, self._placement.device) for trial in trials]
+        plans = [prepared.data.plan(config) for config in configs]
+        num_steps = sum(plan.num_steps for plan in plans)
+        self._open_images = partial(_shared_images, prepared, configs[0], found, self._placement, num_steps)
+        num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
+        early = _early_stopping(num_epochs, self._over.values()) if early_stopping else None
+        self._trials = trials
+        self._runs = [_TrialRun(trial, early) for trial in trials if trial.name not in self._over]
+        self._recorder = _Recorder(prepared, planned, num_steps)
+        self._documents = Background(self._recorder.keep)  # storage may hang, and a stop must not wait for it
+        self._gpus: SimpleQueue[str | None] = SimpleQueue()
+        for gpu in _gpus_of_trials(prepared.config, self._placement):
+            self._gpus.put(gpu)
+        self._ended: list[Future[None]] = []
+
+    def __enter__(self) -> _Session:
+        """Make the sweep known, and start reading the images and as many trials as there is room for."""
+        with ExitStack() as opened:
+            self._shared = opened.enter_context(self._open_images())
+            opened.enter_context(self._recorder)
+            threads = ThreadPoolExecutor(self._placement.num_workers, thread_name_prefix="trial")
+            self._ended = [threads.submit(self._train, run) for run in self._runs]
+            opened.callback(threads.shutdown, cancel_futures=True)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for run in self._runs:
+            run.aborted = True
+        self._opened.__exit__(*exception)
+
+    def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
+        """Return when all trials have ended; raises TrainingFailed if the sweep failed as a whole."""
+        request: StopReason | None = None
+        with closing(self._documents):
+            while wait(self._ended, _LOOK_EVERY_S).not_done:
+                asked, _ = self._look_at_images()
+                stored = self._documents(self._show(view))
+                request = request or signals.stop_request or stored or asked
+                if request is not None:
+                    for run in self._runs:
+                        run.stop(request)
+        self._show(view)
+        return self._conclude(request, time.monotonic() - started_at)
+
+    def _train(self, run: _TrialRun) -> None:
+        gpu = self._gpus.get()
+        try:
+            group = RunGroup(placement=self._one_worker(), data=self._prepared.data, images=self._shared)
+            run.train(self._options(run.trial, gpu), self._loop, group)
+        finally:
+            self._gpus.put(gpu)
+
+    def _one_worker(self) -> Placement:
+        return dataclasses.replace(self._placement, num_workers=1, min_workers=1)
+
+    def _options(self, trial: Trial, gpu: str | None) -> TrainConfig:
+        """The options of a trial in this process, which is in the cluster already."""
+        config = trial.config
+        if config.backend == "local":
+            device = config.device if gpu is None else f"cuda:{gpu}"
+            return dataclasses.replace(config, device=device, threads_per_worker=self._placement.threads)
+        return dataclasses.replace(config, address=None)
+
+    def _look_at_images(self) -> tuple[StopReason | None, str | None]:
+        """A request to stop that reached those who read the images, and why the images cannot be used."""
+        return (None, None) if self._shared is None else self._shared.look()
+
+    def _show(self, view: SweepView | None) -> list[TrialStatus]:
+        running = {run.trial.name: run.status for run in self._runs}
+        over = {name: result.last_status for name, result in self._over.items()}
+        statuses = [(running | over)[trial.name] for trial in self._trials]
+        if view is not None:
+            view(statuses)
+        return statuses
+
+    def _conclude(self, request: StopReason | None, seconds: float) -> SweepResult:
+        _, failure = self._look_at_images()
+        result = self._result(request, failure, seconds)
+        if self._shared is not None:
+            self._shared.finish(result.status)
+        self._recorder.conclude(result, self._show(None))
+        if failure is not None:
+            name, storage = self._prepared.name, self._prepared.config.storage
+            raise TrainingFailed(
+                f"Sweep {name!r} failed: {failure.rstrip('.')}. Resume it with --name {name} --storage {storage} "
+                "--resume.",
+                result.summary(),
+            )
+        return result
+
+    def _result(self, request: StopReason | None, failure: str | None, seconds: float) -> SweepResult:
+        unwritten = {run.trial.name: run.error for run in self._runs if run.error}
+        results = collect(self._trials, unwritten)
+        failed = failure is not None or all(result.status == "failed" for result in results)
+        stopped = request is not None and not all(is_over(trial.store) for trial in self._trials)
+        return SweepResult(
+            name=self._prepared.name,
+            status="failed" if failed else "stopped" if stopped else "finished",
+            best=next((result.name for result in results if result.accuracy is not None), None),
+            trials=results,
+            run_dir=self._prepared.store.url,
+            seconds=round(seconds, 2),
+            stop_reason=request if stopped else None,
+        )
+
+
+class _TrialRun:
+    """One trial: an ordinary run, in a thread, which is watched by its view and stopped by its signals.
+
+    ``aborted`` ends it without a checkpoint, about half a second after it was set.
+    """
+
+    def __init__(self, trial: Trial, early: EarlyStopping | None) -> None:
+        self.trial = trial
+        self.status = TrialStatus(name=trial.name, values=trial.values)
+        self.error: str | None = None
+        self.aborted = False
+        self._early = early
+        self._signals = StopSignals()
+        self._accuracies: dict[int, float] = {}  # by the step of the evaluation
+
+    def stop(self, request: StopReason) -> None:
+        """Stop the trial with a checkpoint; one that waits does not start."""
+        self._signals.request_stop(request)
+
+    def train(self, config: TrainConfig, loop: Loop | None, group: RunGroup) -> None:
+        """Train until the trial ends. One that fails ends alone, so nothing is raised."""
+        if self.aborted or self._signals.stop_request is not None:
+            return
+        try:
+            request = TrainRequest(
+                config=dataclasses.replace(config, resume=self.trial.store.exists(CONFIG)),
+                loop=loop,
+                view=self._look,
+                signals=self._signals,
+                trackers=(),
+                started_at=time.monotonic(),
+                group=group,
+            )
+            train_request(request)
+        except KeyboardInterrupt:
+            self.status = dataclasses.replace(self.status, status="interrupted")
+        except Exception as error:
+            self.error = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
+            self.status = dataclasses.replace(self.status, status="failed", reason=self.error)
+
+    def _look(self, snapshot: Snapshot) -> None:
+        """The view of the run: note how it stands, and stop it if it is worse than the others."""
+        if self.aborted:
+            raise KeyboardInterrupt
+        if snapshot.first_row == 0:
+            self._accuracies.clear()
+        for row in snapshot.rows:
+            if row.kind == "evaluation" and row.accuracy is not None:
+                self._accuracies[row.step] = row.accuracy
+                self._compare(row.epoch, row.accuracy)
+        self.status = TrialStatus.of(self.trial, snapshot, list(self._accuracies.values()))
+
+    def _compare(self, epoch: int, accuracy: float) -> None:
+        if self._early is not None and self._early.is_worse(self.trial.name, epoch, accuracy):
+            self.stop(StopReason("early_stopping", metric="accuracy", value=accuracy, count=epoch))
+
+
+class _Recorder:
+    """Keeps a sweep's documents up to date while it is open. ``num_steps`` are the steps of all trials together.
+
+    A sweep whose recorder closes before :meth:`conclude` is marked as failed, or as interrupted if the user aborted it.
+    """
+
+    def __init__(self, prepared: PreparedRun, planned: Sweep, num_steps: int) -> None:
+        self._prepared = prepared
+        self._store = prepared.store
+        self._planned = planned
+        self._num_steps = num_steps
+        self._throttle = Throttle()
+        self._concluded = False
+
+    def __enter__(self) -> _Recorder:
+        """Make the sweep known."""
+        self._prepared.data.write(self._store)
+        write_sweep(self._store, self._planned)
+        clear_stop_request(self._store)
+        write_status(self._store, self._status("starting", ()))
+        write_config(self._store, self._prepared.config)  # comes last: others know by it that the sweep exists
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._concluded:
+            with suppress(RaytrainError):  # the reason why the sweep ends matters more
+                status = "interrupted" if exception[0] is KeyboardInterrupt else "failed"
+                write_status(self._store, self._status(status, ()))
+
+    def keep(self, statuses: Sequence[TrialStatus]) -> StopReason | None:
+        """Write the sweep's status now and then; return a stop request that lies in storage.
+
+        Storage that is out of reach may be back the next time.
+        """
+        store = self._store.fail_fast()
+        with suppress(StorageError):
+            if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
+                write_status(store, self._status("running", statuses))
+            if self._throttle.due("stop request", _LOOK_IN_STORAGE_EVERY_S):
+                return read_stop_request(store)
+        return None
+
+    def conclude(self, result: SweepResult, statuses: Sequence[TrialStatus]) -> None:
+        """Write the summary and the last status; raises StorageError if storage is out of reach."""
+        write_json(self._store, SUMMARY, result.summary())
+        write_status(self._store, self._status(result.status, statuses))
+        self._concluded = True
+
+    def _status(self, status: str, trials: Sequence[TrialStatus]) -> RunStatus:
+        return RunStatus(
+            status=status,
+            step=sum(trial.step for trial in trials),
+            num_steps=self._num_steps,
+            num_workers=sum(trial.status == "running" for trial in trials),
+        )
+
+
+def _check_learning_rates(planned: Sweep, config: TrainConfig) -> None:
+    for point in planned.points:
+        values: dict[str, Any] = {**point}
+        dataclasses.replace(config, **values).check_learning_rate()
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Raise UsageError if a trial that has started before was started with another model, batch size or seed."""
+    for trial in trials:
+        if trial.store.exists(CONFIG):
+            check_options(trial.config, read_config(trial.store), f"Run {trial.name!r}")
+
+
+def _place(config: TrainConfig, found: Hardware, num_trials: int) -> Placement:
+    """How the machines are shared, with a worker for each trial that trains at the same time."""
+    placement = place(config, found)
+    if placement.num_workers <= num_trials:
+        return placement
+    return place(dataclasses.replace(config, workers=num_trials), found)
+
+
+def _resolved(trial: Trial, sweep: PreparedRun, device: str) -> ResolvedConfig:
+    """The options of a trial as its run will have them, apart from the precision."""
+    run = dataclasses.replace(sweep, config=trial.config, name=trial.name)
+    return run.resolve(1, device, lambda _: "float32")
+
+
+def _gpus_of_trials(config: TrainConfig, placement: Placement) -> Sequence[str | None]:
+    """The GPU of this machine for each trial that trains at the same time; None if Ray decides on it, or if none."""
+    if config.backend != "local" or placement.device != "cuda":
+        return [None] * placement.num_workers
+    chosen = config.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus()))))
+    return chosen.split(",")[: placement.num_workers]
+
+
+def _shared_images(
+    prepared: PreparedRun, config: ResolvedConfig, found: Hardware, placement: Placement, num_steps: int
+) -> AbstractContextManager[Any]:
+    """The images that all trials share, decoded; None if they do not fit, so that each trial reads its own."""
+    if not keeps_shared(prepared.config, prepared.data, found.object_store_bytes):
+        return nullcontext()
+    if config.backend == "local":
+        from raytrain.backends.image_cache import SharedImages
+
+        return SharedImages(prepared, config, num_steps)
+    from raytrain.backends.ray.shared_images import SharedImages
+
+    return SharedImages(prepared, config, placement, num_steps)
+
+
+def _early_stopping(num_epochs: int, over: Iterable[TrialResult]) -> EarlyStopping:
+    """Compares trials, also with those that are ``over``."""
+    early = EarlyStopping(num_epochs)
+    for result in over:
+        for epoch, accuracy in result.evaluations:
+            early.is_worse(result.name, epoch, accuracy)
+    return early

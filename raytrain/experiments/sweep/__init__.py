@@ -1,1 +1,0 @@
-"""Sweeps: runs that differ in some options."""
