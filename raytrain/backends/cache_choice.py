@@ -60,7 +60,7 @@ def keeps_shared(config: TrainConfig, data: Dataset, memory_bytes: int) -> bool:
 
 def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     """The cache that ``--cache disk`` asks for. Raises UsageError if it cannot be used on this machine."""
-    if data.train_store.settings is None:
+    if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
     folder = _folder(config)
     try:

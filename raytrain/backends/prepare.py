@@ -21,7 +21,7 @@ from raytrain.runs.layout import CONFIG
 from raytrain.runs.logs import DriverLog
 from raytrain.runs.skipped_images import SkipLimit
 from raytrain.runs.startup_log import STARTUP
-from raytrain.storage.scoped_credentials import Scope
+from raytrain.storage.lent_credentials import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,6 @@ releases if the process dies. The others wait for the lock.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block
 from raytrain.data.decode import ImageShape
 from raytrain.data.permutation import Int64s
+from raytrain.storage.locks import file_lock
 
 ReadBlock = Callable[[Int64s, int], Block]
 """Reads some samples and decodes them for an epoch."""
@@ -51,7 +51,7 @@ class SharedBlocks:
     def __call__(self, number: int) -> Block:
         """Block ``number``, which this process reads unless another one has, or does."""
         if not self._written[number]:
-            self._write(number, fcntl.LOCK_EX)
+            self._write(number, wait=True)
         rows = self._rows(number)
         return Block(self._images[rows], self._labels[rows], self._order.samples(number))
 
@@ -60,11 +60,10 @@ class SharedBlocks:
         for number in range(len(self._order)):
             # Another one reads this block; or it cannot be read, which whoever needs it will be told.
             with suppress(Exception):
-                self._write(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._write(number, wait=False)
 
-    def _write(self, number: int, lock: int) -> None:
-        with open(self._folder / f"{number}.lock", "w") as file:
-            fcntl.flock(file, lock)  # released when the file is closed
+    def _write(self, number: int, wait: bool) -> None:
+        with file_lock(self._folder / f"{number}.lock", wait=wait):
             if self._written[number]:
                 return
             block = self._read(self._order.samples(number), self._order.epoch(number))

@@ -9,7 +9,7 @@ from typing import cast
 
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError
-from raytrain.storage.input_file import read_input
+from raytrain.storage.open import read_input
 
 BALANCED = "balanced"
 

@@ -15,7 +15,7 @@ from raytrain.runs.line_file import StoredLines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.stored_rows import FIELDS, RowParser, StoredRows
 from raytrain.storage.base import Store
-from raytrain.storage.output_file import check_output, new_output
+from raytrain.storage.open import check_output, new_output
 
 _MAX_COLUMNS = 1000
 _MAX_PART = 2**15  # rows that are written at once

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from raytrain.data.manifest import Manifest
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.storage.input_file import read_input
+from raytrain.storage.open import read_input
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 Texts = npt.NDArray[np.object_]

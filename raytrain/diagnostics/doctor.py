@@ -26,10 +26,12 @@ from raytrain.diagnostics.findings import (
 from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
 from raytrain.diagnostics.node_probe import ProbeRequest, versions
 from raytrain.errors import UsageError
-from raytrain.storage.base import Store, cloud_name
+from raytrain.storage.base import Store
+from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.clouds.s3 import S3, credential_method
 from raytrain.storage.credentials import LentCredentials
-from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
+from raytrain.storage.request_errors import explain
 
 _CREDENTIAL_METHODS = {
     "env": "environment",
@@ -125,27 +127,23 @@ class _LentCredentials:
 @contextmanager
 def _lending_credentials(stores: Sequence[Store]) -> Iterator[_LentCredentials]:
     """Lend the nodes this process's credentials if one of ``stores`` is in a bucket."""
-    urls = [store.url for store in stores if store.settings is not None]
-    if not urls:
+    store = next((store for store in stores if store.cloud is not None), None)
+    if store is None:
         yield _LentCredentials()
         return
     from raytrain.backends.ray.credential_server import serving_credentials  # imports Ray
 
     with serving_credentials(stores) as (served, _):
         try:
-            lent = _LentCredentials(served, _credential_method(urls[0]))
+            lent = _LentCredentials(served, _credential_method(store.cloud))
         except Exception as error:
-            lent = _LentCredentials(served, problem=str(explain(error, urls[0])))
+            lent = _LentCredentials(served, problem=str(explain(error, store.url, store.cloud)))
         yield lent
 
 
-def _credential_method(url: str) -> str:
+def _credential_method(cloud: Cloud | None) -> str:
     """Which step of the AWS credential chain found this process's credentials, in a word; empty for another cloud."""
-    if cloud_name(url) != "s3":
-        return ""
-    import botocore.session  # pyright: ignore[reportMissingTypeStubs]
-
-    method = getattr(botocore.session.Session().get_credentials(), "method", "")
+    method = credential_method() if isinstance(cloud, S3) else ""
     return _CREDENTIAL_METHODS.get(method, "role" if "role" in method else method)
 
 

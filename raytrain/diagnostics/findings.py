@@ -103,7 +103,7 @@ def too_few_data_cpus(hardware: Hardware, placement: Placement | None) -> str | 
 
 def folder_on_many_nodes(storage: Store, num_nodes: int) -> str | None:
     """Whether runs are written to a folder that some nodes may not see."""
-    if storage.settings is not None or num_nodes == 1:
+    if storage.cloud is not None or num_nodes == 1:
         return None
     return (
         f"{storage.url} is a folder; make sure that all {num_nodes} nodes share it, or use s3://bucket/prefix as "

@@ -29,9 +29,10 @@ from raytrain.data.manifest import SUFFIXES, open_packed
 from raytrain.data.packing import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.storage.base import S3Settings, Store, cloud_name
-from raytrain.storage.credentials import LentCredentials, own_role
-from raytrain.storage.error_sentences import explain
+from raytrain.storage.base import Store
+from raytrain.storage.clouds.s3 import S3, own_role
+from raytrain.storage.credentials import LentCredentials
+from raytrain.storage.request_errors import explain
 
 T = TypeVar("T")
 
@@ -104,14 +105,14 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
     data, storage = request.data, request.storage
     found = gpus()
     if found and node.gpus >= 1:
-        _attempt(_check_torch, "torch", problems)
+        _attempt(_check_torch, None, problems)
     return NodeReport(
         versions=versions(),
         gpus=found,
         shm_bytes=_shm_bytes(),
-        identity=_attempt(lambda: _identity(request), storage.url, problems) if storage else None,
-        read_speed=_attempt(lambda: _measure_read_speed(data), data.url, problems) if data else None,
-        writable=bool(storage and _attempt(lambda: _check_writable(storage), storage.url, problems)),
+        identity=_attempt(lambda: _identity(request), storage, problems) if storage else None,
+        read_speed=_attempt(lambda: _measure_read_speed(data), data, problems) if data else None,
+        writable=bool(storage and _attempt(lambda: _check_writable(storage), storage, problems)),
         problems=tuple(problems),
         precision=fastest_precision("cuda" if found else "cpu"),
         interface=interface_of(node.address),
@@ -132,29 +133,25 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _attempt(action: Callable[[], T], url: str, problems: dict[str, None]) -> T | None:
+def _attempt(action: Callable[[], T], store: Store | None, problems: dict[str, None]) -> T | None:
     """The result of ``action``; None if it fails, with one more sentence in ``problems``."""
     try:
         return action()
     except Exception as error:
-        problems[str(error if isinstance(error, RaytrainError) else explain(error, url))] = None
+        url, cloud = (store.url, store.cloud) if store else ("torch", None)
+        problems[str(error if isinstance(error, RaytrainError) else explain(error, url, cloud))] = None
         return None
 
 
 def _identity(request: ProbeRequest) -> str | None:
     """Which credentials this node uses, and what may be shown of them."""
-    store = next((each for each in (request.storage, request.data) if each and each.settings), None)
-    if request.lent is None or store is None:
+    store = next((each for each in (request.storage, request.data) if each and each.cloud), None)
+    if request.lent is None or store is None or store.cloud is None:
         return None
-    if _is_amazon(store) and (role := own_role()):
+    if isinstance(store.cloud, S3) and store.cloud.is_amazon and (role := own_role()):
         return f"own role {role.identity}"
-    credentials = request.lent(cloud_name(store.url))
+    credentials = request.lent(store.cloud.name)
     return " ".join(filter(None, ("driver's", request.lent_from, credentials.identity))) if credentials else "none"
-
-
-def _is_amazon(store: Store) -> bool:
-    """Whether the store is in Amazon's S3: no other server accepts the role of a node."""
-    return isinstance(store.settings, S3Settings) and store.settings.endpoint_url is None
 
 
 def _measure_read_speed(store: Store) -> ReadSpeed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from raytrain.storage.output_file import check_output, write_output
+from raytrain.storage.open import check_output, write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,8 +21,7 @@ from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
 from raytrain.inference.model_card import model_card
 from raytrain.runs.documents import open_run, read_resolved_config
-from raytrain.storage.open import open_store
-from raytrain.storage.output_file import check_output, write_output
+from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.safetensors_file import SUFFIX, from_safetensors, to_safetensors
 

@@ -15,8 +15,7 @@ from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
 from raytrain.inference.label_predictions import chosen_thresholds, label_columns
 from raytrain.inference.trained_run import open_trained_run
-from raytrain.storage.open import open_store
-from raytrain.storage.output_file import check_output, write_output
+from raytrain.storage.open import check_output, open_store, write_output
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 

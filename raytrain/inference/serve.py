@@ -20,7 +20,7 @@ from raytrain.inference.label_predictions import Floats, chosen_thresholds
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.storage.base import Store
-from raytrain.storage.scoped_credentials import Scope
+from raytrain.storage.lent_credentials import Scope
 
 _LOOK_EVERY_S = 0.5
 

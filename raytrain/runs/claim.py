@@ -89,7 +89,7 @@ class RunClaim:
     @property
     def owned_store(self) -> OwnedStore:
         """The run's place in storage, as only its owner may write to it. Can be sent to other processes."""
-        return OwnedStore(self._store.url, self._store.settings, self._store, self.owner)
+        return OwnedStore(self._store.url, self._store.cloud, self._store, self.owner)
 
     def renew(self) -> bool:
         """Renew the claim; whether this process still owns the run."""

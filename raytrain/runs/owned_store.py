@@ -6,11 +6,13 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from raytrain.errors import OwnerChanged
 from raytrain.runs.layout import CLAIM
-from raytrain.storage.base import BucketSettings, Store, StoredObject
-from raytrain.storage.credentials import CredentialSource
+from raytrain.storage.base import Store, StoredObject
+from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.credentials import LentCredentials
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class OwnedStore(Store):
     """The ``store`` of a run, to which only ``owner`` may write: others get OwnerChanged for writing and deleting."""
 
     url: str
-    settings: BucketSettings | None
+    cloud: Cloud | None
     store: Store
     owner: Owner
 
@@ -54,6 +56,10 @@ class OwnedStore(Store):
     def put(self, path: str, data: bytes) -> None:
         self.owner.check(self.store)
         self.store.put(path, data)
+
+    def put_file(self, path: str, file: Path) -> None:
+        self.owner.check(self.store)
+        self.store.put_file(path, file)
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
         self.owner.check(self.store)
@@ -84,14 +90,11 @@ class OwnedStore(Store):
     def exists(self, path: str) -> bool:
         return self.store.exists(path)
 
-    def with_credentials(self, credentials: CredentialSource) -> OwnedStore:
-        return dataclasses.replace(self, store=self.store.with_credentials(credentials))
+    def with_lent_credentials(self, lent: LentCredentials) -> OwnedStore:
+        return dataclasses.replace(self, store=self.store.with_lent_credentials(lent))
 
     def fail_fast(self) -> OwnedStore:
         return dataclasses.replace(self, store=self.store.fail_fast())
 
     def check_readable(self) -> None:
         self.store.check_readable()
-
-    def check_writable(self) -> None:
-        self.store.check_writable()

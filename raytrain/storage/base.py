@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from itertools import repeat
+from pathlib import Path
 from typing import NamedTuple
 
-from raytrain.storage.credentials import CredentialSource, LentCredentials, OwnRoleOr
+from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.fetch_many import fetch_each
-
-
-@dataclass(frozen=True)
-class S3Settings:
-    """Endpoint and region of S3, as configured in the process that opened the store. Contains no secret."""
-
-    endpoint_url: str | None = None
-    """None means Amazon S3."""
-    region: str | None = None
-    """None means us-east-1."""
-
-
-@dataclass(frozen=True)
-class AzureSettings:
-    """Storage account and endpoint of Azure Blob Storage, likewise. Contains no secret."""
-
-    account: str
-    endpoint_url: str
-
-
-@dataclass(frozen=True)
-class GoogleSettings:
-    """Endpoint of Google Cloud Storage, likewise."""
-
-    endpoint_url: str | None = None
-    """None means Google's own."""
-
-
-BucketSettings = S3Settings | AzureSettings | GoogleSettings
 
 
 class StoredObject(NamedTuple):
@@ -68,7 +40,7 @@ class Store(ABC):
 
     url: str
     """``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder."""
-    settings: BucketSettings | None
+    cloud: Cloud | None
     """Where the bucket is reached; None for a folder."""
 
     @abstractmethod
@@ -82,6 +54,10 @@ class Store(ABC):
     @abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Write or replace an object atomically: a reader sees the old or the new content, never a part of it."""
+
+    @abstractmethod
+    def put_file(self, path: str, file: Path) -> None:
+        """Do the same with a file on this machine; a folder takes the file itself, which must be on the same disk."""
 
     @abstractmethod
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
@@ -116,10 +92,6 @@ class Store(ABC):
     def exists(self, path: str) -> bool:
         """Whether the object exists."""
 
-    @abstractmethod
-    def with_credentials(self, credentials: CredentialSource) -> Store:
-        """Return the same store with other credentials (a folder needs none)."""
-
     def kept_on(self, disk: DiskCache | None) -> Store:
         """Return the same store that keeps what :meth:`get` gives on a disk of the machine; a folder is on one already.
 
@@ -128,26 +100,25 @@ class Store(ABC):
         return self
 
     def with_lent_credentials(self, lent: LentCredentials) -> Store:
-        """Return the same store with the credentials that ``lent`` has for its cloud.
+        """Return the same store with the credentials that ``lent`` has for its cloud; a folder needs none.
 
-        In S3, those of the node's own role come first, if it has one. A server that is not Amazon's does not accept an
-        AWS role, so only ``lent`` is used for it.
+        In Amazon's S3, those of the node's own role come first, if it has one.
         """
-        source = partial(lent, cloud_name(self.url))
-        is_amazon = isinstance(self.settings, S3Settings) and self.settings.endpoint_url is None
-        return self.with_credentials(OwnRoleOr(source) if is_amazon else source)
+        return self
 
-    @abstractmethod
     def fail_fast(self) -> Store:
         """Return the same store for callers that must not wait: it gives up within seconds if nothing answers."""
+        return self
 
     @abstractmethod
     def check_readable(self) -> None:
         """Raise StorageError unless the store can be listed. Takes only seconds, also if nothing answers."""
 
-    @abstractmethod
     def check_writable(self) -> None:
         """Raise StorageError unless objects can be written and deleted. Takes only seconds, also if nothing answers."""
+        store, name = self.fail_fast(), f".write-check-{uuid.uuid4().hex}"
+        store.put(name, b"")
+        store.delete(name)
 
     @abstractmethod
     def remove_if_empty(self) -> None:
@@ -174,8 +145,3 @@ class Store(ABC):
             return self.get(path, etag)
         except Exception as error:
             return error
-
-
-def cloud_name(url: str) -> str:
-    """What a URL starts with: ``s3``, ``az`` or ``gs``; empty for a folder."""
-    return url.partition("://")[0] if "://" in url else ""

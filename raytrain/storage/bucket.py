@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +15,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
-from raytrain.storage.base import BucketSettings, ObjectChanged, S3Settings, Store, StoredObject
-from raytrain.storage.bucket_client import BucketClient, UnusableNames
-from raytrain.storage.credentials import Credentials, CredentialSource, required
+from raytrain.storage.base import ObjectChanged, Store, StoredObject
+from raytrain.storage.bucket_client import (
+    DEFAULT,
+    FAIL_FAST,
+    BucketClient,
+    RetryPolicy,
+    UnusableNames,
+    bucket_and_root,
+)
+from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.clouds.s3 import S3
+from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, required
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.fetch_many import threads
 from raytrain.storage.request_errors import http_status
-from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy
-from raytrain.storage.s3_listing import list_any_names
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta, UpdateVersion
@@ -38,6 +47,7 @@ _log = logging.getLogger("raytrain")
 
 _PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
 _NOT_IMPLEMENTED = 501
+_UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class BucketStore(Store):
     """See :class:`Store`. ``url`` is ``s3://bucket/prefix``, for example."""
 
     url: str
-    settings: BucketSettings  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for a bucket
+    cloud: Cloud  # pyright: ignore[reportIncompatibleVariableOverride] ; never None for a bucket
     credentials: CredentialSource = field(compare=False, repr=False)
     connection_id: str = field(repr=False)
     """Distinguishes stores with different credentials, in every process that a store is sent to."""
@@ -58,7 +68,7 @@ class BucketStore(Store):
     def get(self, path: str, etag: str = "") -> bytes:
         if self.disk is None:
             return self._fetch(path, etag)
-        name = "\0".join([self.settings.endpoint_url or "", self.url, path, _normalized(etag)])
+        name = "\0".join([self.cloud.endpoint_url or "", self.url, path, _normalized(etag)])
         return self.disk.get(name, lambda: self._fetch(path, etag))
 
     def _fetch(self, path: str, etag: str) -> bytes:
@@ -73,6 +83,10 @@ class BucketStore(Store):
     def put(self, path: str, data: bytes) -> None:
         store = dataclasses.replace(self, multipart=True) if len(data) > _PART_BYTES else self
         store._call(path, lambda client: client.put(path, data, chunk_size=_PART_BYTES))
+
+    def put_file(self, path: str, file: Path) -> None:
+        store = dataclasses.replace(self, multipart=True)
+        store._call(path, lambda client: client.put(path, file, chunk_size=_PART_BYTES))
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
         if not self._call(path, lambda client: _put_if(client, path, data, expected)):
@@ -89,8 +103,6 @@ class BucketStore(Store):
     def delete(self, path: str) -> None:
         with suppress(FileNotFoundError):
             self._call(path, lambda client: client.delete(path))
-
-    def remove_if_empty(self) -> None: ...
 
     def exists(self, path: str) -> bool:
         try:
@@ -117,21 +129,21 @@ class BucketStore(Store):
     def kept_on(self, disk: DiskCache | None) -> BucketStore:
         return dataclasses.replace(self, disk=disk)
 
+    def with_lent_credentials(self, lent: LentCredentials) -> BucketStore:
+        return self.with_credentials(self.cloud.credentials_from(lent))
+
     def with_credentials(self, credentials: CredentialSource) -> BucketStore:
+        """Return the same store with other credentials."""
         return dataclasses.replace(self, credentials=credentials, connection_id=uuid.uuid4().hex)
 
     def fail_fast(self) -> BucketStore:
         return dataclasses.replace(self, retry_policy=FAIL_FAST)
 
+    def remove_if_empty(self) -> None: ...
+
     def check_readable(self) -> None:
         with suppress(UnusableNames):
             self.fail_fast()._call("", lambda client: next(iter(client.list()), None))
-
-    def check_writable(self) -> None:
-        store = self.fail_fast()
-        name = f".write-check-{uuid.uuid4().hex}"
-        store.put(name, b"")
-        store.delete(name)
 
     def _split(self, prefix: str, unusable: list[str]) -> tuple[list[str], list[ObjectMeta]]:
         """Return subfolders that can be listed concurrently, and the objects above them."""
@@ -164,14 +176,20 @@ class BucketStore(Store):
 
         Raises ``error`` outside S3, where nothing but obstore lists them.
         """
-        if not isinstance(self.settings, S3Settings):
+        if not isinstance(self.cloud, S3):
             raise error
+        bucket, root = bucket_and_root(self.url)
+        usable: list[ObjectMeta] = []
         with _client(self).explained(folder):
-            keys = required(self.credentials())
-            assert isinstance(keys, Credentials)
-            listed = list_any_names(self.url, self.settings, keys, folder)
-        unusable += listed.unusable
-        return listed.usable
+            keys = None if self.cloud.unsigned else required(self.credentials())
+            assert keys is None or isinstance(keys, Credentials)
+            for found in self.cloud.list_any_names(bucket, f"{root}{folder}/" if folder else root, keys):
+                name = found["path"].removeprefix(root).removesuffix("/")
+                if _UNUSABLE_NAME.search(name):
+                    unusable.append(name)
+                elif name:  # as opposed to the marker of the store's own folder
+                    usable.append({**found, "path": name})
+        return usable
 
     def _call(self, path: str, operation: Callable[[ObjectStore], T]) -> T:
         return _client(self).call(path, operation, self.retry_policy)
@@ -185,7 +203,7 @@ def _client(store: BucketStore) -> BucketClient:
 
 @lru_cache(maxsize=32)
 def _cached_client(store: BucketStore) -> BucketClient:
-    return BucketClient(store.url, store.settings, store.credentials, multipart=store.multipart)
+    return BucketClient(store.url, store.cloud, store.credentials, multipart=store.multipart)
 
 
 _client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each

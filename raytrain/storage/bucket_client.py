@@ -8,31 +8,50 @@ from __future__ import annotations
 import os
 import ssl
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from obstore.exceptions import InvalidPathError
+from typing import TYPE_CHECKING, TypeVar
 
 from raytrain.errors import StorageError
-from raytrain.storage.base import BucketSettings
-from raytrain.storage.cloud import cloud_of
-from raytrain.storage.cloud_sentences import sentences_of
-from raytrain.storage.credentials import BucketCredentials, CredentialSource, required
-from raytrain.storage.error_sentences import explain
-from raytrain.storage.request_errors import names_no_bucket, refuses_credentials
-from raytrain.storage.retry import DEFAULT, INITIAL_WAIT_S, MAX_WAIT_S, RetryPolicy, with_retries
+from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.credentials import CredentialCache, CredentialSource
+from raytrain.storage.request_errors import (
+    explain,
+    is_transient,
+    names_no_bucket,
+    names_unusable,
+    refuses_credentials,
+)
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+    from tenacity import RetryCallState, Retrying
 
     ObjectStore = S3Store | AzureStore | GCSStore
 
 T = TypeVar("T")
 
-_RENEW_BEFORE_EXPIRY = timedelta(minutes=5)
+INITIAL_WAIT_S = 0.1
+MAX_WAIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often a request is retried, and for how long."""
+
+    max_retries: int
+    max_duration_s: float
+    """Measured from the first attempt; no retry starts later."""
+
+
+DEFAULT = RetryPolicy(100, 180.0)
+"""Limited by its duration: if half of all requests fail, one in a thousand needs ten retries."""
+FAIL_FAST = RetryPolicy(2, 10.0)
+
 _CLIENT_OPTIONS: ClientConfig = {
     "connect_timeout": timedelta(seconds=5),
     "read_timeout": timedelta(seconds=30),
@@ -61,9 +80,9 @@ class BucketClient:
     With ``multipart``, obstore retries each part of an upload.
     """
 
-    def __init__(self, url: str, settings: BucketSettings, credentials: CredentialSource, *, multipart: bool) -> None:
+    def __init__(self, url: str, cloud: Cloud, credentials: CredentialSource, *, multipart: bool) -> None:
         self._url = url
-        self._settings = settings
+        self._cloud = cloud
         self._source = credentials
         self._multipart = multipart
         self._lock = threading.Lock()
@@ -83,23 +102,16 @@ class BucketClient:
             return with_retries(lambda: operation(renewed), retry_policy)
 
     @contextmanager
-    def explained(self, path: str) -> Generator[None, None, None]:
+    def explained(self, path: str) -> Generator[None]:
         """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``."""
         url = f"{self._url}/{path}".rstrip("/")
         try:
             yield
-        except FileNotFoundError as error:
-            if not names_no_bucket(error):
-                raise FileNotFoundError(url) from None
-            raise self._explain(error, url) from error
-        except InvalidPathError as error:
-            raise UnusableNames(str(self._explain(error, url))) from error
         except Exception as error:
-            raise self._explain(error, url) from error
-
-    def _explain(self, error: Exception, url: str) -> StorageError:
-        cause = self._credentials.failure or error
-        return explain(cause, url, endpoint_url=self._settings.endpoint_url, identity=self._credentials.identity)
+            if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
+                raise FileNotFoundError(url) from None
+            sentence = explain(self._credentials.failure or error, url, self._cloud, self._credentials.identity)
+            raise (UnusableNames(str(sentence)) if names_unusable(error) else sentence) from error
 
     def _renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return the client that replaces ``refused``; created once, however many threads were refused."""
@@ -110,55 +122,25 @@ class BucketClient:
             return self._client
 
     def _connect(self) -> ObjectStore:
-        cloud = cloud_of(self._url)
         bucket, root = bucket_and_root(self._url)
-        return cloud.store_class()(
+        return self._cloud.obstore_class()(
             bucket,
             prefix=root.rstrip("/") or None,
-            config=cloud.config(self._settings),
-            client_options=client_options(self._url, self._settings),
+            config=self._cloud.obstore_config(bucket),
+            client_options=client_options(self._cloud),
             retry_config=RETRIES if self._multipart else _NO_RETRIES,
             credential_provider=self._credentials,
         )
 
 
-class CredentialCache:
-    """Keeps credentials for obstore until shortly before they expire: obstore then asks ten times a second."""
-
-    def __init__(self, source: CredentialSource, identity: str | None = None) -> None:
-        self._source = source
-        self.identity = identity
-        """What may be shown of the last credentials."""
-        self._cached: BucketCredentials | None = None
-        self._renew_at: datetime | None = None
-        self.failure: Exception | None = None
-        """Why the source failed the last time, if it did; obstore passes on only the text."""
-
-    def __call__(self) -> Any:
-        if self._cached is None or (self._renew_at is not None and _now() >= self._renew_at):
-            self._cached = self._renewed()
-        return self._cached.for_obstore()
-
-    def _renewed(self) -> BucketCredentials:
-        try:
-            credentials = required(self._source())
-        except Exception as error:
-            self.failure = error
-            raise
-        self.failure = None
-        self.identity = credentials.identity
-        if credentials.expires_at is not None:
-            remaining = credentials.expires_at - _now()
-            self._renew_at = credentials.expires_at - min(_RENEW_BEFORE_EXPIRY, remaining / 4)
-        return credentials
-
-
-def client_options(url: str, settings: BucketSettings) -> ClientConfig:
-    """Timeouts, and the certificates that this process's environment names."""
+def client_options(cloud: Cloud) -> ClientConfig:
+    """Timeouts, the certificates that this process's environment names, and no proxy for this machine's own servers."""
     options: ClientConfig = {**_CLIENT_OPTIONS}
-    if settings.endpoint_url:
-        options["allow_http"] = settings.endpoint_url.startswith("http://")
-    variable = sentences_of(url).certificates_variable
+    if cloud.endpoint_url:
+        options["allow_http"] = cloud.endpoint_url.startswith("http://")
+    if cloud.is_loopback:  # obstore takes HTTP_PROXY, unless it is given a proxy
+        options["proxy_url"], options["proxy_excludes"] = "http://localhost", "localhost,127.0.0.0/8,::1"
+    variable = cloud.sentences.certificates_variable
     if certificates := os.environ.get(variable):
         options["root_certificate"] = _read_certificates(certificates, variable)
     return options
@@ -180,5 +162,53 @@ def _read_certificates(file: str, variable: str) -> bytes:
         ) from error
 
 
-def _now() -> datetime:
-    return datetime.now(timezone.utc)
+# Retries, with exponential backoff and full jitter.
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.value = 0
+
+    def increment(self, _: RetryCallState) -> None:
+        with self._lock:
+            self.value += 1
+
+
+_retries = _Counter()
+
+
+def num_retries() -> int:
+    """How many requests this process has retried so far."""
+    return _retries.value
+
+
+def with_retries(operation: Callable[[], T], policy: RetryPolicy) -> T:
+    """Call ``operation``, and again after transient errors. Raises the last error if ``policy`` allows no more."""
+    start = time.monotonic()
+    try:
+        return operation()  # outside tenacity, which would add 9 µs to the 150 µs of CPU time that a small GET takes
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        failures = [error]
+
+    def attempt() -> T:
+        if failures:  # tenacity counts the first attempt, too
+            raise failures.pop()
+        return operation()
+
+    return _retrying(policy, elapsed_s=time.monotonic() - start)(attempt)
+
+
+def _retrying(policy: RetryPolicy, elapsed_s: float) -> Retrying:
+    import tenacity  # imported here because it takes 50 ms, and most processes never need a retry
+
+    max_attempts = tenacity.stop_after_attempt(policy.max_retries + 1)
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        stop=max_attempts | tenacity.stop_after_delay(policy.max_duration_s - elapsed_s),
+        wait=tenacity.wait_random_exponential(multiplier=INITIAL_WAIT_S, max=MAX_WAIT_S),
+        before_sleep=_retries.increment,
+        reraise=True,
+    )

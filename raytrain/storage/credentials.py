@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 T = TypeVar("T", bound="BucketCredentials")
@@ -71,6 +70,14 @@ class Credentials(BucketCredentials):
             "expires_at": self.expires_at,
         }
 
+    def for_boto3(self) -> dict[str, Any]:
+        """The same as clients of boto3 want them, with the secrets."""
+        return {
+            "aws_access_key_id": self.access_key_id,
+            "aws_secret_access_key": self.secret_access_key,
+            "aws_session_token": self.session_token,
+        }
+
 
 @dataclass(frozen=True, repr=False)
 class AzureCredentials(BucketCredentials):
@@ -128,18 +135,6 @@ LentCredentials = Callable[[str], "BucketCredentials | None"]
 """Returns the credentials that the driver lends for a cloud, such as ``s3``; likewise pickled with a store."""
 
 
-def resolve() -> Credentials | None:
-    """Return this process's credentials from the standard AWS chain: environment, profile, single sign-on, role.
-
-    Raises botocore's exceptions if the configuration is broken (an unknown profile, for example) or a role is refused;
-    :func:`raytrain.storage.error_sentences.explain` turns them into a sentence.
-    """
-    found = _chain(_aws_environment())
-    if not hasattr(found, "refresh_needed"):
-        _chain.cache_clear()  # static credentials are read again each time, because their file may have been rewritten
-    return _frozen(found)
-
-
 def required(credentials: T | None) -> T:
     """Return ``credentials``; raises NoCredentials if there are none."""
     if credentials is None:
@@ -159,92 +154,36 @@ def ask_again_after_s(credentials: BucketCredentials | None) -> float:
     return min(_ASK_EVERY_S, remaining_s / 3)
 
 
-def own_role() -> Credentials | None:
-    """Return the credentials of the role that this node or container has (EC2, ECS, EKS).
+class CredentialCache:
+    """Keeps credentials for a client: obstore asks for them ten times a second shortly before they expire."""
 
-    Ignores what a user configured. Returns at once if there can be no role: the metadata service is asked only on EC2,
-    and never if AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions if a role gives no credentials.
-    """
-    return _frozen(_role(_aws_environment()))
+    def __init__(self, source: CredentialSource, identity: str | None = None) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._cached: BucketCredentials | None = None
+        self._ask_again_at_s = 0.0
+        self.identity = identity
+        """What may be shown of the last credentials."""
+        self.failure: Exception | None = None
+        """Why the source failed the last time, if it did; obstore passes on only the text."""
 
+    def __call__(self) -> dict[str, Any]:
+        """The credentials as obstore wants them."""
+        return self.current().for_obstore()
 
-@dataclass(frozen=True)
-class OwnRoleOr:
-    """A source that can be pickled: the role of the node where it is called, or ``fallback`` if there is none."""
+    def current(self) -> BucketCredentials:
+        """The credentials; raises what the source raises, or NoCredentials."""
+        with self._lock:
+            if self._cached is None or time.monotonic() >= self._ask_again_at_s:
+                self._cached = self._ask()
+                self._ask_again_at_s = time.monotonic() + ask_again_after_s(self._cached)
+            return self._cached
 
-    fallback: CredentialSource
-
-    def __call__(self) -> BucketCredentials | None:
-        return own_role() or self.fallback()
-
-
-@lru_cache(maxsize=1)
-def _chain(environment: frozenset[tuple[str, str]]) -> Any:
-    return _session().get_credentials()
-
-
-@lru_cache(maxsize=1)
-def _role(environment: frozenset[tuple[str, str]]) -> Any:
-    providers = [provider for provider, may_apply in _ROLE_PROVIDERS.items() if may_apply()]
-    if not providers:
-        return None
-    chain = _session().get_component("credential_provider")
-    found: Any = None
-    for provider in providers:
-        found = found or chain.get_provider(provider).load()
-    return found
-
-
-def _session() -> Any:
-    import botocore.session  # pyright: ignore[reportMissingTypeStubs] ; takes 0.4 s, and folders do not need it
-
-    return botocore.session.Session()
-
-
-def _aws_environment() -> frozenset[tuple[str, str]]:
-    """Return the key of the caches: the variables that select credentials. A notebook may change them between runs."""
-    return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_"))
-
-
-def _frozen(found: Any) -> Credentials | None:
-    if found is None:
-        return None
-    keys = found.get_frozen_credentials()  # refreshes them first if they expire soon
-    expires_at = getattr(found, "_expiry_time", None)  # botocore has no public attribute for it
-    # obstore accepts only the standard library's UTC, and botocore uses another.
-    return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
-
-
-def _has_web_identity() -> bool:
-    return "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ and "AWS_ROLE_ARN" in os.environ
-
-
-def _has_container_role() -> bool:
-    return any(f"AWS_CONTAINER_CREDENTIALS_{kind}_URI" in os.environ for kind in ("RELATIVE", "FULL"))
-
-
-def _is_ec2() -> bool:
-    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        return False
-    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ or any(_starts_with(*mark) for mark in _EC2_MARKS)
-
-
-def _starts_with(path: str, prefix: str) -> bool:
-    try:
-        return Path(path).read_text().lower().startswith(prefix)
-    except OSError:
-        return False
-
-
-_EC2_MARKS = (
-    ("/sys/class/dmi/id/sys_vendor", "amazon ec2"),  # Nitro
-    ("/sys/hypervisor/uuid", "ec2"),  # Xen
-)
-"""Files that exist on EC2 instances, and how their content starts."""
-
-_ROLE_PROVIDERS: dict[str, Callable[[], bool]] = {
-    "assume-role-with-web-identity": _has_web_identity,
-    "container-role": _has_container_role,
-    "iam-role": _is_ec2,
-}
-"""botocore's credential providers for roles, each with whether it may have credentials here."""
+    def _ask(self) -> BucketCredentials:
+        try:
+            credentials = required(self._source())
+        except Exception as error:
+            self.failure = error
+            raise
+        self.failure, self.identity = None, credentials.identity
+        return credentials

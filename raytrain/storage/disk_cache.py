@@ -7,7 +7,6 @@ sake. So a part of a data set that is larger than the cache stays, while each fi
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -16,11 +15,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from raytrain.storage.locks import file_lock
 
 _CHECKSUM_BYTES = 4
 _MIN_GRANT_BYTES = 1 << 20
@@ -96,7 +97,7 @@ class DiskCache:
 
 
 @contextmanager
-def _turn(path: Path) -> Generator[bool, None, None]:
+def _turn(path: Path) -> Generator[bool]:
     """Let one process at a time fetch an entry: those that decode images of one shard want it at the same moment.
 
     Yields whether this one has waited for another. Threads of one process do not wait: the second one is there because
@@ -107,36 +108,17 @@ def _turn(path: Path) -> Generator[bool, None, None]:
         return
     _fetched_here.add(path)
     try:
-        with _locked(path) as waited:
+        with ExitStack() as stack:
+            waited = False
+            with suppress(OSError):  # a disk that refuses costs a request at worst
+                waited = stack.enter_context(file_lock(_lock_of(path))).waited
             yield waited
     finally:
         _fetched_here.discard(path)
 
 
-@contextmanager
-def _locked(path: Path) -> Generator[bool, None, None]:
-    lock = path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
-    try:
-        number = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a disk that refuses costs a request at worst
-        yield False
-        return
-    try:
-        yield _wait_for(number)
-        with suppress(FileNotFoundError):
-            os.unlink(lock)  # whoever waits for it finds the entry
-    finally:
-        os.close(number)
-
-
-def _wait_for(lock: int) -> bool:
-    """Take a lock; whether another process had it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return True
-    return False
+def _lock_of(path: Path) -> Path:
+    return path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
 
 
 _fetched_here: set[Path] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import re
 import stat
@@ -16,11 +16,21 @@ from pathlib import Path
 
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import ObjectChanged, Store, StoredObject
-from raytrain.storage.credentials import CredentialSource
-from raytrain.storage.error_sentences import explain
+from raytrain.storage.locks import FileLock, file_lock
 
 # put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
+
+_BY_ERRNO: dict[int, str] = {
+    errno.ENOENT: "There is no folder {url}; check the path, on every machine that uses it.",
+    errno.ENOTDIR: "{url} is below a file, not below a folder; check the path.",
+    errno.EISDIR: "{url} is a folder, but should be a file; remove it or choose another place.",
+    errno.EACCES: "This user has no permission for {url}; change the permissions or choose another place.",
+    errno.EPERM: "This user has no permission for {url}; change the permissions or choose another place.",
+    errno.EROFS: "{url} is on a read-only disk; choose another place.",
+    errno.ENOSPC: "The disk of {url} is full; free space or choose another place.",
+    errno.EDQUOT: "The disk quota for {url} is used up; free space or choose another place.",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class FolderStore(Store):
     """See :class:`Store`. ``url`` is an absolute path; the first :meth:`put` creates the folder."""
 
     url: str
-    settings = None
+    cloud = None
 
     def get(self, path: str, etag: str = "") -> bytes:
         data = self.get_range(path, 0, -1)
@@ -46,7 +56,7 @@ class FolderStore(Store):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise FileNotFoundError(f"{self.url}/{path}") from None
         except OSError as error:
-            raise explain(error, f"{self.url}/{path}") from error
+            raise explain_os_error(error, f"{self.url}/{path}") from error
 
     def put(self, path: str, data: bytes) -> None:
         file = self._file(path)
@@ -60,6 +70,10 @@ class FolderStore(Store):
                 Path(unfinished).unlink(missing_ok=True)
                 raise
 
+    def put_file(self, path: str, file: Path) -> None:
+        with self._explained(path):
+            os.replace(file, self._file(path))
+
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
         with self._locked(path):
             found = self._content(path)
@@ -71,8 +85,8 @@ class FolderStore(Store):
 
     def has_conditional_puts(self) -> bool:
         name = f".condition-check-{uuid.uuid4().hex}"
-        with self._locked(name) as locked:
-            return locked
+        with self._locked(name) as lock:
+            return lock.exclusive
 
     def append(self, path: str, data: bytes) -> None:
         with self._explained(path), open(self._file(path), "ab") as file:
@@ -95,20 +109,9 @@ class FolderStore(Store):
         with self._explained(path):
             return os.path.isfile(self._file(path))
 
-    def with_credentials(self, credentials: CredentialSource) -> FolderStore:
-        return self
-
-    def fail_fast(self) -> FolderStore:
-        return self
-
     def check_readable(self) -> None:
         with self._explained(""):
             os.scandir(self.url).close()
-
-    def check_writable(self) -> None:
-        name = f".write-check-{uuid.uuid4().hex}"
-        self.put(name, b"")
-        self.delete(name)
 
     def remove_if_empty(self) -> None:
         with suppress(OSError):  # it is not empty
@@ -121,17 +124,13 @@ class FolderStore(Store):
             return None
 
     @contextmanager
-    def _locked(self, path: str) -> Generator[bool, None, None]:
-        """Have the file ``path`` for this caller alone, on all machines; False on a disk that knows no locks."""
+    def _locked(self, path: str) -> Generator[FileLock]:
+        """Have the file ``path`` for this caller alone, on all machines, unless the disk knows no locks."""
         file = f"{self._file(path)}.lock"
         with self._explained(path):
             os.makedirs(os.path.dirname(file), exist_ok=True)
-            descriptor, locked = _open_locked(file)
-            try:
-                yield locked
-            finally:
-                Path(file).unlink(missing_ok=True)
-                os.close(descriptor)
+            with file_lock(file) as lock:
+                yield lock
 
     def _file(self, path: str) -> str:
         return os.path.join(self.url, path.strip("/"))
@@ -160,11 +159,17 @@ class FolderStore(Store):
         )
 
     @contextmanager
-    def _explained(self, path: str) -> Generator[None, None, None]:
+    def _explained(self, path: str) -> Generator[None]:
         try:
             yield
         except OSError as error:
-            raise explain(error, f"{self.url}/{path}".rstrip("/")) from error
+            raise explain_os_error(error, f"{self.url}/{path}".rstrip("/")) from error
+
+
+def explain_os_error(error: OSError, url: str) -> StorageError:
+    """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do."""
+    sentence = _BY_ERRNO.get(error.errno or 0, "{url} cannot be used: {detail}.")
+    return StorageError(sentence.format(url=url, detail=error.strerror))
 
 
 def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
@@ -194,20 +199,6 @@ def _open_at_once(file: str, flags: int) -> int:
 def _check_file(descriptor: int, url: str) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise StorageError(f"{url} is not a file but a pipe or a device; remove it.")
-
-
-def _open_locked(file: str) -> tuple[int, bool]:
-    """Open and lock ``file``; whether it could be locked. Waits for another process that has it."""
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # such as a network disk that was mounted without locks
-            return descriptor, False
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
-                return descriptor, True
-        os.close(descriptor)  # whoever had it before has deleted it
 
 
 def _write_to_disk(file: str, data: bytes) -> None:

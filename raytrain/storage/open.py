@@ -1,46 +1,60 @@
-"""Open a store by its URL."""
+"""Opens a store by its URL, and the files that commands read and write, in a folder or in a bucket."""
 
 from __future__ import annotations
 
 import os
 import re
 import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
-from raytrain.errors import UsageError
-from raytrain.storage.base import BucketSettings, Store
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.base import Store
+from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialSource
+from raytrain.storage.local import FolderStore, explain_os_error
+from raytrain.storage.tempdir import TemporaryFolder
 
 _FORMS = {"s3": "s3://bucket/prefix", "gs": "gs://bucket/prefix", "az": "az://container/prefix"}
 URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
 """What the URL of a bucket looks like."""
 
 
-def open_store(url: str, credentials: CredentialSource | None = None, settings: BucketSettings | None = None) -> Store:
+def open_store(url: str, credentials: CredentialSource | None = None, cloud: Cloud | None = None) -> Store:
     """Return the store at ``url``. Sends no request yet.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the path of a folder.
         credentials: asked for credentials, and again before they expire; by default this process's own.
-        settings: where the bucket is reached; by default from this process's configuration.
+        cloud: how the bucket is reached; by default from this process's configuration.
 
     Raises:
         UsageError: the URL is of another kind, or contains credentials.
         StorageError: the configuration of its cloud is broken.
     """
     if "://" not in url:
-        from raytrain.storage.local import FolderStore
-
         return FolderStore(os.path.abspath(Path(url).expanduser()))
     check_url(url)
-    # Imported here because a folder needs neither obstore nor botocore.
-    from raytrain.storage.bucket import BucketStore
-    from raytrain.storage.cloud import cloud_of
+    from raytrain.storage.bucket import BucketStore  # a folder needs neither obstore nor boto3
 
-    cloud = cloud_of(url)
-    return BucketStore(
-        url.rstrip("/"), settings or cloud.settings(url), credentials or cloud.credentials, uuid.uuid4().hex
-    )
+    cloud = cloud or configured_cloud(url)
+    return BucketStore(url.rstrip("/"), cloud, credentials or cloud.credentials, uuid.uuid4().hex)
+
+
+def configured_cloud(url: str) -> Cloud:
+    """Return the cloud that ``url`` is in, as this process's environment configures it."""
+    if url.startswith("az://"):
+        from raytrain.storage.clouds.azure import Azure
+
+        return Azure.configured(url)
+    if url.startswith("gs://"):
+        from raytrain.storage.clouds.google import Google
+
+        return Google.configured(url)
+    from raytrain.storage.clouds.s3 import S3
+
+    return S3.configured(url)
 
 
 def check_url(url: str) -> None:
@@ -61,3 +75,56 @@ def check_url(url: str) -> None:
         raise UsageError(f"{url!r} has no bucket; write {form}.")
     if "//" in rest:
         raise UsageError(f"{url!r} contains two consecutive slashes; write {form} with single slashes.")
+
+
+# Files of commands.
+
+
+def read_input(name: str) -> bytes:
+    """Return the content of a file or an object in a bucket. Raises StorageError if it cannot be read."""
+    try:
+        if "://" not in name:
+            return Path(name).expanduser().read_bytes()
+        folder, path = _open_folder(name)
+        return folder.get(path)
+    except FileNotFoundError:
+        raise StorageError(f"There is no file {name}; check the path.") from None
+    except OSError as error:
+        raise explain_os_error(error, name) from error
+
+
+def check_output(output: str, suffixes: tuple[str, ...], option: str = "--output") -> None:
+    """Raise UsageError, which names ``option``, unless ``output`` ends in one of ``suffixes`` and its folder exists."""
+    if not output.endswith(suffixes):
+        raise UsageError(f"{option} is {output!r}; its name must end in {' or '.join(suffixes)}.")
+    if "://" in output:
+        _open_folder(output)  # checks the URL
+    elif not (folder := Path(output).absolute().parent).is_dir():
+        raise UsageError(f"{option} is {output!r}, but there is no folder {folder}; create it first.")
+
+
+def write_output(output: str, content: bytes) -> None:
+    """Write or replace ``output``, a file or an object in a bucket, atomically. Raises StorageError if that fails."""
+    folder, name = _open_folder(output)
+    folder.put(name, content)
+
+
+@contextmanager
+def new_output(output: str) -> Generator[Path]:
+    """A new file that, when it has been written, atomically becomes ``output``, a file or an object in a bucket.
+
+    Raises StorageError if that fails.
+    """
+    folder, name = _open_folder(output)
+    try:
+        with TemporaryFolder(folder.url if folder.cloud is None else None) as temporary:
+            yield temporary / name
+            folder.put_file(name, temporary / name)
+    except OSError as error:
+        raise explain_os_error(error, output) from error
+
+
+def _open_folder(output: str) -> tuple[Store, str]:
+    """The store of the folder that ``output`` lies in, and its name there. Raises UsageError if it has no bucket."""
+    folder, slash, name = output.rpartition("/")
+    return open_store(folder + slash or "."), name  # with its slash: "/" is the root, and "s3://" has no bucket

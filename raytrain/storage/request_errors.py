@@ -1,4 +1,4 @@
-"""Read the HTTP status, the cloud's error code and the like from an error of obstore or botocore.
+"""Errors of requests to storage: what they mean for the next request, and one sentence for the user.
 
 obstore has types for a few errors and raises GenericError for all others; only its text contains the server's answer.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import InvalidPathError, PermissionDeniedError, UnauthenticatedError
+
+from raytrain.errors import StorageError
+from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences
+from raytrain.storage.credentials import NoCredentials
+from raytrain.storage.local import explain_os_error
 
 _TRANSIENT_STATUSES = {408, 429}  # and all of 5xx
 _TRANSIENT_CODES = {
@@ -29,14 +34,89 @@ _CREDENTIAL_CODES = {
 _NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 
+_REGION = "The bucket {bucket} is in the region {detail}; set AWS_REGION={detail}."
+_OTHER_REGION = (
+    "The bucket {bucket} is in another region than the one configured; set AWS_REGION to the bucket's region."
+)
+_UNUSABLE_NAME = "An object below {url} has a name that cannot be used ({detail}); rename it."
+_OTHER = "{url} cannot be used: {detail}."
+
+_BY_TEXT: dict[str, str] = {
+    "dns error": "{endpoint} cannot be reached: there is no such host; check {host_variables} and the network.",
+    "ConnectionRefused": (
+        "{endpoint} cannot be reached: nothing answers there; check {endpoint_variable}, and that the server runs."
+    ),
+    "InvalidCertificate": UNTRUSTED,
+    "InvalidContentType": (
+        "{endpoint} does not speak https; check {endpoint_variable}, which may have to start with http://."
+    ),
+    "kind: Connect": UNREACHABLE,
+    "TimedOut": UNREACHABLE,
+    "HTTP error": UNREACHABLE,
+}
+"""What obstore and the libraries below it write when there was no answer; the more specific first."""
+
+
+def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity: str | None = None) -> StorageError:
+    """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do.
+
+    Args:
+        error: an exception of obstore, boto3 or the file system; a StorageError is returned as it is.
+        url: what was read or written.
+        cloud: where it is; None for a folder.
+        identity: what may be shown of the credentials, if that is known.
+    """
+    if isinstance(error, StorageError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return explain_os_error(error, url)
+    if cloud is None:
+        return StorageError(_OTHER.format(url=url, detail=_shortened(f"{type(error).__name__}: {error}")))
+    sentence, detail = _sentence(error, cloud)
+    words = {
+        "url": url,
+        "bucket": url.partition("://")[2].partition("/")[0],
+        "endpoint": cloud.endpoint_url or cloud.sentences.endpoint,
+        "identity": identity or cloud.sentences.any_identity,
+        "detail": detail,
+        "endpoint_variable": cloud.sentences.endpoint_variable,
+        "host_variables": cloud.sentences.host_variables,
+        "certificates_variable": cloud.sentences.certificates_variable,
+    }
+    return StorageError(sentence.format(**words))
+
+
+def _sentence(error: BaseException, cloud: Cloud) -> tuple[str, str]:
+    """Return the sentence for an error of obstore or of the cloud's library, and what its ``{detail}`` is."""
+    sentences = cloud.sentences
+    if isinstance(error, NoCredentials):
+        return sentences.no_credentials, ""
+    if found := cloud.explained(error):
+        return found
+    if names_unusable(error):
+        return _UNUSABLE_NAME, str(error).partition("\n")[0]
+    if failure := _credential_source_failure(error):
+        return sentences.not_obtained, failure
+    if _is_wrong_region(error):
+        region = _bucket_region(error)
+        return (_REGION, region) if region else (_OTHER_REGION, "")
+    return _answered(error, sentences) or (_OTHER, _shortened(_message(error) or f"{type(error).__name__}: {error}"))
+
+
+def _answered(error: BaseException, sentences: CloudSentences) -> tuple[str, str] | None:
+    """The sentence for what the server answered, or for the kind of failure without an answer, if there is one."""
+    known = sentences.by_code.get(error_code(error) or "") or sentences.by_status.get(http_status(error) or 0)
+    texts = _BY_TEXT | {"invalid list response": sentences.by_status[404]}
+    sentence = known or next((sentence for part, sentence in texts.items() if part in str(error)), None)
+    return (sentence, "") if sentence else None
+
 
 def error_code(error: BaseException) -> str | None:
     """Return the cloud's own code for what went wrong, such as ``SlowDown``; None if the server sent none."""
-    if response := _botocore_response(error):
+    if response := _boto_response(error):
         return response.get("Error", {}).get("Code")
-    found = re.search(
-        r"<Code>(\w+)</Code>|\(code: (\w+)\)", str(error)
-    )  # the second form comes from deleting an object
+    # The second form comes from deleting an object.
+    found = re.search(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)", str(error))
     return found and (found[1] or found[2])
 
 
@@ -46,21 +126,20 @@ def http_status(error: BaseException) -> int | None:
         return 403
     if isinstance(error, UnauthenticatedError):
         return 401
-    if response := _botocore_response(error):
+    if response := _boto_response(error):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     found = re.search(r"status code: (\d{3})\b", str(error))
     return int(found[1]) if found else None
 
 
-def server_message(error: BaseException) -> str | None:
-    """Return the server's explanation in its own words, if it sent one."""
-    found = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
-    return found and found[1]
-
-
 def names_no_bucket(error: BaseException) -> bool:
     """Whether the bucket itself does not exist."""
     return error_code(error) in _NO_BUCKET_CODES
+
+
+def names_unusable(error: BaseException) -> bool:
+    """Whether an object's name, or one in a listing, is no path."""
+    return isinstance(error, InvalidPathError)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -74,33 +153,40 @@ def is_transient(error: BaseException) -> bool:
 def refuses_credentials(error: BaseException) -> bool:
     """Whether the cloud refuses the credentials themselves, so that asking their source again may help."""
     if isinstance(error, UnauthenticatedError):  # or there were none to send
-        return credential_source_failure(error) is None
+        return _credential_source_failure(error) is None
     return error_code(error) in _CREDENTIAL_CODES
 
 
-def is_wrong_region(error: BaseException) -> bool:
-    """Whether the bucket is in another region than the one configured."""
+def _is_wrong_region(error: BaseException) -> bool:
     # The second is what obstore makes of a redirect.
     return error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error)
 
 
-def bucket_region(error: BaseException) -> str | None:
-    """Return the region that the server names in an answer for which :func:`is_wrong_region` is true."""
+def _bucket_region(error: BaseException) -> str | None:
+    """The region that the server names in an answer for which :func:`_is_wrong_region` is true."""
     found = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", str(error))
     return found and (found[1] or found[2])
 
 
-def credential_source_failure(error: BaseException) -> str | None:
-    """Return why the source of credentials failed, if obstore raised ``error`` because of that."""
-    found = (
-        re.search(r"External \w+ credential provider: (.+)", str(error))
-        if isinstance(error, UnauthenticatedError)
-        else None
-    )
+def _credential_source_failure(error: BaseException) -> str | None:
+    """Why the source of credentials failed, if obstore raised ``error`` because of that."""
+    if not isinstance(error, UnauthenticatedError):
+        return None
+    found = re.search(r"External \w+ credential provider: (.+)", str(error))
     return found and found[1]
 
 
-def _botocore_response(error: BaseException) -> dict[str, dict[str, Any]]:
-    """What botocore's ClientError says of S3's answer; empty for any other error."""
+def _message(error: BaseException) -> str | None:
+    """The server's explanation in its own words, if it sent one."""
+    found = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
+    return found and found[1]
+
+
+def _boto_response(error: BaseException) -> dict[str, dict[str, Any]]:
+    """What boto3's ClientError says of S3's answer; empty for any other error."""
     response: object = getattr(error, "response", None)
     return cast("dict[str, dict[str, Any]]", response) if isinstance(response, dict) else {}
+
+
+def _shortened(text: str) -> str:
+    return text.partition("\n")[0].strip(" .")[:300]

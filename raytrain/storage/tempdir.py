@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -10,6 +9,8 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from raytrain.storage.locks import FileLock, acquire
 
 _PREFIX, _LOCK = "raytrain-", "lock"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as tempfile.mkdtemp makes it
@@ -27,11 +28,8 @@ class TemporaryFolder:
         parent = parent or tempfile.gettempdir()
         _remove_abandoned(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        unlocked = self.path / "unlocked"  # renamed once the lock is held, so that no other process removes the folder
-        unlocked.write_bytes(_MARK)
-        self._lock = unlocked.open("rb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(self.path / _LOCK)
+        self._lock = acquire(self.path / _LOCK)
+        os.write(self._lock.descriptor, _MARK)  # once it is locked, so that no other process removes the folder
 
     def __enter__(self) -> Path:
         return self.path
@@ -42,7 +40,7 @@ class TemporaryFolder:
     def remove(self) -> None:
         """Remove the folder with its content."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        self._lock.release()
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -59,11 +57,13 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def _remove_if_unlocked(folder: Path) -> None:
-    # A pipe would block, and a link could lead to another folder's lock.
-    lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    lock = acquire(folder / _LOCK, wait=False, create=False)
     try:
-        if stat.S_ISREG(os.fstat(lock).st_mode) and os.read(lock, len(_MARK) + 1) == _MARK:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock.exclusive and stat.S_ISREG(os.fstat(lock.descriptor).st_mode) and _is_marked(lock):
             shutil.rmtree(folder)
     finally:
-        os.close(lock)
+        os.close(lock.descriptor)
+
+
+def _is_marked(lock: FileLock) -> bool:
+    return os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK

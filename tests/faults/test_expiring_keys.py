@@ -15,7 +15,7 @@ import raytrain
 from raytrain import TrainingFailed
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
-from raytrain.storage.base import S3Settings
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.open import open_store
 from tests.helpers.key_issuer import LIFE_S, Issuer, issuing_s3
 from tests.helpers.small_object_store import options as large_images
@@ -55,7 +55,7 @@ def issuer(
     s3_server: S3Server, s3: S3Server, s3_url: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Issuer]:
     """Issues all credentials of this process. The images are at ``s3_url``."""
-    put_images(images, open_store(s3_url, settings=S3Settings(s3.endpoint_url, "us-east-1")))
+    put_images(images, open_store(s3_url, cloud=S3(s3.endpoint_url, "us-east-1")))
     (tmp_path / "issued").mkdir()
     issuer = Issuer(tmp_path / "issued")
     with issuing_s3(s3_server, issuer) as url:

@@ -14,7 +14,8 @@ from raytrain.data.manifest import build_manifest
 from raytrain.demo.digits import render_digits
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import bucket_client
-from raytrain.storage.base import ObjectChanged, S3Settings, Store
+from raytrain.storage.base import ObjectChanged, Store
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.fetch_many import MAX_THREADS
 from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
@@ -42,7 +43,7 @@ def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
     for number, path in enumerate(paths):
         direct.put(path, content(number))
     with faulty_s3(s3.endpoint_url, fraction) as proxy:
-        store = open_store(s3_url, settings=S3Settings(proxy.url, "us-east-1"))
+        store = open_store(s3_url, cloud=S3(proxy.url, "us-east-1"))
         assert store.get_many(paths) == [content(number) for number in range(NUM_OBJECTS)]
         assert all(proxy.outcomes[fault] for fault in FAULTS)
         assert proxy.num_requests <= max_requests_per_object * NUM_OBJECTS
@@ -64,7 +65,7 @@ def test_real_images_are_read_despite_faults(s3: S3Server, s3_url: str, tmp_path
         direct.put(found.path, folder.get(found.path))
     wanted, shape = build_manifest(direct), ImageShape(28, 28, 1)
     with faulty_s3(s3.endpoint_url, 0.3, seed=1) as proxy:
-        images, bad = ImageReader(open_store(s3_url, settings=S3Settings(proxy.url, "us-east-1")), shape).read(wanted)
+        images, bad = ImageReader(open_store(s3_url, cloud=S3(proxy.url, "us-east-1")), shape).read(wanted)
     assert bad == {} and (images == ImageReader(folder, shape).read(build_manifest(folder))[0]).all()
 
 

@@ -26,7 +26,7 @@ def test_300_waiting_workers_hinder_neither_keys_nor_data_nor_a_stop(tmp_path: P
     run = RunInStorage(
         name="run",
         url=str(tmp_path / "run"),
-        settings=None,
+        cloud=None,
         num_steps=10,
         steps_per_epoch=5,
         skip_limit=SkipLimit(num_images=10),

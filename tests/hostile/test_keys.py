@@ -52,7 +52,7 @@ def build_manifest_of(url: str) -> Manifest:
 
     store = scripted(url)
     assert isinstance(store, BucketStore)
-    return build_manifest(WithoutIndex(store.url, store.settings, store.credentials, store.connection_id))
+    return build_manifest(WithoutIndex(store.url, store.cloud, store.credentials, store.connection_id))
 
 
 def test_without_strange_names_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:

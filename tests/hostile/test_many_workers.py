@@ -14,7 +14,7 @@ NUM_WORKERS = 300
 RUN = coordinator.RunInStorage(
     name="run",
     url="runs/run",
-    settings=None,
+    cloud=None,
     num_steps=10,
     steps_per_epoch=5,
     skip_limit=SkipLimit(num_images=10),

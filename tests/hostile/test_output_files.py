@@ -8,7 +8,7 @@ import pytest
 
 from raytrain.errors import UsageError
 from raytrain.storage.local import FolderStore
-from raytrain.storage.output_file import check_output, write_output
+from raytrain.storage.open import check_output, write_output
 
 
 @pytest.mark.parametrize(

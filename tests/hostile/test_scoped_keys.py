@@ -18,11 +18,11 @@ from moto import mock_aws
 from raytrain.backends.prepare import prepare
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.errors import UsageError
-from raytrain.storage import scoped_credentials
-from raytrain.storage.base import S3Settings
-from raytrain.storage.credentials import Credentials, resolve
+from raytrain.storage import lent_credentials
+from raytrain.storage.clouds.s3 import S3, resolve
+from raytrain.storage.credentials import Credentials
+from raytrain.storage.lent_credentials import Scope, ScopedCredentials
 from raytrain.storage.open import open_store
-from raytrain.storage.scoped_credentials import Scope, ScopedCredentials
 from tests.helpers.small_runs import config
 
 SCOPE = Scope(("s3://images/cats/train/", "/folder/test/"), ("s3://runs/mine/first/",))
@@ -113,7 +113,7 @@ def test_scoped_keys_are_asked_for_again_when_half_of_their_time_is_over_or_ther
     asked.clear()
     now = datetime.now(timezone.utc)
     later = SimpleNamespace(now=lambda zone: now + timedelta(minutes=31))
-    monkeypatch.setattr(scoped_credentials, "datetime", later)
+    monkeypatch.setattr(lent_credentials, "datetime", later)
     source()
     assert "GetFederationToken" in asked
 
@@ -150,7 +150,7 @@ def test_the_cluster_is_lent_the_scoped_keys_and_no_others(
     scoped: bool, account: None, asked: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(monkeypatch)
-    store = open_store("s3://runs/mine/first", settings=S3Settings(None, "us-east-1"))
+    store = open_store("s3://runs/mine/first", cloud=S3(None, "us-east-1"))
     _, lender = lend_credentials(server, [store], SCOPE if scoped else None)
     assert lender is not None
     lent = [Credentials(*fields) for fields in server.lent]
@@ -169,7 +169,7 @@ def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(BaseClient, "_make_api_call", call)
     stores = [
-        open_store(url, settings=S3Settings(None, region))
+        open_store(url, cloud=S3(None, region))
         for url, region in (("s3://images/cats", "eu-west-1"), ("s3://runs/mine/first", "us-east-2"))
     ]
     lend_credentials(Server(monkeypatch), stores, SCOPE)

@@ -82,7 +82,7 @@ def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path)
             RunInStorage(
                 name="first",
                 url=url,
-                settings=None,
+                cloud=None,
                 num_steps=10,
                 steps_per_epoch=5,
                 skip_limit=SkipLimit(num_images=10),

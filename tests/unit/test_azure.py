@@ -15,14 +15,13 @@ from azure.core.exceptions import ClientAuthenticationError
 
 import raytrain
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage import azure as azure_cloud
-from raytrain.storage.base import AzureSettings, Store
+from raytrain.storage.base import Store
 from raytrain.storage.bucket import BucketStore
-from raytrain.storage.credential_broker import CredentialBroker
+from raytrain.storage.clouds import azure as azure_cloud
+from raytrain.storage.clouds.azure import Azure
 from raytrain.storage.credentials import AzureCredentials, Credentials, restored
-from raytrain.storage.input_file import read_input
-from raytrain.storage.open import open_store
-from raytrain.storage.output_file import new_output, write_output
+from raytrain.storage.lent_credentials import CredentialBroker
+from raytrain.storage.open import new_output, open_store, read_input, write_output
 from tests.helpers.azurite import Azurite
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 
@@ -55,9 +54,9 @@ def test_the_account_has_its_endpoint_at_azure_unless_another_is_named(monkeypat
     with pytest.raises(UsageError, match=r"AZURE_STORAGE_ACCOUNT_NAME is not set; .* az://images/train"):
         open_store("az://images/train")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "mine")
-    assert open_store("az://images").settings == AzureSettings("mine", "https://mine.blob.core.windows.net")
+    assert open_store("az://images").cloud == Azure("mine", "https://mine.blob.core.windows.net")
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:10000/mine/")
-    assert open_store("az://images").settings == AzureSettings("mine", "http://127.0.0.1:10000/mine")
+    assert open_store("az://images").cloud == Azure("mine", "http://127.0.0.1:10000/mine")
 
 
 def test_an_endpoint_that_may_contain_a_signature_is_refused_without_showing_it(
@@ -164,7 +163,7 @@ def test_a_refused_token_is_replaced_by_a_new_one() -> None:
 
     tokens = iter([OLD, NEW])
     with scripted_s3(answer) as (url, requests):
-        store = open_store("az://images", lambda: next(tokens), AzureSettings("mine", url))
+        store = open_store("az://images", lambda: next(tokens), Azure("mine", url))
         assert store.get("a") == b"content"
     assert len(requests) == 2
 
@@ -176,7 +175,7 @@ def test_tokens_are_renewed_before_they_expire() -> None:
 
     tokens = issued()
     with scripted_s3(lambda request: Answer(body=b"content")) as (url, _):
-        store = open_store("az://images", lambda: next(tokens), AzureSettings("mine", url))
+        store = open_store("az://images", lambda: next(tokens), Azure("mine", url))
         assert store.get("a") == b"content" == store.get("a")
     assert next(tokens).secret > "1"
 
@@ -222,11 +221,11 @@ def test_a_wrong_key_is_reported(azure_url: str, monkeypatch: pytest.MonkeyPatch
 )
 def test_an_error_response_becomes_one_sentence(answer: Answer, expected: str) -> None:
     with scripted_s3(lambda request: answer) as (url, _), pytest.raises(StorageError, match=expected):
-        open_store("az://images", lambda: NEW, AzureSettings("mine", url)).get("a")
+        open_store("az://images", lambda: NEW, Azure("mine", url)).get("a")
 
 
 def test_an_endpoint_that_cannot_be_reached_is_reported() -> None:
-    store = open_store("az://images", lambda: NEW, AzureSettings("mine", "http://127.0.0.1:9")).fail_fast()
+    store = open_store("az://images", lambda: NEW, Azure("mine", "http://127.0.0.1:9")).fail_fast()
     with pytest.raises(StorageError, match="nothing answers there; check AZURE_STORAGE_ENDPOINT"):
         store.get("a")
 
@@ -234,7 +233,7 @@ def test_an_endpoint_that_cannot_be_reached_is_reported() -> None:
 @pytest.mark.parametrize("failure", [refusal(503, "ServerBusy"), refusal(500, "OperationTimedOut")])
 def test_transient_failures_are_retried(failure: Answer) -> None:
     with scripted_s3(lambda request: failure if request.number < 3 else Answer(body=b"1")) as (url, requests):
-        assert open_store("az://images", lambda: NEW, AzureSettings("mine", url)).get("a") == b"1"
+        assert open_store("az://images", lambda: NEW, Azure("mine", url)).get("a") == b"1"
     assert len(requests) == 4
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.storage import credential_broker
-from raytrain.storage.base import S3Settings
-from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
+from raytrain.storage import lent_credentials
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import CredentialFields, Credentials
+from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender
 from raytrain.storage.open import open_store
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
@@ -28,7 +28,7 @@ class Resolver:
         self.credentials: Credentials | None = KEYS
         self.error: Exception | None = None
         self.now_s = 1000.0
-        monkeypatch.setattr(credential_broker.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(lent_credentials.time, "monotonic", lambda: self.now_s)
 
     def resolve(self) -> Credentials | None:
         if self.error is not None:
@@ -122,8 +122,8 @@ def test_a_nodes_own_role_is_only_used_for_amazon_s3(
 
     with scripted_s3(metadata_service) as (url, _):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
-        settings = S3Settings(None if amazon else "http://minio:9000", "us-east-1")
-        store = open_store("s3://bucket/prefix", settings=settings).with_lent_credentials(lambda _: KEYS)
+        settings = S3(None if amazon else "http://minio:9000", "us-east-1")
+        store = open_store("s3://bucket/prefix", cloud=settings).with_lent_credentials(lambda _: KEYS)
         used = store.credentials()  # pyright: ignore[reportAttributeAccessIssue]
     assert used is not None and used.access_key_id == expected
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.storage.credentials import Credentials, OwnRoleOr, own_role, resolve
+from raytrain.storage.clouds.s3 import OwnRoleOr, own_role, resolve
+from raytrain.storage.credentials import Credentials
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
 KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
@@ -110,7 +111,7 @@ def test_a_machine_outside_aws_has_no_role_and_sends_no_request(monkeypatch: pyt
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
     monkeypatch.setattr(
-        "raytrain.storage.credentials._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
+        "raytrain.storage.clouds.s3._EC2_MARKS", (("/dev/null", "amazon ec2"), ("/no/such/file", "ec2"))
     )
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
@@ -122,7 +123,7 @@ def test_an_ec2_instance_is_recognized_by_its_vendor(tmp_path: Path, monkeypatch
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     requests: list[object] = []
     monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: requests.append(request))
-    monkeypatch.setattr("raytrain.storage.credentials._EC2_MARKS", ((str(tmp_path / "sys_vendor"), "amazon ec2"),))
+    monkeypatch.setattr("raytrain.storage.clouds.s3._EC2_MARKS", ((str(tmp_path / "sys_vendor"), "amazon ec2"),))
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with contextlib.suppress(Exception):
         own_role()
@@ -136,7 +137,10 @@ def test_an_ec2_instance_has_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own_role() == Credentials("ASIAEC2", "s", "t", LATER)
         num_requests = len(requests)
         assert own_role() == resolve() == Credentials("ASIAEC2", "s", "t", LATER)
-        assert len(requests) == 2 * num_requests  # resolve() sends its own requests; the second own_role() sends none.
+        assert len(requests) == num_requests
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a person's")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        assert own_role() is None
 
 
 def test_ec2_metadata_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import build_manifest
 from raytrain.data.shards import assign_shards
 from raytrain.demo.s3_server import S3Server
-from raytrain.storage import disk_cache
+from raytrain.storage import locks
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
 from raytrain.storage.open import open_store
 from tests.helpers.faulty_s3 import faulty_s3
@@ -93,14 +93,14 @@ def test_what_another_process_fetches_is_waited_for(
     other = spawn.Process(target=fetch_slowly, args=(str(tmp_path), begun, may_end))
     other.start()
     begun.wait()
-    flock = disk_cache.fcntl.flock
+    flock = locks.fcntl.flock
 
     def tell_of_waiting(number: int, how: int) -> None:
         if how == fcntl.LOCK_EX:
             waits.set()
         flock(number, how)
 
-    monkeypatch.setattr(disk_cache.fcntl, "flock", tell_of_waiting)
+    monkeypatch.setattr(locks.fcntl, "flock", tell_of_waiting)
     with ThreadPoolExecutor(1) as threads:
         got = threads.submit(bucket.get, cache(tmp_path), 1)
         got.add_done_callback(lambda _: waits.set())

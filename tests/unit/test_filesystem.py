@@ -18,12 +18,10 @@ from s3fs import S3FileSystem
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import S3Settings
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.filesystem import BucketFileSystem
-from raytrain.storage.input_file import read_input
-from raytrain.storage.open import open_store
-from raytrain.storage.output_file import write_output
+from raytrain.storage.open import open_store, read_input, write_output
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_s3 import Answer, refusal, scripted_s3
 
@@ -31,7 +29,7 @@ EXPIRED = datetime(2020, 1, 1, tzinfo=timezone.utc)
 
 
 def scripted(endpoint_url: str, source: Callable[[], Credentials | None]) -> BucketFileSystem:
-    return BucketFileSystem(source, S3Settings(endpoint_url, "us-east-1"))
+    return BucketFileSystem(source, S3(endpoint_url, "us-east-1"))
 
 
 def test_pandas_pyarrow_and_fsspec_read_a_runs_documents(s3_url: str) -> None:

@@ -15,14 +15,12 @@ from google.auth.exceptions import DefaultCredentialsError
 
 import raytrain
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import GoogleSettings, ObjectChanged, Store
+from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.bucket import BucketStore
-from raytrain.storage.credential_broker import CredentialBroker
+from raytrain.storage.clouds.google import Google
 from raytrain.storage.credentials import GoogleCredentials, restored
-from raytrain.storage.google import Google
-from raytrain.storage.input_file import read_input
-from raytrain.storage.open import open_store
-from raytrain.storage.output_file import new_output, write_output
+from raytrain.storage.lent_credentials import CredentialBroker
+from raytrain.storage.open import new_output, open_store, read_input, write_output
 from tests.helpers.google_storage import GoogleStorage
 from tests.helpers.scripted_s3 import Answer, refusal, scripted_s3
 
@@ -30,7 +28,7 @@ OLD, NEW = GoogleCredentials("old-token"), GoogleCredentials("new-token")
 
 
 def scripted(endpoint_url: str, keys: Callable[[], GoogleCredentials | None] = lambda: NEW) -> Store:
-    return open_store("gs://tests/x", keys, GoogleSettings(endpoint_url))
+    return open_store("gs://tests/x", keys, Google(endpoint_url))
 
 
 # Settings and credentials.
@@ -44,7 +42,7 @@ def test_an_emulator_takes_the_place_of_google(
     variable: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", variable)
-    assert open_store("gs://images").settings == GoogleSettings(expected)
+    assert open_store("gs://images").cloud == Google(expected)
 
 
 def test_an_emulator_is_shown_no_credentials(

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from obstore.exceptions import GenericError, PermissionDeniedError
 
-from raytrain.storage import retry
-from raytrain.storage.retry import DEFAULT, FAIL_FAST, RetryPolicy, num_retries, with_retries
+from raytrain.storage import bucket_client
+from raytrain.storage.bucket_client import DEFAULT, FAIL_FAST, RetryPolicy, num_retries, with_retries
 
 BUSY = GenericError(
     "Error performing GET - Server returned non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>"
@@ -61,7 +61,7 @@ def test_the_time_of_the_first_attempt_counts(waits: list[float], monkeypatch: p
         clock["s"] += 6
         raise BUSY
 
-    monkeypatch.setattr(retry.time, "monotonic", lambda: clock["s"])
+    monkeypatch.setattr(bucket_client.time, "monotonic", lambda: clock["s"])
     with pytest.raises(GenericError):
         with_retries(slow, FAIL_FAST)
     assert len(waits) == 1  # One more attempt after 6 s, none after 12 s.

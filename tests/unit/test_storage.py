@@ -17,10 +17,11 @@ from obstore.exceptions import GenericError, UnauthenticatedError
 
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import ObjectChanged, S3Settings, Store
+from raytrain.storage.base import ObjectChanged, Store
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.error_sentences import explain
 from raytrain.storage.open import open_store
+from raytrain.storage.request_errors import explain
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 
@@ -40,7 +41,7 @@ def source(keys: Credentials | None = KEYS) -> Callable[[], Credentials | None]:
 
 
 def scripted(endpoint_url: str, keys: Callable[[], Credentials | None] | None = None) -> Store:
-    return open_store("s3://bucket/prefix", keys or source(), S3Settings(endpoint_url, "us-east-1"))
+    return open_store("s3://bucket/prefix", keys or source(), S3(endpoint_url, "us-east-1"))
 
 
 def error_in_200(code: str) -> GenericError:
@@ -276,15 +277,15 @@ def test_a_profile_names_endpoint_region_and_keys(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     store = open_store("s3://tests/of-a-profile")
     store.put("a", b"1")
-    assert store.settings == S3Settings(there["AWS_ENDPOINT_URL"], "eu-lab-1")
+    assert store.cloud == S3(there["AWS_ENDPOINT_URL"], "eu-lab-1")
     assert (s3_server.directory / "tests/of-a-profile/a").read_bytes() == b"1"
 
 
 def test_the_more_specific_endpoint_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endpoint() -> str | None:
-        settings = open_store("s3://bucket").settings
-        assert settings is not None
-        return settings.endpoint_url
+        cloud = open_store("s3://bucket").cloud
+        assert cloud is not None
+        return cloud.endpoint_url
 
     config = (
         "[default]\nendpoint_url = http://profile:1\nservices = mine\n"
@@ -444,7 +445,7 @@ def test_an_error_response_becomes_one_sentence(answer: Answer, expected: str) -
     "failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)]
 )
 def test_transient_failures_are_retried(failure: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.storage.retry.INITIAL_WAIT_S", 0.001)
+    monkeypatch.setattr("raytrain.storage.bucket_client.INITIAL_WAIT_S", 0.001)
     with scripted_s3(lambda request: failure if request.number % 3 else Answer(body=b"1")) as (url, requests):
         assert scripted(url).get_many([str(i) for i in range(20)]) == [b"1"] * 20
     assert len(requests) > 20
@@ -671,7 +672,7 @@ def test_a_store_and_its_copies_use_one_client_per_process() -> None:
 )
 def test_other_errors_become_one_sentence(error: Exception, expected: str) -> None:
     with pytest.raises(StorageError, match=expected) as raised:
-        raise explain(error, "s3://bucket/data")
+        raise explain(error, "s3://bucket/data", S3())
     assert sentence(raised)
 
 

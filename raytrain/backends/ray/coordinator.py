@@ -35,9 +35,9 @@ from raytrain.runs.outcome import Outcome, StopReason, TrainResult
 from raytrain.runs.owned_store import OwnedStore, Owner
 from raytrain.runs.skipped_images import SkipLimit, SkippedImage
 from raytrain.runs.snapshot import RowCursor, Snapshot, Status
-from raytrain.storage.base import BucketSettings
-from raytrain.storage.credential_broker import CredentialBroker
+from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialFields
+from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.open import open_store
 
 WAIT, FEED, KEYS = "wait", "feed", "keys"
@@ -56,7 +56,7 @@ class RunInStorage:
 
     name: str
     url: str
-    settings: BucketSettings | None
+    cloud: Cloud | None
     num_steps: int
     steps_per_epoch: int
     skip_limit: SkipLimit
@@ -71,7 +71,7 @@ class RunInStorage:
         return cls(
             name=prepared.name,
             url=prepared.store.url,
-            settings=prepared.store.settings,
+            cloud=prepared.store.cloud,
             num_steps=num_steps,
             steps_per_epoch=steps_per_epoch,
             skip_limit=prepared.skip_limit(),
@@ -91,9 +91,9 @@ class Coordinator:
         self._queues = StreamQueues()
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
-        store = open_store(run.url, settings=run.settings).with_lent_credentials(self._broker.source)
+        store = open_store(run.url, cloud=run.cloud).with_lent_credentials(self._broker.source)
         if run.owner is not None:
-            store = OwnedStore(run.url, run.settings, store, run.owner)
+            store = OwnedStore(run.url, run.cloud, store, run.owner)
         self._monitor = RunMonitor(
             run.name,
             run.num_steps,

@@ -12,11 +12,10 @@ import ray
 
 from raytrain.backends.ray.private_api import on_this_node
 from raytrain.errors import UsageError
-from raytrain.storage.base import S3Settings, Store, cloud_name
-from raytrain.storage.cloud import cloud_of
-from raytrain.storage.credential_broker import CredentialBroker, CredentialLender
+from raytrain.storage.base import Store
+from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, restored
-from raytrain.storage.scoped_credentials import Scope, ScopedCredentials
+from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender, Scope, ScopedCredentials
 
 _ASKERS = 64
 
@@ -66,17 +65,18 @@ def lend_credentials(
     served = ServedCredentials(server, secrets.token_hex(16))
     first: dict[str, Store] = {}
     for store in stores:
-        if store.settings is not None:
-            first.setdefault(cloud_name(store.url), store)
+        if store.cloud is not None:
+            first.setdefault(store.cloud.name, store)
     sources = {cloud: _lent_source(store, scope) for cloud, store in first.items()}
     return served, CredentialLender(served._lend, sources) if sources else None
 
 
 def _lent_source(store: Store, scope: Scope | None) -> CredentialSource:
+    assert store.cloud is not None
     if scope is None:
-        return cloud_of(store.url).credentials
-    if isinstance(store.settings, S3Settings):
-        return ScopedCredentials(scope, store.settings.region or "us-east-1")
+        return store.cloud.credentials
+    if isinstance(store.cloud, S3):
+        return ScopedCredentials(scope, store.cloud.region or "us-east-1")
     raise UsageError(f"--scope-keys limits keys with AWS STS, and {store.url} is not in S3; leave the option out.")
 
 

@@ -26,7 +26,7 @@ from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import Store
-from raytrain.storage.retry import num_retries
+from raytrain.storage.bucket_client import num_retries
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from raytrain.backends.ray.private_api import is_repeated_task
 from raytrain.data.decode import ImageShape
 from raytrain.data.image_reader import ImageReader
 from raytrain.storage.base import Store
-from raytrain.storage.scoped_credentials import Scope
+from raytrain.storage.lent_credentials import Scope
 
 
 def predict_images(request: PredictRequest, placement: Placement, *, scope_keys: bool) -> Iterator[pa.Table]:

@@ -20,7 +20,7 @@ def check_shared(store: Store, storage: str, num_nodes: int) -> None:
 
     ``storage`` is the option as the user gave it. One node alone, and S3, need no check.
     """
-    if store.settings is not None or num_nodes < 2:
+    if store.cloud is not None or num_nodes < 2:
         return
     probe = f".node-check-{uuid.uuid4().hex}"
     store.put(probe, b"")

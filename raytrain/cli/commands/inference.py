@@ -53,7 +53,7 @@ def evaluate(
     from raytrain.display.evaluation_tables import evaluation_page, label_evaluation_page
     from raytrain.display.png import save_png
     from raytrain.inference.label_predictions import LabelEvaluation
-    from raytrain.storage.output_file import check_output
+    from raytrain.storage.open import check_output
 
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))

@@ -76,7 +76,7 @@ def look(
     from raytrain.display.look_figure import look_figure
     from raytrain.display.look_tables import look_page
     from raytrain.display.png import save_png
-    from raytrain.storage.output_file import check_output
+    from raytrain.storage.open import check_output
 
     picture = output or f"{config.name or config.recipe}-look.png"
     check_output(picture, (".png",))
@@ -103,7 +103,7 @@ def study(
     from raytrain.display.study import study_figure, study_page
     from raytrain.display.terminal import StudyTerminalView
     from raytrain.experiments.study import named, runs_of
-    from raytrain.storage.output_file import check_output
+    from raytrain.storage.open import check_output
 
     config = named(config)
     picture = output or f"{config.name}.png"
@@ -134,7 +134,7 @@ def sweep(
     """
     from raytrain.display.png import save_png
     from raytrain.display.sweep import SweepTerminalView, results_table, sweep_figure
-    from raytrain.storage.output_file import check_output
+    from raytrain.storage.open import check_output
 
     check_output(png or f"{config.name}.png", (".png",), "--png")
     with SweepTerminalView() as view:

@@ -1,4 +1,4 @@
-"""Google Cloud Storage: endpoint and credentials from this process's environment."""
+"""Google Cloud Storage: endpoint and credentials from the environment, and the meaning of its answers."""
 
 # google-auth is an optional dependency, and has no types.
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError
-from raytrain.storage.base import BucketSettings, GoogleSettings
-from raytrain.storage.cloud import Cloud, checked_endpoint
+from raytrain.storage.clouds.cloud import BUSY, Cloud, CloudSentences, checked_endpoint
 from raytrain.storage.credentials import GoogleCredentials
 
 if TYPE_CHECKING:
@@ -22,29 +22,74 @@ if TYPE_CHECKING:
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
+_REFUSES = (
+    "{endpoint} does not accept the {identity}; check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
+    "(gcloud auth application-default login)."
+)
+_NO_PERMISSION = (
+    "The {identity} has no permission for {url}; give whom it belongs to the role Storage Object Viewer, "
+    "and to write Storage Object User."
+)
+
+_SENTENCES = CloudSentences(
+    endpoint="Google Cloud Storage",
+    endpoint_variable="STORAGE_EMULATOR_HOST",
+    host_variables="STORAGE_EMULATOR_HOST",
+    certificates_variable="REQUESTS_CA_BUNDLE",  # which google-auth reads
+    any_identity="access token",
+    no_credentials=(
+        "There are no Google credentials for {url}; install raytrain[gcs] and set GOOGLE_APPLICATION_CREDENTIALS, or "
+        "sign in (gcloud auth application-default login), or give the machine a service account."
+    ),
+    not_obtained=(
+        "The Google credentials for {url} could not be obtained ({detail}); check GOOGLE_APPLICATION_CREDENTIALS, "
+        "or sign in (gcloud auth application-default login)."
+    ),
+    by_code={
+        "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
+        "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
+        "AccessDenied": _NO_PERMISSION,
+        "SlowDown": BUSY,
+    },
+    by_status={
+        401: _REFUSES,
+        403: _NO_PERMISSION,
+        404: "{endpoint} does not answer as Google Cloud Storage does; check STORAGE_EMULATOR_HOST.",
+        429: BUSY,
+        503: BUSY,
+    },
+)
+
+
+@dataclass(frozen=True)
 class Google(Cloud):
     """Google Cloud Storage, or an emulator of it."""
 
-    def settings(self, url: str) -> GoogleSettings:
+    name = "gs"
+    sentences = _SENTENCES
+    endpoint_url: str | None = None
+
+    @classmethod
+    def configured(cls, url: str) -> Google:
         emulator = os.environ.get("STORAGE_EMULATOR_HOST")
         if not emulator:
-            return GoogleSettings()
+            return Google()
         endpoint_url = emulator if "://" in emulator else f"http://{emulator}"
         checked_endpoint(endpoint_url, "STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS")
-        return GoogleSettings(endpoint_url.rstrip("/"))
+        return Google(endpoint_url.rstrip("/"))
 
     def credentials(self) -> GoogleCredentials | None:
         if os.environ.get("STORAGE_EMULATOR_HOST"):
             return GoogleCredentials("anonymous")  # an emulator needs none, and should not be shown any
         return _access_token()
 
-    def store_class(self) -> type[GCSStore]:
+    def obstore_class(self) -> type[GCSStore]:
         from obstore.store import GCSStore
 
         return GCSStore
 
-    def config(self, settings: BucketSettings) -> dict[str, Any]:
-        return {"base_url": settings.endpoint_url} if settings.endpoint_url else {}
+    def obstore_config(self, bucket: str) -> dict[str, Any]:
+        return {"base_url": self.endpoint_url} if self.endpoint_url else {}
 
 
 def _access_token() -> GoogleCredentials | None:

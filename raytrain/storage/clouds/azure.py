@@ -1,0 +1,137 @@
+"""Azure Blob Storage: account, endpoint and credentials from the environment, and the meaning of its answers."""
+
+# azure-identity is an optional dependency.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.clouds.cloud import BUSY, Cloud, CloudSentences, checked_endpoint
+from raytrain.storage.credentials import AzureCredentials
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore
+
+_SCOPE = "https://storage.azure.com/.default"
+
+
+_REFUSES = (
+    "{endpoint} does not accept the {identity}; check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, "
+    "or sign in again (az login)."
+)
+_NO_PERMISSION = (
+    "The {identity} has no permission for {url}; give it the role Storage Blob Data Reader, "
+    "and to write Storage Blob Data Contributor."
+)
+_TOO_EARLY = "The container {bucket} is being deleted; try again later, or choose another one."
+
+_SENTENCES = CloudSentences(
+    endpoint="Azure Blob Storage",
+    endpoint_variable="AZURE_STORAGE_ENDPOINT",
+    host_variables="AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT",
+    certificates_variable="REQUESTS_CA_BUNDLE",  # which Azure's own command line and azure-identity read
+    any_identity="credentials",
+    no_credentials=(
+        "There are no Azure credentials for {url}; set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or "
+        "install raytrain[azure] and sign in (az login), or give the machine an identity."
+    ),
+    not_obtained="The Azure credentials for {url} could not be obtained ({detail}); check them, or sign in (az login).",
+    by_code={
+        "ContainerNotFound": "There is no container {bucket} at {endpoint}; check the name, or create it.",
+        "ContainerBeingDeleted": _TOO_EARLY,
+        "InvalidResourceName": "{bucket} is not a valid container name; check {url}.",
+        "AuthenticationFailed": _REFUSES,
+        "InvalidAuthenticationInfo": _REFUSES,
+        "AuthorizationFailure": _REFUSES[:-1] + ", and the firewall of the storage account.",
+        "NoAuthenticationInformation": _REFUSES,
+        "KeyBasedAuthenticationNotPermitted": (
+            "{endpoint} allows no account keys; install raytrain[azure], remove AZURE_STORAGE_ACCOUNT_KEY "
+            "and sign in (az login)."
+        ),
+        "ServerBusy": BUSY,
+        "OperationTimedOut": BUSY,
+    },
+    by_status={
+        401: _REFUSES,
+        403: _NO_PERMISSION,
+        404: "{endpoint} does not answer as Azure Blob Storage does; check AZURE_STORAGE_ENDPOINT.",
+        429: BUSY,
+        503: BUSY,
+    },
+)
+
+
+@dataclass(frozen=True)
+class Azure(Cloud):
+    """Azure Blob Storage, and servers that speak its protocol."""
+
+    name = "az"
+    sentences = _SENTENCES
+    account: str
+    endpoint_url: str
+
+    @classmethod
+    def configured(cls, url: str) -> Azure:
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if not account:
+            raise UsageError(f"AZURE_STORAGE_ACCOUNT_NAME is not set; set it to the storage account of {url}.")
+        endpoint_url = os.environ.get("AZURE_STORAGE_ENDPOINT") or f"https://{account}.blob.core.windows.net"
+        checked_endpoint(endpoint_url, "AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_KEY")
+        return Azure(account, endpoint_url.rstrip("/"))
+
+    def credentials(self) -> AzureCredentials | None:
+        if key := os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"):
+            return AzureCredentials("access_key", _checked_key(key))
+        if signature := os.environ.get("AZURE_STORAGE_SAS_TOKEN"):
+            return AzureCredentials("sas_token", signature)
+        return _access_token()
+
+    def obstore_class(self) -> type[AzureStore]:
+        from obstore.store import AzureStore
+
+        return AzureStore
+
+    def obstore_config(self, bucket: str) -> dict[str, Any]:
+        # obstore would ask an emulator instead if a variable of its own said so.
+        return {"account_name": self.account, "endpoint": self.endpoint_url, "use_emulator": False}
+
+
+def _checked_key(key: str) -> str:
+    try:
+        base64.b64decode(key, validate=True)
+    except ValueError:
+        raise StorageError(
+            "AZURE_STORAGE_ACCOUNT_KEY is not the key of a storage account, which is written in base64; copy it anew."
+        ) from None
+    return key
+
+
+def _access_token() -> AzureCredentials | None:
+    """A token from azure-identity: of a service principal, workload or managed identity, or of ``az login``."""
+    try:
+        from azure.core.exceptions import ClientAuthenticationError
+    except ImportError:
+        return None
+    try:
+        found = _identity().get_token(_SCOPE)
+    except ClientAuthenticationError as error:
+        if refusal := re.search(r"AADSTS\d+: [^\n]*", str(error)):  # as opposed to nobody who could sign in
+            raise StorageError(f"Azure refuses the sign-in ({refusal[0].rstrip('. ')}); sign in again.") from None
+        return None
+    return AzureCredentials("token", found.token, datetime.fromtimestamp(found.expires_on, timezone.utc))
+
+
+@cache
+def _identity() -> Any:
+    from azure.identity import DefaultAzureCredential
+
+    return DefaultAzureCredential()

@@ -1,0 +1,107 @@
+"""A cloud: how its buckets are reached, with whose credentials, and what its answers mean."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+
+from raytrain.errors import UsageError
+from raytrain.storage.credentials import BucketCredentials, CredentialSource, LentCredentials
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+BUSY = "{endpoint} is too busy for {url}, also after retries; try again later, or with fewer workers."
+UNREACHABLE = "{endpoint} cannot be reached, or does not answer in time; check {endpoint_variable} and the network."
+UNTRUSTED = (
+    "The certificate of {endpoint} cannot be trusted; "
+    "set {certificates_variable} to the file with the certificate of its authority."
+)
+WRONG_CLOCK = "This machine's clock is wrong, so {endpoint} refuses its requests; set the clock."
+
+
+@dataclass(frozen=True)
+class CloudSentences:
+    """Sentences with ``{endpoint}``, ``{bucket}``, ``{url}`` and ``{identity}``, by the code or status of an answer."""
+
+    endpoint: str
+    """What it is called if no endpoint is configured."""
+    endpoint_variable: str
+    host_variables: str
+    """What the name of its host depends on."""
+    certificates_variable: str
+    """The environment variable that names the file with certificates to trust."""
+    any_identity: str
+    """What ``{identity}`` is if that is not known."""
+    no_credentials: str
+    not_obtained: str
+    """Likewise with the reason as ``{detail}``."""
+    by_code: Mapping[str, str]
+    by_status: Mapping[int, str]
+
+
+class Cloud(ABC):
+    """One cloud, as the process that opened a store was configured to reach it.
+
+    Subclasses are frozen dataclasses. They can be pickled, and contain no secret.
+    """
+
+    name: ClassVar[str]
+    """What its URLs start with: ``s3``, ``az`` or ``gs``."""
+    sentences: ClassVar[CloudSentences]
+    endpoint_url: str | None
+    """None means that of the cloud itself."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is a server on this machine, which no proxy reaches."""
+        host = urlsplit(self.endpoint_url or "").hostname or ""
+        return host in ("localhost", "::1") or host.startswith("127.")
+
+    @classmethod
+    @abstractmethod
+    def configured(cls, url: str) -> Cloud:
+        """The cloud of ``url`` as this process's environment configures it.
+
+        Raises UsageError or StorageError if that configuration is broken.
+        """
+
+    @abstractmethod
+    def credentials(self) -> BucketCredentials | None:
+        """This process's credentials, valid now; None if there are none. Raises what its libraries raise."""
+
+    def credentials_from(self, lent: LentCredentials) -> CredentialSource:
+        """What a process uses that is lent credentials; called there."""
+        return partial(lent, self.name)
+
+    @abstractmethod
+    def obstore_class(self) -> type[S3Store] | type[AzureStore] | type[GCSStore]:
+        """The kind of store that obstore has for it."""
+
+    @abstractmethod
+    def obstore_config(self, bucket: str) -> Any:
+        """How obstore reaches ``bucket``."""
+
+    def explained(self, error: BaseException) -> tuple[str, str] | None:
+        """The sentence for an error of the cloud's own library, and what its ``{detail}`` is; None for other errors."""
+        return None
+
+
+def checked_endpoint(endpoint_url: str, variable: str, key_variables: str) -> str:
+    """Return a URL that was found in ``variable``; raises UsageError if it is malformed or contains credentials.
+
+    ``key_variables`` are where credentials belong.
+    """
+    if "@" in endpoint_url or "?" in endpoint_url:  # not shown: it may be secret
+        raise UsageError(
+            f"{variable} must look like https://host or http://host:port, without a user name, a password or a "
+            f"query; set {key_variables} instead."
+        )
+    if not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url):
+        raise UsageError(f"{variable} is {endpoint_url!r}; it must look like https://host or http://host:port.")
+    return endpoint_url

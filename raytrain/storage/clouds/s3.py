@@ -1,0 +1,353 @@
+"""S3: endpoint, region and credentials from the AWS configuration through boto3, and the meaning of S3's answers."""
+
+# boto3 and botocore have no types, and obstore's refer to arro3, which is not installed.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain.errors import StorageError
+from raytrain.storage.clouds.cloud import (
+    BUSY,
+    UNREACHABLE,
+    UNTRUSTED,
+    WRONG_CLOCK,
+    Cloud,
+    CloudSentences,
+    checked_endpoint,
+)
+from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import S3Store
+
+_KEY_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
+
+_EXPIRED = (
+    "The session of the access key {identity} has expired; sign in to AWS again (for example: aws sso login) "
+    "and repeat the command."
+)
+_BAD_TOKEN = (
+    "The session token does not belong to the access key {identity}; sign in to AWS again, or remove AWS_SESSION_TOKEN."
+)
+_NO_PERMISSION = (
+    "The access key {identity} has no permission for {url}; "
+    "grant it s3:ListBucket and s3:GetObject, and to write also s3:PutObject."
+)
+_KMS = "S3 cannot use the KMS key that encrypts {url}; enable that key, and grant kms:Decrypt and kms:GenerateDataKey."
+_BAD_CONFIGURATION = "The AWS configuration is broken ({detail}); check ~/.aws/config."
+_SIGNED_OUT = "The AWS sign-in has expired; sign in again (for example: aws sso login) and repeat the command."
+
+_SENTENCES = CloudSentences(
+    endpoint="Amazon S3",
+    endpoint_variable="AWS_ENDPOINT_URL",
+    host_variables="AWS_ENDPOINT_URL, AWS_REGION",
+    certificates_variable="AWS_CA_BUNDLE",
+    any_identity="in use",
+    no_credentials=(
+        "There are no AWS credentials for {url}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+        "or give the node a role, or set AWS_SKIP_SIGNATURE=true if the bucket is public."
+    ),
+    not_obtained=(
+        "The credentials of this machine's AWS configuration could not be obtained ({detail}); "
+        "check its role or profile."
+    ),
+    by_code={
+        "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
+        "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
+        "InvalidAccessKeyId": (
+            "{endpoint} does not know the access key {identity}; "
+            "check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
+        ),
+        "SignatureDoesNotMatch": (
+            "The secret key does not belong to the access key {identity}; "
+            "check AWS_SECRET_ACCESS_KEY, or the profile that AWS_PROFILE names."
+        ),
+        "ExpiredToken": _EXPIRED,
+        "ExpiredTokenException": _EXPIRED,
+        "TokenRefreshRequired": _EXPIRED,
+        "RequestExpired": _EXPIRED,
+        "InvalidToken": _BAD_TOKEN,
+        "InvalidClientTokenId": _BAD_TOKEN,
+        "RequestTimeTooSkewed": WRONG_CLOCK,
+        "SlowDown": BUSY,
+        "TooManyRequests": BUSY,
+        "AccessDenied": _NO_PERMISSION,
+        "AllAccessDisabled": _NO_PERMISSION,
+        "AccountProblem": _NO_PERMISSION,
+        "InvalidObjectState": "{url} is archived (S3 Glacier); restore it (aws s3api restore-object), or leave it out.",
+        "KMS.DisabledException": _KMS,
+        "KMS.NotFoundException": _KMS,
+        "KMS.KMSInvalidStateException": _KMS,
+    },
+    by_status={
+        401: _NO_PERMISSION,
+        403: _NO_PERMISSION,
+        404: "{endpoint} does not answer as S3 does; check AWS_ENDPOINT_URL.",
+        429: BUSY,
+        503: BUSY,
+    },
+)
+
+
+@dataclass(frozen=True)
+class S3(Cloud):
+    """Amazon's S3, and other servers that speak its protocol."""
+
+    name = "s3"
+    sentences = _SENTENCES
+    endpoint_url: str | None = None
+    region: str | None = None
+    """None means us-east-1."""
+    virtual_hosted: bool = False
+    """Whether the bucket is a part of the host's name."""
+    unsigned: bool = False
+    """Whether requests show no credentials, as AWS_SKIP_SIGNATURE wants it for public buckets."""
+    requester_pays: bool = False
+
+    @classmethod
+    def configured(cls, url: str) -> S3:
+        for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            if value := os.environ.get(variable):
+                checked_endpoint(value, variable, _KEY_VARIABLES)
+        found = _configured(_aws_configuration())
+        if found.endpoint_url is not None:
+            checked_endpoint(found.endpoint_url, "endpoint_url", _KEY_VARIABLES)
+        return found
+
+    def credentials(self) -> Credentials | None:
+        return None if self.unsigned else resolve()
+
+    def credentials_from(self, lent: LentCredentials) -> CredentialSource:
+        source = super().credentials_from(lent)
+        return OwnRoleOr(source) if self.is_amazon and not self.unsigned else source
+
+    @property
+    def is_amazon(self) -> bool:
+        """Whether it is Amazon's own: no other server accepts the role of a node."""
+        return self.endpoint_url is None or self.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+    def obstore_class(self) -> type[S3Store]:
+        from obstore.store import S3Store
+
+        return S3Store
+
+    def obstore_config(self, bucket: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "region": self.region or "us-east-1",
+            "virtual_hosted_style_request": self.virtual_hosted,
+            "skip_signature": self.unsigned,
+            "request_payer": self.requester_pays,
+        }
+        if self.endpoint_url is None:
+            return config
+        # For virtual-hosted requests, obstore wants the bucket in the endpoint.
+        host = f"://{bucket}." if self.virtual_hosted else "://"
+        return config | {"endpoint": self.endpoint_url.replace("://", host, 1)}
+
+    def explained(self, error: BaseException) -> tuple[str, str] | None:
+        return explained(error)
+
+    def list_any_names(self, bucket: str, prefix: str, keys: Credentials | None) -> Iterator[ObjectMeta]:
+        """Each object whose name starts with ``prefix``, whatever that name is.
+
+        obstore returns nothing of a folder that contains names which cannot be used; boto3 returns everything.
+        Raises botocore's exceptions.
+        """
+        payer = {"RequestPayer": "requester"} if self.requester_pays else {}
+        for page in self._client(keys).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **payer):
+            for entry in page.get("Contents", []):
+                yield {
+                    "path": entry["Key"],
+                    "size": entry["Size"],
+                    "e_tag": entry.get("ETag"),
+                    "last_modified": entry["LastModified"],
+                    "version": None,
+                }
+
+    def client_config(self) -> dict[str, Any]:
+        """The same settings as options of botocore's Config."""
+        config: dict[str, Any] = {"s3": {"addressing_style": "virtual" if self.virtual_hosted else "path"}}
+        return config | ({"proxies": {}} if self.is_loopback else {})
+
+    def _client(self, keys: Credentials | None) -> Any:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        given = keys.for_boto3() if keys else {}
+        options = {**self.client_config(), "retries": {"mode": "standard", "max_attempts": 5}}
+        config = Config(**options, **({"signature_version": UNSIGNED} if self.unsigned else {}))
+        region = self.region or "us-east-1"
+        return boto3.Session().client("s3", region, endpoint_url=self.endpoint_url, config=config, **given)
+
+
+# The configuration.
+
+
+def _aws_configuration() -> tuple[frozenset[tuple[str, str]], float]:
+    """The variables of AWS, and the time of the configuration file: both may change between runs of a notebook."""
+    file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    modified = file.stat().st_mtime if file.exists() else 0.0
+    return frozenset(item for item in os.environ.items() if item[0].startswith("AWS_")), modified
+
+
+@lru_cache(maxsize=4)
+def _configured(_: object) -> S3:
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        # Never sends a request: only boto3's clients say what boto3 has found in the configuration.
+        session = _session()
+        found = session.client("s3", aws_access_key_id="none", aws_secret_access_key="none").meta
+    except (BotoCoreError, ValueError) as error:  # ValueError: an endpoint that is no URL
+        sentence, detail = explained(error) or (_BAD_CONFIGURATION, _detail(error))
+        raise StorageError(sentence.format(detail=detail)) from error
+    return S3(
+        endpoint_url=None if _AMAZON.fullmatch(found.endpoint_url) else found.endpoint_url,
+        region=session.region_name,
+        virtual_hosted=(found.config.s3 or {}).get("addressing_style") == "virtual",
+        unsigned=os.environ.get("AWS_SKIP_SIGNATURE", "").lower() == "true",
+        requester_pays=os.environ.get("AWS_REQUEST_PAYER", "").lower() in ("requester", "true"),
+    )
+
+
+def _session() -> Any:
+    import boto3  # takes half a second, and folders do not need it
+
+    return boto3.Session(region_name=os.environ.get("AWS_REGION"))
+
+
+# Credentials.
+
+
+def resolve() -> Credentials | None:
+    """Return this process's credentials from the standard AWS chain: environment, profile, single sign-on, role.
+
+    Raises botocore's exceptions if the configuration is broken (an unknown profile, for example) or a role is refused.
+    """
+    found = _chain(_aws_configuration())
+    if not hasattr(found, "refresh_needed"):
+        _chain.cache_clear()  # static credentials are read again each time, because their file may have been rewritten
+    return _frozen(found)
+
+
+def credential_method() -> str:
+    """What boto3 calls the step of the chain that has found this process's credentials; empty if none has."""
+    return getattr(_session().get_credentials(), "method", "")
+
+
+def own_role() -> Credentials | None:
+    """Return the credentials of the role that this node or container has (EC2, ECS, EKS), unless a user set others.
+
+    Returns at once if there can be no role: the metadata service is asked only on EC2, and never if
+    AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions if a role gives no credentials.
+    """
+    if not any(may_apply() for may_apply in _ROLES.values()):
+        return None
+    found = _chain(_aws_configuration())
+    return _frozen(found) if found is not None and found.method in _ROLES else None
+
+
+@dataclass(frozen=True)
+class OwnRoleOr:
+    """A source that can be pickled: the role of the node where it is called, or ``fallback`` if there is none."""
+
+    fallback: CredentialSource
+
+    def __call__(self) -> Any:
+        return own_role() or self.fallback()
+
+
+@lru_cache(maxsize=1)
+def _chain(_: object) -> Any:
+    return _session().get_credentials()
+
+
+def _frozen(found: Any) -> Credentials | None:
+    if found is None:
+        return None
+    keys = found.get_frozen_credentials()  # refreshes them first if they expire soon
+    expires_at = getattr(found, "_expiry_time", None)  # boto3 has no public attribute for it
+    # obstore accepts only the standard library's UTC, and botocore uses another.
+    return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
+
+
+def _has_web_identity() -> bool:
+    return "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ and "AWS_ROLE_ARN" in os.environ
+
+
+def _has_container_role() -> bool:
+    return any(f"AWS_CONTAINER_CREDENTIALS_{kind}_URI" in os.environ for kind in ("RELATIVE", "FULL"))
+
+
+def _is_ec2() -> bool:
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ or any(_starts_with(*mark) for mark in _EC2_MARKS)
+
+
+def _starts_with(path: str, prefix: str) -> bool:
+    try:
+        return Path(path).read_text().lower().startswith(prefix)
+    except OSError:
+        return False
+
+
+_EC2_MARKS = (
+    ("/sys/class/dmi/id/sys_vendor", "amazon ec2"),  # Nitro
+    ("/sys/hypervisor/uuid", "ec2"),  # Xen
+)
+"""Files that exist on EC2 instances, and how their content starts."""
+
+_ROLES: dict[str, Callable[[], bool]] = {
+    "assume-role-with-web-identity": _has_web_identity,
+    "container-role": _has_container_role,
+    "iam-role": _is_ec2,
+}
+"""What boto3 calls credentials of roles, each with whether there may be one here."""
+
+
+# Errors.
+
+
+def explained(error: BaseException) -> tuple[str, str] | None:
+    """The sentence for an error of boto3 whose type says what happened, and what its ``{detail}`` is."""
+    from botocore import exceptions as aws
+
+    sentences: dict[str, str] = {
+        "NoCredentialsError": _SENTENCES.no_credentials,
+        "PartialCredentialsError": "The AWS credentials for {url} are incomplete: {detail} is missing.",
+        "CredentialRetrievalError": _SENTENCES.not_obtained,
+        "MetadataRetrievalError": _SENTENCES.not_obtained,
+        "ProfileNotFound": "The AWS configuration has no profile {detail}; check AWS_PROFILE and ~/.aws/config.",
+        "SSOError": _SIGNED_OUT,
+        "TokenRetrievalError": _SIGNED_OUT,
+        "LoginRefreshRequired": _SIGNED_OUT,  # this and the next: only newer versions have them
+        "LoginTokenLoadError": _SIGNED_OUT,
+        "ConfigParseError": _BAD_CONFIGURATION,
+        "ConfigNotFound": _BAD_CONFIGURATION,
+        "InvalidConfigError": _BAD_CONFIGURATION,
+        "SSLError": UNTRUSTED,
+        "ConnectionError": UNREACHABLE,
+    }
+    kinds = {getattr(aws, name): sentence for name, sentence in sentences.items() if hasattr(aws, name)}
+    found = next((sentence for kind, sentence in kinds.items() if isinstance(error, kind)), None)
+    return (found, _detail(error)) if found else None
+
+
+def _detail(error: BaseException) -> str:
+    """Return the variable or profile that an error of botocore names, else the first line of its text."""
+    fields: dict[str, str] = getattr(error, "kwargs", {})
+    return fields.get("cred_var") or fields.get("profile") or str(error).partition("\n")[0]
