@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from datetime import datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
     from raytrain.storage.base import Store
 
 Config = TypeVar("Config", bound=TrainConfig)
+
+_MOST_NAMES = 10  # in one line
+
+
+@cache
+def warn_once(problem: str) -> None:
+    """Warn of ``problem``, once in each process."""
+    logging.getLogger("raytrain").warning("%s", problem)
 
 
 def check_name(name: str) -> str:
@@ -55,30 +65,41 @@ def run_names(store: Store) -> list[str]:
     return sorted(parts[0] for parts in paths if len(parts) == 2 and parts[1] == CONFIG)
 
 
-def read_config(store: Store) -> TrainConfig:
-    """The options that the run, or the sweep, last started with; raises UsageError if they are damaged."""
-    return _read_config(store, TrainConfig)
+def read_config(store: Store, report: Report = warn_once) -> TrainConfig:
+    """The options that the run, or the sweep, last started with; raises UsageError if they are damaged.
+
+    Those that this version does not know are left out, and ``report`` gets a line that names them.
+    """
+    return _read_config(store, TrainConfig, report)
 
 
 def read_resolved_config(store: Store) -> ResolvedConfig:
     """The same with everything decided; raises UsageError also for a sweep, whose trials each have their own."""
     if store.exists(SWEEP):
         raise UsageError(f"{store.url} is a sweep; name one of its trials, which `raytrain runs` lists.")
-    return _read_config(store, ResolvedConfig)
+    return _read_config(store, ResolvedConfig, warn_once)
 
 
-def parse_config(kind: type[Config], data: bytes) -> Config:
-    """The options in a ``config.json``; raises ValueError with what is wrong, also for options of another version."""
+def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Config:
+    """The options in a ``config.json``; raises ValueError if one has a value that this version does not take.
+
+    Those that this version does not know are left out, and ``report`` gets a line that names them.
+    """
     document = parse_object(data)
     hints = get_type_hints(kind, include_extras=True)
     if unknown := sorted(set(document) - set(hints)):
-        raise ValueError(f"it has the option {unknown[0]!r}, which this version of raytrain does not know")
-    for name, value in document.items():
-        document[name] = tuple(cast(list[Any], value)) if isinstance(value, list) else value
-        if not matches(document[name], hints[name]):
-            raise ValueError(f"its {name} is {value!r}")
+        names = ", ".join(repr(name) for name in unknown[:_MOST_NAMES]) + (" …" if len(unknown) > _MOST_NAMES else "")
+        report(f"{CONFIG} has options that this version of raytrain does not know and ignores: {names}")
+    options = {
+        name: tuple(cast(list[Any], value)) if isinstance(value, list) else value
+        for name, value in document.items()
+        if name in hints
+    }
+    for name, value in options.items():
+        if not matches(value, hints[name]):
+            raise ValueError(f"its option {name} is {value!r}, which this version of raytrain does not take")
     try:
-        return kind(**document)
+        return kind(**options)
     except TypeError:  # an option without a default is missing
         raise ValueError("it lacks options that a run has") from None
 
@@ -104,9 +125,9 @@ def write_json(store: Store, path: str, document: dict[str, Any]) -> None:
     store.put(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
-def _read_config(store: Store, kind: type[Config]) -> Config:
+def _read_config(store: Store, kind: type[Config], report: Report) -> Config:
     try:
-        return parse_config(kind, store.get(CONFIG))
+        return parse_config(kind, store.get(CONFIG), lambda problem: report(f"{store.url}/{problem}"))
     except ValueError as error:
         raise UsageError(
             f"{store.url}/{CONFIG} cannot be used ({str(error).rstrip('.')}); repair it, or start another run with "

@@ -96,7 +96,7 @@ def read_run(storage: str, name: str) -> RunRecord:
 
 def _config(store: Store, report: Report) -> TrainConfig | None:
     try:
-        return read_config(store)
+        return read_config(store, report)
     except UsageError as error:
         report(str(error).rstrip("."))
         return None
@@ -104,7 +104,7 @@ def _config(store: Store, report: Report) -> TrainConfig | None:
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:
     problems: list[str] = []
-    options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data), problems.append)
+    options = _parsed(CONFIG, config, lambda data: parse_config(TrainConfig, data, problems.append), problems.append)
     accuracy = (_parsed(SUMMARY, summary, parse_object, problems.append) or {}).get("test_accuracy")
     return RunInfo(
         name=name,

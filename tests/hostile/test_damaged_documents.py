@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import raytrain
+from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
+from raytrain.cli.parser import parse
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
 from raytrain.runs.documents import read_config
@@ -167,9 +169,34 @@ def test_a_run_whose_options_are_lost_is_not_resumed(
         raytrain.load("first", storage=str(tmp_path))
 
 
-def test_options_of_a_newer_version_are_named(store: Store, tmp_path: Path) -> None:
-    store.put(CONFIG, json.dumps({**json.loads(store.get(CONFIG)), "quantum": True}).encode())
-    with pytest.raises(UsageError, match="'quantum', which this version of raytrain does not know"):
+def test_options_of_another_version_are_named_and_left_out(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    known = json.loads(store.get(CONFIG))
+    store.put(CONFIG, json.dumps({**known, "quantum": True, "a\x1b[2Jb": 1}).encode())
+    sentence = r"does not know and ignores: 'a\x1b[2Jb', 'quantum'"
+    config = read_config(store)
+    assert (config.name, config.epochs) == (known["name"], known["epochs"])
+    assert read_config(store) == config and [sentence in each for each in caplog.messages] == [True]  # once
+    for words in ("runs", "show first"):
+        assert sentence in " ".join(said(capsys, tmp_path, words).split())
+    command = parse(["train", config.recipe, "--name", "first", "--storage", str(tmp_path), "--resume"], COMMANDS)
+    assert command.keywords["config"].epochs == known["epochs"]
+
+
+def test_an_option_that_is_missing_has_its_default(store: Store) -> None:
+    known = json.loads(store.get(CONFIG))
+    store.put(CONFIG, json.dumps({name: value for name, value in known.items() if name != "translate"}).encode())
+    assert read_config(store).translate == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [("flip", "sideways", "its option flip is 'sideways'"), ("schedule", "stairs", "--schedule is 'stairs'")],
+)
+def test_an_option_whose_value_is_not_valid_is_named(option: str, value: Any, reason: str, store: Store) -> None:
+    store.put(CONFIG, json.dumps({**json.loads(store.get(CONFIG)), option: value}).encode())
+    with pytest.raises(UsageError, match=rf"config\.json cannot be used \({reason}.*; repair it"):
         read_config(store)
 
 

@@ -14,7 +14,7 @@ from raytrain.data.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.runs.documents import read_config, read_json, run_store
-from raytrain.runs.json_lines import plain
+from raytrain.runs.json_lines import ignore, plain
 from raytrain.runs.layout import EVALUATION, TEST_MANIFEST
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.outcome import StopReason
@@ -71,7 +71,7 @@ class WatchedRuns:
         config = None
         store = run_store(self.storage, name)
         with suppress(RaytrainError, FileNotFoundError):
-            config = dataclasses.asdict(read_config(store))
+            config = dataclasses.asdict(read_config(store, ignore))
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
