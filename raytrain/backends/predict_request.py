@@ -1,20 +1,34 @@
-"""What is predicted, and how a block of it is, on a cluster and on this machine. Imports neither Ray nor torch."""
+"""Predicting images: what is asked for, and threads that read blocks of images ahead of a network.
+
+A process does all of it, or each actor of a cluster does a share of the blocks. Imports neither Ray nor torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import cycle
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from raytrain.backends.machine_batches import num_decoders
+from raytrain.backends.placement import Placement
 from raytrain.data.arrow_arrays import string_array
 from raytrain.data.block_order import rows_per_block
-from raytrain.data.blocks import to_block, to_table
-from raytrain.data.decode import ImageFormat, ImageShape, Pixels
+from raytrain.data.decode import ImageFormat, Pixels
+from raytrain.data.image_reader import ImageReader
 from raytrain.data.manifest import Manifest
 from raytrain.data.permutation import Int64s
+from raytrain.data.prefetch import Prefetch
 from raytrain.storage.base import Store
+
+T = TypeVar("T")
+
+_AHEAD = 1  # blocks of each thread, besides the one that it works at
+_CLOSE_S = 10.0
 
 
 class BlockPredictor(Protocol):
@@ -41,15 +55,12 @@ class PredictRequest:
     run_store: Store
     load_predictor: LoadPredictor
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of images."""
-        return -(-len(self.manifest) // self.rows_per_block)
-
-    @property
-    def rows_per_block(self) -> int:
-        """Images in one block, but for the last one."""
-        return rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
+    def blocks(self, first: int, stride: int) -> list[Manifest]:
+        """Every ``stride``-th block of images, from block ``first`` on."""
+        rows = rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
+        starts = range(first * rows, len(self.manifest), stride * rows)
+        stops = [min(start + rows, len(self.manifest)) for start in starts]
+        return [self.manifest.select(np.arange(*each)) for each in zip(starts, stops, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,24 +94,59 @@ class ServedModel:
         return {"labels": labels, "classes": [dict(zip(keys, each, strict=True)) for each in ranked[: self.top_k]]}
 
 
-def samples_of_block(number: int, rows_per_block: int, num_images: int) -> Int64s:
-    """Which images block ``number`` has: their places in the manifest."""
-    return np.arange(number * rows_per_block, min((number + 1) * rows_per_block, num_images), dtype=np.int64)
+def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.Table]:
+    """Predict with ``placement.num_workers`` networks here, each on a GPU of its own or with its share of the cores.
 
-
-def image_table(wanted: Manifest, pixels: Pixels, bad: dict[int, str]) -> pa.Table:
-    """The images of ``wanted`` as :class:`raytrain.data.image_reader.ImageReader` reads them.
-
-    Returns:
-        The columns of :func:`raytrain.data.blocks.to_table`, key, and error (null if the image could be read).
+    Yields tables in the manifest's order with the columns key, error (why the image could not be read, else null) and
+    those of the predictor, which mean nothing if there is an error.
     """
-    errors = string_array([bad.get(position) for position in range(len(wanted))])
-    table = to_table(pixels, wanted.labels.astype(np.int64), np.arange(len(wanted), dtype=np.int64))
-    return table.append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)
+    workers = placement.num_workers
+    readers = max(1, num_decoders() // workers)
+    with ExitStack() as opened:
+        yield from in_turn(
+            [
+                _ahead(predict_blocks(request, placement.threads, readers, worker, workers, gpu=worker), opened)
+                for worker in range(workers)
+            ]
+        )
 
 
-def predict_table(predict: BlockPredictor, images: pa.Table, shape: ImageShape) -> pa.Table:
-    """The columns of the predictor, key and error, for a table of :func:`image_table`."""
-    block = to_block(images, shape)
-    predictions = predict(block.images, block.labels)
-    return predictions.append_column("key", images["key"]).append_column("error", images["error"])
+def predict_blocks(
+    request: PredictRequest, num_threads: int, num_readers: int, first: int = 0, stride: int = 1, *, gpu: int = 0
+) -> Iterator[pa.Table]:
+    """Predict every ``stride``-th block from block ``first`` on with one network; see :func:`predict_here`."""
+    with ExitStack() as opened:
+        each = range(num_readers)  # reader i has the blocks i, i + num_readers, … of these: the order is kept
+        tables = [_ahead(_read(request, first + i * stride, num_readers * stride), opened) for i in each]
+        predict = request.load_predictor(request.run_store, num_threads, gpu)
+        for wanted, pixels, bad in in_turn(tables):
+            errors = string_array([bad.get(position) for position in range(len(wanted))])
+            predictions = predict(pixels, wanted.labels.astype(np.int64))
+            yield predictions.append_column("key", wanted.keys.cast(pa.string())).append_column("error", errors)
+
+
+def in_turn(sources: Sequence[Iterator[T]]) -> Iterator[T]:
+    """One item of each source after the other, until the next one has none."""
+    for source in cycle(sources):
+        try:
+            yield next(source)
+        except StopIteration:
+            return
+
+
+def _read(request: PredictRequest, first: int, stride: int) -> Iterator[tuple[Manifest, Pixels, dict[int, str]]]:
+    """Images, their pixels, and why some cannot be read.
+
+    They are decoded in a process of their own: nobody would start this one again if an image killed it.
+    """
+    blocks = request.blocks(first, stride)
+    reader = ImageReader(request.images, *request.format, isolated=True)
+    for wanted, (pixels, bad) in zip(blocks, reader.read_each(blocks), strict=True):
+        yield wanted, pixels, bad
+
+
+def _ahead(items: Iterator[T], opened: ExitStack) -> Iterator[T]:
+    """``items``, produced ahead by a thread that ends with ``opened``."""
+    produced = Prefetch(items, _AHEAD)
+    opened.callback(produced.close, _CLOSE_S)
+    return produced

@@ -73,7 +73,8 @@ def stop_text(reason: StopReason) -> str:
         case "target":
             return f"--until {reason.detail}: {metric} is {value:.4f}"
         case "patience":
-            return f"--patience {count}: {metric} is not better than {value:.4f}"
+            bound = "a number" if reason.value is None else f"better than {value:.4f}"
+            return f"--patience {count}: {metric} is not {bound}"
         case "time":
             return f"--max-time {reason.detail}"
         case _:

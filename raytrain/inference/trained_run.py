@@ -13,7 +13,7 @@ import pyarrow as pa
 from raytrain import recipes
 from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import Hardware, Placement, place
-from raytrain.backends.predict_request import PredictRequest
+from raytrain.backends.predict_request import PredictRequest, predict_here
 from raytrain.backends.ray.connection import connection, uses_cluster
 from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import ResolvedConfig
@@ -70,10 +70,8 @@ class TrainedRun:
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
         if uses_cluster(address):
             return self._predict_on_cluster(request, workers, address)
-        from raytrain.backends.local.predict_images import predict_images
-
         found = machine_hardware()
-        return pa.concat_tables(predict_images(request, self._place(workers or max(1, int(found.gpus)), found)))
+        return pa.concat_tables(predict_here(request, self._place(workers or max(1, int(found.gpus)), found)))
 
     def _predict_on_cluster(self, request: PredictRequest, workers: int | None, address: str | None) -> pa.Table:
         with connection(address) as cluster:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raytrain.training.state import StateDict
 
@@ -26,12 +27,11 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Add the weights after ``step`` (counted from 0). The decay is smaller in the first steps."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        source = self._source.state_dict()
-        for name, average in self.model.state_dict().items():
-            if average.is_floating_point():
-                average.lerp_(source[name], 1 - decay)
+        for average, source in zip(_weights(self.model), _weights(self._source), strict=True):
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(source, 1 - decay)
             else:
-                average.copy_(source[name])
+                average.copy_(source)
 
     def state_dict(self) -> StateDict:
         """The averaged weights, by the names of the network's."""
@@ -40,3 +40,9 @@ class WeightAverage:
     def load_state_dict(self, state_dict: StateDict) -> None:
         """The inverse of :meth:`state_dict`."""
         self.model.load_state_dict(state_dict)
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, each once, also if it has several names."""
+    yield from model.parameters()
+    yield from model.buffers()

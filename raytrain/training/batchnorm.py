@@ -12,13 +12,14 @@ timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activatio
 
 Local batches may differ in size, and a rank without images in a step (``set_num_used(model, 0)``) counts as nothing.
 Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``. Only the class of a layer changes, in place (as
-with torch's lazy modules), so that hooks and references to it stay valid.
+with torch's lazy modules), so that hooks and references to it stay valid. The new class is a subclass of the old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -114,14 +115,13 @@ def update_running_statistics(model: nn.Module) -> None:
 class _ConvertedBatchNorm(_BatchNorm):
     """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
 
-    plain_class: type[_BatchNorm]
     placeholder: bool = False
     """Whether this rank's images don't count."""
 
     def prepare(self) -> None: ...
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        self.plain_class._check_input_dim(self, input)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new, type(self).__bases__, vars(self)
 
     def next_momentum(self) -> float:
         """The weight of the next batch in the running statistics, if it counts."""
@@ -269,10 +269,20 @@ def _become(layer: _BatchNorm, kind: type[_ConvertedBatchNorm]) -> None:
     plain_class = type(layer)
     if _is_timms(layer):
         layer.register_forward_hook(_activate)
-    layer.__class__ = kind
-    converted = cast(_ConvertedBatchNorm, layer)
-    converted.plain_class = plain_class
-    converted.prepare()
+        plain_class = nn.BatchNorm2d
+    layer.__class__ = _joined(kind, plain_class)
+    cast(_ConvertedBatchNorm, layer).prepare()
+
+
+@cache
+def _joined(kind: type[_ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> type[_ConvertedBatchNorm]:
+    return type(kind.__name__, (kind, plain_class), {})
+
+
+def _new(kind: type[_ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> _ConvertedBatchNorm:
+    """A layer without content, for a copy or a pickle, which know no class that is made while a program runs."""
+    joined = _joined(kind, plain_class)
+    return joined.__new__(joined)
 
 
 def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

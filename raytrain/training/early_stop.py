@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,16 +38,17 @@ class EarlyStop:
             raise UsageError(
                 f"--best is {config.best}, and evaluations measure {', '.join(measured)}; name one of these."
             )
+        if config.best_metric not in measured:
+            return replace(progress, score=None)
         score = _score(config.best_metric, measured)
         progress = replace(progress, score=score)
-        if score is None:
-            return progress
-        if progress.best_score is None or score > progress.best_score:
+        best = progress.best_score
+        if score is not None and (best is None or score > best):
             return replace(progress, best_score=score, num_worse=0)
         num_worse = progress.num_worse + 1
         if config.patience is not None and num_worse >= config.patience:
-            best = abs(progress.best_score)
-            self.reason = StopReason("patience", metric=config.best_metric, value=best, count=config.patience)
+            value = None if best is None else abs(best)
+            self.reason = StopReason("patience", metric=config.best_metric, value=value, count=config.patience)
         return replace(progress, num_worse=num_worse)
 
     def time_is_up(self) -> bool:
@@ -63,10 +65,11 @@ def _is_reached(name: str, measured: float, wanted: float) -> bool:
 
 
 def _score(name: str, measured: Mapping[str, float]) -> float | None:
-    """The metric called ``name``, a loss with a minus, so that the largest is the best; None if it was not measured."""
-    if name not in measured:
+    """The metric called ``name``, a loss with a minus, so that the largest is the best; None if it is NaN."""
+    value = measured[name]
+    if math.isnan(value):
         return None
-    return -measured[name] if _is_loss(name) else measured[name]
+    return -value if _is_loss(name) else value
 
 
 def _is_loss(name: str) -> bool:

@@ -13,7 +13,7 @@ from raytrain.data.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError, UsageError
 from raytrain.training.average import WeightAverage
 from raytrain.training.run import Run
-from raytrain.training.wrap_model import wrap_model
+from raytrain.training.wrap_model import apply_options, mixed_precision
 
 
 def check_memory(run: Run) -> None:
@@ -87,10 +87,13 @@ def _try_step(run: Run, num_images: int) -> None:
     model = run.build_model().to(run.device, dtype)
     average = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
     optimizer = run.build_optimizer(model)
-    wrap_model(model, config, run.device, world_size=1).eval()  # batch norm of a single value has no gradient
+    apply_options(model, config)
+    model.eval()  # batch norm of a single value has no gradient
     images = torch.zeros(num_images, config.channels, *config.full_image_size, dtype=dtype, device=run.device)
     labels = torch.zeros(num_images, dtype=torch.int64, device=run.device)
     targets = labels if run.label_sets is None else run.label_sets[labels].to(dtype)
-    run.loss(model(images), targets).backward()
+    with mixed_precision(config, run.device):
+        loss = run.loss(model(images), targets)
+    loss.backward()
     optimizer.step()
     del average

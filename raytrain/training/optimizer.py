@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from raytrain.config import ResolvedConfig
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.errors import UsageError
+from raytrain.training import lr_schedule
 from raytrain.training.layer_decay import layer_scales, split_by_layer
 from raytrain.training.transfer import body_and_head
 
@@ -59,11 +65,47 @@ def _with_and_without_decay(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in parts if part["params"]]
 
 
-def set_learning_rate(optimizer: Optimizer, learning_rate: float | None, factor: float) -> float:
-    """Set the learning rate of all groups, by default each group's initial one times ``factor``; returns the first."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor if learning_rate is None else learning_rate
-    return optimizer.param_groups[0]["lr"]
+class LearningRates:
+    """The learning rates of a run's steps: those of the optimizers' groups, times the factor of ``--schedule``."""
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan) -> None:
+        self._config, self._plan = config, plan
+        self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
+        self._prepared: dict[Optimizer, list[float]] = {}
+
+    def prepared(self, thing: object) -> None:
+        """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
+        if isinstance(thing, LRScheduler) and self._is_scheduled:
+            raise self._two_schedules()
+        if isinstance(thing, Optimizer):
+            self._prepared[thing] = [group["lr"] for group in thing.param_groups]
+
+    @contextmanager
+    def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[float]:
+        """In this context the groups have their rates of ``step``, by default those that they have times the factor.
+
+        Gives the first group's. Raises UsageError if the loop has changed them although ``--schedule`` does, too.
+        """
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        before = self._prepared.get(optimizer, rates)
+        if self._is_scheduled and learning_rate is None and rates[: len(before)] != before:
+            raise self._two_schedules()
+        factor = lr_schedule.factor(self._config, step, self._plan.steps_per_epoch, self._plan.num_steps)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor if learning_rate is None else learning_rate
+        try:
+            yield groups[0]["lr"]
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _two_schedules(self) -> UsageError:
+        config = self._config
+        return UsageError(
+            f"The loop changes the learning rate, and so do --schedule {config.schedule} and --warmup-epochs "
+            f"{config.warmup_epochs:g}; leave these at constant and 0, or the loop's own schedule out."
+        )
 
 
 def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:

@@ -1,14 +1,34 @@
-"""What a run needs from whoever starts it: a source of images, and a reporter of metrics and events."""
+"""A run's surroundings: the worker that it runs on, its source of images, and its reporter of metrics and events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from raytrain.data.local_batch import LocalBatch
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One of the ``world_size`` workers of a run, and the device that it computes on."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def here(cls, device: torch.device) -> Worker:
+        """This process's place in the default process group; the only worker if there is none."""
+        if not dist.is_initialized():
+            return cls(0, 1, device)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
 
 
 class BatchSource(Protocol):
@@ -27,8 +47,7 @@ class Reporter(Protocol):
     """Takes a worker's metrics and events, and passes requests on to it. Every call but ``flush`` returns at once.
 
     Only worker 0 reports metrics and its start, and only worker 0 is asked for checkpoint requests. Every worker is
-    asked for stop
-    requests: it is enough if one worker answers yes.
+    asked for stop requests: it is enough if one answers yes.
     """
 
     def started(self, num_workers: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The description of a run that its workers get, and how each of them builds its part of the run and trains it."""
+"""The description of a run that its workers get, and how each of them puts its part of the run together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.batch_plan import BatchPlan
+from raytrain.monitor.events import Note
 from raytrain.runs.identity import Identity
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.base import Store
 from raytrain.training import loop, memory
+from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.evaluation import evaluate
+from raytrain.training.gallery import Gallery
 from raytrain.training.label_evaluation import evaluate_labels
-from raytrain.training.protocols import BatchSource, Reporter
+from raytrain.training.loss import Loss
+from raytrain.training.malloc import keep_freed_memory
+from raytrain.training.precision import precision_warning, set_gpu_products
+from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
-from raytrain.training.transforms import Transforms
+from raytrain.training.state import CheckpointState
+from raytrain.training.steps import Steps
+from raytrain.training.transforms import Transforms, build_transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,24 +65,28 @@ class RunSpec:
         ``weights`` are the initial weights, None if the seed decides them. Raises UsageError if the checkpoint is
         another run's.
         """
+        config, worker = self.config, Worker.here(device)
+        _set_up_device(config, worker, reporter)
+        checkpoints = Checkpoints(self.store, self.identity, config.keep_checkpoints, on_saved=reporter.event)
+        restored = checkpoints.load_newest(reporter.event, device)
+        state = CheckpointState(restored.state if restored else {})
+        models = PreparedModels(config, worker, state)
         return Run(
-            config=self.config,
+            config=config,
             classes=self.classes,
             plan=self.plan,
             source=source,
             reporter=reporter,
-            checkpoints=Checkpoints(
-                self.store,
-                self.identity,
-                self.config.keep_checkpoints,
-                on_saved=reporter.event,
-            ),
-            evaluation=evaluate if self.label_sets is None else evaluate_labels,
-            device=device,
+            worker=worker,
             weights=weights,
-            transforms=self.transforms,
-            class_weights=self.class_weights,
             label_sets=None if self.label_sets is None else torch.from_numpy(self.label_sets).to(device),
+            augment=Augment(config, build_transforms(config, self.transforms)),
+            loss=Loss(config, self.class_weights, device),
+            models=models,
+            state=state,
+            steps=Steps(config, self.plan, models, state, checkpoints, reporter, worker, restored),
+            gallery=Gallery(config, self.classes, self.store, reporter.event),
+            evaluation=evaluate if self.label_sets is None else evaluate_labels,
         )
 
     def train(self, run: Run) -> Outcome:
@@ -88,3 +101,14 @@ class RunSpec:
         except torch.OutOfMemoryError as error:
             raise memory.out_of_memory(run) from error
         return run.finish()
+
+
+def _set_up_device(config: ResolvedConfig, worker: Worker, reporter: Reporter) -> None:
+    """Settings of this process with which the device is fast; worker 0 says if it lacks the precision."""
+    if worker.device.type == "cpu":
+        keep_freed_memory()
+    else:
+        set_gpu_products(config.precision)
+        torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
+    if worker.rank == 0 and (warning := precision_warning(config.precision, worker.device)):
+        reporter.event(Note(warning))  # before the first step, which may take minutes then

@@ -1,54 +1,116 @@
-"""Rows of the metrics history, from the totals of the steps."""
+"""The one small all-reduce of a step, and the rows of the metrics history that its totals become."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from raytrain.data.batch_plan import GlobalBatch
 from raytrain.runs.metric_row import MetricRow
-from raytrain.training.step_reduce import StepContribution, StepReduce, StepTotals
+from raytrain.training.protocols import Worker
 
 _MEAN_OF = {"correct": "accuracy"}
 
 
-class StepMetrics:
-    """Averages the steps between two rows. The sums that a loop logs in a step arrive with the totals of the next step.
+@dataclass(frozen=True)
+class StepTotals:
+    """What the workers contribute to a step besides their metrics: one of them, or all of them added up."""
 
-    Args:
-        reduce: gives the totals.
-        record: gets each row.
-        world_size: number of workers.
-        samples_seen: used images of the run before its next step.
+    num_used: float = 0  # images that can be used
+    wait_s: float = 0.0  # seconds of waiting for the local batch
+    stop_requests: float = 0
+    checkpoint_requests: float = 0
+    loops_returned: float = 0  # before the end of the run
+
+
+_NUM_TOTALS = len(dataclasses.fields(StepTotals))
+
+
+class StepMetrics:
+    """Adds up a step over the workers, and averages the steps between two rows of the history, which ``record`` gets.
+
+    The all-reduce of a step starts before its forward and gives the number of used images to the backward. It carries
+    what was logged in the step before. The host waits for nothing: on a GPU the totals reach it by a copy that has
+    long finished when they are read. ``samples_seen`` are the used images of the run so far.
     """
 
-    def __init__(
-        self, reduce: StepReduce, record: Callable[[MetricRow], None], world_size: int, samples_seen: int
-    ) -> None:
+    def __init__(self, worker: Worker, record: Callable[[MetricRow], None], samples_seen: int) -> None:
         self.samples_seen = samples_seen
-        self._reduce = reduce
+        self._worker = worker
         self._record = record
-        self._world_size = world_size
+        self._names: tuple[str, ...] = ()
+        self._logged = torch.zeros(0, dtype=torch.float64, device=worker.device)
+        self._host = self._sums = torch.zeros(_NUM_TOTALS, dtype=torch.float64)
+        self._copied = torch.cuda.Event() if worker.device.type == "cuda" else None
+        self._work: dist.Work | None = None
+        self._pending = False
         self._closed_row: MetricRow | None = None
-        self._reset()
         self._since = time.perf_counter()
+        self._reset_row()
+
+    def start(self, own: StepTotals) -> None:
+        """Send this worker's contribution to a step, with what it logged in the step before."""
+        contribution = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
+        self._sums = torch.cat([contribution.to(self._worker.device, non_blocking=True), self._logged])
+        self._logged = torch.zeros_like(self._logged)
+        if self._worker.world_size > 1:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+        self._pending = True
+
+    def num_used(self) -> Tensor:
+        """Number of used images in the step's global batch, float64 () on the device. The host does not wait for it."""
+        if self._pending:
+            if self._work is not None:
+                self._work.wait()
+            if len(self._host) != len(self._sums):
+                pinned = self._copied is not None
+                self._host = torch.zeros(len(self._sums), dtype=torch.float64, pin_memory=pinned)
+            self._host.copy_(self._sums, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            self._pending = False
+        return self._sums[0]
+
+    def log(self, sums: Mapping[str, Tensor], *, counts: bool) -> None:
+        """Add to this worker's sums of the step, which travel with the next step.
+
+        They are 0 without ``counts``: the images are a placeholder. Every worker logs the same names in the same order.
+        """
+        new = tuple(name for name in sums if name not in self._names)
+        if new:
+            self._names += new
+            self._logged = torch.cat([self._logged, self._logged.new_zeros(len(new))])
+        if counts:
+            values = torch.stack([value.detach().double() for value in sums.values()])
+            if tuple(sums) == self._names:
+                self._logged += values
+            else:
+                self._logged[[self._names.index(name) for name in sums]] += values
 
     def read(self) -> StepTotals:
         """Read and add the totals of a step, and record the row that ended with the step before, if one did."""
-        totals = self._reduce.totals()
-        for name, value in totals.logged_before.items():
-            self._logged[name] += value
+        self.num_used()
+        if self._copied is not None:
+            self._copied.synchronize()
+        values = self._host.tolist()
+        for name, value in zip(self._names, values[_NUM_TOTALS:], strict=False):  # a name that is new has no sum yet
+            self._row_sums[name] = self._row_sums.get(name, 0.0) + value
         self._record_closed_row()
-        self._num_used += totals.num_used
-        self._wait_s += totals.wait_s
-        self.samples_seen += totals.num_used
+        totals = StepTotals(*values[:_NUM_TOTALS])
+        self._row_images += totals.num_used
+        self._row_wait_s += totals.wait_s
+        self.samples_seen += int(totals.num_used)
         return totals
 
-    def flush(self, contribution: StepContribution) -> StepTotals:
+    def flush(self, own: StepTotals) -> StepTotals:
         """Reduce what was logged in the last step without another step, which would bring it otherwise."""
-        self._reduce.start(contribution)
+        self.start(own)
         return self.read()
 
     def close_row(self, batch: GlobalBatch, learning_rate: float) -> None:
@@ -62,8 +124,8 @@ class StepMetrics:
             epoch=batch.epoch + 1,
             samples_seen=self.samples_seen,
             learning_rate=learning_rate,
-            images_per_s=round(self._num_used / seconds, 1),
-            data_wait_fraction=round(min(self._wait_s / self._world_size / seconds, 1.0), 4),
+            images_per_s=round(self._row_images / seconds, 1),
+            data_wait_fraction=round(min(self._row_wait_s / self._worker.world_size / seconds, 1.0), 4),
         )
 
     def exclude(self, seconds: float) -> None:
@@ -71,15 +133,13 @@ class StepMetrics:
         self._since += seconds
 
     def _record_closed_row(self) -> None:
-        if self._closed_row is None:
-            return
-        num_used = max(self._num_used, 1)
-        means = {_MEAN_OF.get(name, name): value / num_used for name, value in self._logged.items()}
-        self._record(dataclasses.replace(self._closed_row, metrics=means))
-        self._closed_row = None
-        self._reset()
+        if self._closed_row is not None:
+            num_used = max(self._row_images, 1)
+            means = {_MEAN_OF.get(name, name): value / num_used for name, value in self._row_sums.items()}
+            self._record(dataclasses.replace(self._closed_row, metrics=means))
+            self._closed_row = None
+            self._reset_row()
 
-    def _reset(self) -> None:
-        self._num_used = 0
-        self._wait_s = 0.0
-        self._logged: defaultdict[str, float] = defaultdict(float)
+    def _reset_row(self) -> None:
+        self._row_images = self._row_wait_s = 0.0
+        self._row_sums: dict[str, float] = {}

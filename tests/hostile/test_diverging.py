@@ -30,7 +30,7 @@ from tests.integration import test_exact
 def poison(run: raytrain.Run, batch: raytrain.Batch, at_step: int, value: float = math.nan) -> None:
     """Before the step after ``at_step`` completed steps, a weight becomes NaN or infinite."""
     if batch.step == at_step:
-        model = run._models.wrapped[0]
+        model = run.models.trained[0]
         with torch.no_grad():
             next(model.parameters()).flatten()[0] = value
 

@@ -49,6 +49,16 @@ def test_a_run_is_evaluated_and_resumed_with_its_average(images: Path, tmp_path:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_tied_weights_and_shared_layers_are_averaged_once() -> None:
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.weight = layer.weight
+    average = WeightAverage(torch.nn.Sequential(layer, layer, other), 0.5)
+    before = layer.weight.detach().clone()
+    torch.nn.init.zeros_(layer.weight)
+    average.update(100)
+    assert torch.allclose(average.state_dict()["2.weight"], before / 2)
+
+
 def test_the_average_follows_the_weights_with_its_decay() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     average = WeightAverage(model, 0.5)

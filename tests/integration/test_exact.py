@@ -188,7 +188,7 @@ def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:
     """Return the weights on this worker of the first network that the loop of ``run`` has prepared."""
-    return run._models.wrapped[0].state_dict()
+    return run.models.trained[0].state_dict()
 
 
 def note_parts(run: Run) -> list[Seen]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,9 +113,79 @@ def evaluation_of_its_own(run: Run) -> None:
             run.evaluate()  # In the middle of an epoch.
 
 
+class TwoPaths(nn.Module):
+    """A network with a method of its own, a layer that is never used, and one that every second step leaves out."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.Tanh())
+        self.extra = nn.Linear(16, 16)
+        self.unused = nn.Linear(7, 7)
+        self.head = nn.Linear(16, num_classes)
+        self.step = 0
+
+    def encode(self, images: Tensor) -> Tensor:
+        self.step += 1
+        features = self.body(images)
+        return features + self.extra(features) if self.step % 2 else features
+
+    def forward(self, images: Tensor) -> dict[str, Any]:
+        return {"logits": self.head(self.encode(images)), "step": self.step}
+
+
+def methods_and_layers_left_out(run: Run) -> None:
+    """Train the network that was given to prepare, by its methods, with weight decay that unused layers don't get."""
+    network = TwoPaths(run.num_classes)
+    assert run.prepare(network) is network
+    network.step = run.progress.step
+    optimizer = run.prepare(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9))
+    for batch in run.batches(evaluate=dict):
+        run.backward(cross_entropy(network.head(network.encode(batch.images)), batch.labels))
+        run.step(optimizer)
+
+
+def unfreezing(run: Run) -> None:
+    """Train the head for two steps, then all layers, and a temperature that is in no network."""
+    model = run.prepare(TwoPaths(run.num_classes))
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = run.prepare(torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
+    for batch in run.batches(evaluate=dict):
+        model.body.requires_grad_(batch.step >= 2)
+        model.step = 0
+        run.backward(cross_entropy(model(batch.images)["logits"] * temperature, batch.labels))
+        run.step(optimizer)
+
+
+def torch_scheduler(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    scheduler = run.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=13))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        scheduler.step()
+
+
+def sharpness_aware(run: Run) -> None:
+    """Two backwards a step, whose gradients are used before and in the step."""
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        gradients = [0.05 * each.grad for each in model.parameters() if each.grad is not None]
+        torch._foreach_add_(list(model.parameters()), gradients)
+        optimizer.zero_grad()
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        torch._foreach_sub_(list(model.parameters()), gradients)
+        run.step(optimizer)
+
+
 SAME_ON_ANY_WORKERS = (
     clipping,
     own_schedule,
+    methods_and_layers_left_out,
+    torch_scheduler,
+    sharpness_aware,
     distillation,
     several_models,
     averaged_weights,
@@ -161,7 +234,7 @@ def train_with(loops: list[Callable[[Run], None]], folder: str, stop_after: int 
         run = make_run(OPTIONS, images(NUM_IMAGES), f"{folder}/{loop.__name__}", recorder)
         loop(run)
         outcome = run.finish()
-        weights = [value.clone() for model in run._models.wrapped for value in model.state_dict().values()]
+        weights = [value.clone() for model in run.models.trained for value in model.state_dict().values()]
         results[loop.__name__] = {"weights": weights, "rows": recorder.rows, "outcome": outcome}
     return results
 
@@ -271,6 +344,100 @@ def one_returns(folder: str) -> str:
 def test_a_loop_that_returns_early_on_some_workers_is_refused(tmp_path: Path) -> None:
     _, error = run_in_processes(2, one_returns, str(tmp_path))
     assert error.startswith("After step 5 the loop returned on 1 of 2 workers")
+
+
+def drops_a_layer_on_one_worker(folder: str) -> list[float]:
+    """Train a network whose worker 1 leaves a layer out; the largest difference of a weight between the workers."""
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+    model = run.prepare(TwoPaths(run.num_classes))
+    optimizer = run.prepare(run.build_optimizer(model))
+    before = model.extra.weight.detach().clone()
+    for batch in run.batches(evaluate=dict):
+        model.step = run.rank
+        run.backward(cross_entropy(model(batch.images)["logits"], batch.labels))
+        run.step(optimizer)
+    run.finish()
+    assert not torch.equal(model.extra.weight, before)
+    rows = run.gather(torch.cat([each.detach().flatten() for each in model.parameters()])[None])
+    return [float(abs(rows[0] - rows[1]).max())]
+
+
+def test_a_layer_that_only_some_workers_use_stays_the_same_on_all(tmp_path: Path) -> None:
+    assert run_in_processes(2, drops_a_layer_on_one_worker, str(tmp_path)) == [[0.0], [0.0]]
+
+
+def test_unfrozen_layers_and_parameters_outside_of_networks_train_as_on_one_worker(tmp_path: Path) -> None:
+    ours = run_in_processes(2, train_with, [unfreezing], str(tmp_path / "two"))[0]["unfreezing"]
+    theirs = train_with([unfreezing], str(tmp_path / "one"))["unfreezing"]
+    assert_same_weights("unfreezing", ours["weights"], theirs["weights"], 1e-10)
+
+
+def test_layers_that_their_author_keeps_in_evaluation_mode_stay_so(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    model, teacher = (run.prepare(run.build_model()) for _ in range(2))
+    norm = next(layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)).eval()
+    before = norm.running_mean.clone()  # pyright: ignore[reportOptionalMemberAccess]
+    teacher.eval()
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        assert (model.training, norm.training, teacher.training) == (True, False, False)
+    assert torch.equal(norm.running_mean, before)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_scheduler_beside_the_schedule_of_the_options_is_refused(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, schedule="cosine")
+    run = make_run(options, images(NUM_IMAGES), str(tmp_path), Recorder())
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    with pytest.raises(UsageError, match="and so do --schedule cosine"):
+        run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        optimizer.param_groups[0]["lr"] = 0.1
+        with pytest.raises(UsageError, match="and so do --schedule cosine"):
+            run.step(optimizer)
+        break
+
+
+def draws(run: Run) -> list[tuple[float, ...]]:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    drawn: list[tuple[float, ...]] = []
+    for batch in run.batches():
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+    return drawn
+
+
+def all_draws(folder: str) -> list[list[tuple[float, ...]]]:
+    return [draws(make_run(OPTIONS, images(NUM_IMAGES), f"{folder}/{name}", Recorder())) for name in ("a", "b")]
+
+
+def test_every_generator_repeats_in_a_repeated_run_and_differs_between_steps_and_workers(tmp_path: Path) -> None:
+    (first, again), (other, _) = run_in_processes(2, all_draws, str(tmp_path))
+    assert first == again
+    numbers = [number for step in (*first, *other) for number in step]
+    assert len(set(numbers)) == len(numbers) == 2 * 12 * 3
+
+
+def test_an_optimizer_has_the_options_of_the_start_that_resumes(tmp_path: Path) -> None:
+    for learning_rate, weight_decay, stop_after in ((0.1, 0.0, 3), (0.1, 0.5, 3), (0.2, 0.5, 3)):
+        options = dataclasses.replace(OPTIONS, learning_rate=learning_rate, weight_decay=weight_decay)
+        run = make_run(options, images(NUM_IMAGES), str(tmp_path), Recorder(stop_after))
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["weight_decay"]) == (learning_rate, weight_decay)
+        for batch in run.batches():
+            run.backward(cross_entropy(model(batch.images), batch.labels))
+            run.step(optimizer)
+        run.finish()
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match=r"optimizer has the options .*momentum.*prepares Adam"):
+        run.prepare(torch.optim.Adam(run.prepare(run.build_model()).parameters()))
 
 
 def mean(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:

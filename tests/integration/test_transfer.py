@@ -436,9 +436,7 @@ def test_a_run_can_start_with_the_weights_of_another(cifar10_folder: Path, tmp_p
     )
     assert not torch.equal(after["layer2.0.conv1.weight"], before["layer2.0.conv1.weight"])
     assert not torch.equal(after["layer2.0.bn1.running_mean"], before["layer2.0.bn1.running_mean"])
-    assert [group["initial_lr"] for group in checkpoint.state["optimizer"]["param_groups"]] == pytest.approx(
-        [0.01, 0.2]
-    )
+    assert [group["lr"] for group in checkpoint.state["optimizer"]["param_groups"]] == pytest.approx([0.01, 0.2])
     weights.unlink()  # A resumed run uses its own checkpoint.
     resumed = run_on(second, tmp_path, "second", "--resume", "--epochs", "2")
     assert resumed.progress.step == 2 * checkpoint.progress.step

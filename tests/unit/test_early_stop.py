@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ def test_a_run_stops_after_evaluations_without_a_better_accuracy_also_over_a_res
     assert (reason, progress.best_score, progress.num_worse) == (None, 0.4, 1)
     reason, _ = evaluated([0.1], progress, patience=2)
     assert reason == StopReason("patience", metric="accuracy", value=0.4, count=2)
+
+
+def test_an_evaluation_that_gives_nan_is_worse_than_any_number() -> None:
+    reason, progress = evaluated([math.nan, 0.2, math.nan, 0.3], patience=2)
+    assert (reason, progress.best_score, progress.num_worse) == (None, 0.3, 0)
+    reason, progress = evaluated([math.nan, math.nan], patience=2)
+    assert reason == StopReason("patience", metric="accuracy", count=2) and progress.score is None
 
 
 def test_the_best_may_be_the_lowest_loss() -> None:

@@ -15,9 +15,8 @@ import pytest
 from PIL import Image
 
 import raytrain
-from raytrain.backends.local.predict_images import predict_images
 from raytrain.backends.placement import Hardware, place
-from raytrain.backends.predict_request import PredictRequest
+from raytrain.backends.predict_request import PredictRequest, predict_here
 from raytrain.data.decode import ImageFormat, ImageShape, Pixels
 from raytrain.data.framing import STRETCHED
 from raytrain.data.manifest import list_images
@@ -124,7 +123,7 @@ def brightness(folder: Path, workers: int) -> pa.Table:
     format = ImageFormat(ImageShape(512, 512, 3), STRETCHED)
     request = PredictRequest(store, list_images(store), format, store, Brightness)
     placement = place(custom(workers=workers, device="cpu"), Hardware(1, 2.0, 0.0, 0))
-    return pa.concat_tables(predict_images(request, placement))
+    return pa.concat_tables(predict_here(request, placement))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from raytrain.backends.predict_request import BlockPredictor, PredictRequest, predict_blocks
 from raytrain.backends.ray import ingest
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
@@ -25,6 +26,7 @@ from raytrain.data.block_order import WorkerOrder
 from raytrain.data.blocks import to_block
 from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import ImageFormat, ImageShape
+from raytrain.data.framing import STRETCHED
 from raytrain.data.image_reader import ImageReader, read_contents
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
 from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
@@ -33,6 +35,7 @@ from raytrain.data.split import train_test_split
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.skipped_images import SkippedImage
+from raytrain.storage.base import Store
 from raytrain.storage.local import FolderStore
 from raytrain.storage.open import open_store
 
@@ -376,13 +379,14 @@ def test_packed_test_images_are_read(shards: Path, image_set: Callable[[Manifest
     assert greys == [int(keys[sample][-7:-4]) for sample in samples]
 
 
-def test_a_table_of_packed_images_is_an_arrow_table(
-    shards: Path, image_set: Callable[[Manifest], ingest.ImageSet]
-) -> None:
-    from raytrain.backends.ray.predict_images import read_numbered_block
+def test_predictions_of_packed_images_are_in_the_order_of_the_manifest(shards: Path) -> None:
+    def load_predictor(store: Store, num_threads: int, gpu: int) -> BlockPredictor:
+        return lambda images, labels: pa.table({"label": labels})
 
-    manifest = list_images(open_store(str(shards)))
-    table: pa.Table = read_numbered_block({"id": [0]}, image_set(manifest))
+    store = open_store(str(shards))
+    manifest = list_images(store)
+    request = PredictRequest(store, manifest, ImageFormat(ImageShape(8, 8, 3), STRETCHED), store, load_predictor)
+    (table,) = predict_blocks(request, num_threads=1, num_readers=1)
     assert table["key"].to_pylist() == manifest.keys.to_pylist()
     assert table["error"].null_count == 150
 

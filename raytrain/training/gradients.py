@@ -1,0 +1,170 @@
+"""Averages gradients over the workers while the backward still runs, whatever parts of which networks it goes through.
+
+Nothing is wrapped: hooks on the parameters tell which gradients are there. They travel in buckets of a fixed order, as
+those of DistributedDataParallel (Li et al. 2020). What a worker has no gradient for counts as zero if another one has
+one, and stays without if none has: unused layers, layers that are dropped at random, methods of a network, and layers
+that are unfrozen in mid-run train as on one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_FIRST_BYTES, _BYTES = 1 << 20, 25 << 20
+"""Size of the first bucket, which is sent early, and of the others."""
+
+
+class JoinedGradients:
+    """The gradients of all networks that a loop has prepared, averaged over ``world_size`` workers."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        # A group of its own: in a backward, the collectives of batch norm come in another order on a worker that lacks
+        # a gradient.
+        self._group = dist.new_group() if world_size > 1 else None
+        self._parameters: list[Tensor] = []
+        self._buckets: list[_Bucket] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._num_sent = 0
+        self._joins = False
+
+    def backward(self, loss: Tensor, parameters: list[Tensor], *, joins: bool) -> None:
+        """Backpropagate ``loss``; with ``joins``, the gradients of ``parameters`` are then all workers'.
+
+        An average of what is equal on all workers stays as it is: gradients that were joined before may be in them.
+        """
+        self._joins = joins and self._world_size > 1
+        if not self._joins:
+            loss.backward()
+            return
+        self._follow(parameters)
+        for bucket in self._buckets:
+            bucket.arrived.clear()
+        self._num_sent = 0
+        try:
+            loss.backward()
+        finally:
+            self._joins = False
+        self._send_complete(force=True)
+        for bucket in self._buckets:
+            bucket.receive()
+
+    def _follow(self, parameters: list[Tensor]) -> None:
+        """Divide ``parameters`` into buckets, unless they are the same as before."""
+        if len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters)):
+            return
+        unique = list({id(each): each for each in parameters}.values())
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters = parameters
+        self._buckets = [_Bucket.of(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
+        self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
+        self._hooks = [each.register_post_accumulate_grad_hook(self._arrived) for each in unique]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if self._joins:
+            bucket = self._bucket_of[id(parameter)]
+            bucket.arrived.add(id(parameter))
+            if len(bucket.arrived) == len(bucket.parameters):
+                self._send_complete()
+
+    def _send_complete(self, *, force: bool = False) -> None:
+        """Send, in their order, the buckets that are complete, or all that are left."""
+        for bucket in self._buckets[self._num_sent :]:
+            if not force and len(bucket.arrived) < len(bucket.parameters):
+                return
+            bucket.send(self._world_size, self._group)
+            self._num_sent += 1
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one kind, whose gradients are views of one tensor, which is sent as a whole."""
+
+    parameters: list[Tensor]
+    flat: Tensor  # the gradients in a row, and for each of them whether there is one, as a number that is not 0
+    views: list[Tensor]
+    arrived: set[int] = field(default_factory=set)  # the parameters that got a gradient in this backward, by their IDs
+    work: dist.Work | None = None
+
+    @classmethod
+    def of(cls, parameters: list[Tensor]) -> _Bucket:
+        sizes = [each.numel() for each in parameters]
+        flat = parameters[0].new_zeros(sum(sizes) + len(parameters))
+        rows = flat[: sum(sizes)].split(sizes)
+        views = [_like(parameter, row) for parameter, row in zip(parameters, rows, strict=True)]
+        return cls(parameters, flat, views)
+
+    @property
+    def flags(self) -> Tensor:
+        return self.flat[-len(self.parameters) :]
+
+    @torch.no_grad()
+    def send(self, world_size: int, group: dist.ProcessGroup | None) -> None:
+        """Start to average the gradients."""
+        has = [id(each) in self.arrived for each in self.parameters]
+        if all(has):
+            self.flags.fill_(1)
+        else:
+            self.flags.copy_(torch.tensor(has))
+        for parameter, view, is_there in zip(self.parameters, self.views, has, strict=True):
+            if is_there and parameter.grad is not None:
+                torch.mul(parameter.grad, 1 / world_size, out=view)
+                parameter.grad = view
+            else:
+                view.zero_()
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def receive(self) -> None:
+        """Wait for the averages; where no worker has a gradient, the parameter's stays as it was."""
+        assert self.work is not None
+        self.work.wait()
+        if len(self.arrived) < len(self.parameters):
+            for parameter, view, flag in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
+                if flag and id(parameter) not in self.arrived:
+                    parameter.grad = view
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Give ``model`` the parameters and buffers that it has on worker 0."""
+    tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
+    rows = [each.reshape(-1).view(torch.uint8) for each in tensors]  # bytes: one broadcast for all types
+    if not rows:
+        return
+    together = torch.cat(rows)
+    dist.broadcast(together, src=0)
+    for tensor, row in zip(tensors, together.split([len(each) for each in rows]), strict=True):
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins at an address for any type
+
+
+def _divided(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters in buckets of one type and device each."""
+    bucket: list[Tensor] = []
+    num_bytes, limit = 0, _FIRST_BYTES
+    for parameter in parameters:
+        is_other = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
+        if is_other or num_bytes >= limit:
+            yield bucket
+            bucket, num_bytes, limit = [], 0, _BYTES
+        bucket.append(parameter)
+        num_bytes += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _like(parameter: Tensor, row: Tensor) -> Tensor:
+    """``row``, (n,), in the shape and the order in memory of ``parameter``."""
+    is_dense = parameter.is_contiguous() or (
+        parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    )
+    return row.as_strided(parameter.shape, parameter.stride()) if is_dense else row.view(parameter.shape)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

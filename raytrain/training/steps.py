@@ -1,0 +1,232 @@
+"""The books of a run's steps: counts and requests, metrics, what is due after a step, and the rules that loops keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain.config import ResolvedConfig
+from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.local_batch import LocalBatch
+from raytrain.errors import UsageError
+from raytrain.monitor.events import CheckpointSkipped
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import Outcome, Progress
+from raytrain.runs.snapshot import epoch_of
+from raytrain.training.checkpoint import Checkpoint, Checkpoints
+from raytrain.training.checkpoint_schedule import CheckpointSchedule
+from raytrain.training.early_stop import EarlyStop
+from raytrain.training.machine_meter import MachineMeter
+from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.protocols import Reporter, Worker
+from raytrain.training.sample_trace import SampleTrace
+from raytrain.training.state import CheckpointState
+from raytrain.training.step_metrics import StepMetrics, StepTotals
+
+_MEAN = 1  # torch's number for reduction="mean"
+
+
+class Steps:
+    """Counts the steps of a run on one worker, and does what is due after each of them.
+
+    Args:
+        config: the run's options.
+        plan: its batches.
+        models: what its loop has prepared.
+        state: what its checkpoints hold.
+        checkpoints: where they are written.
+        reporter: gets rows of metrics, and is asked for requests.
+        worker: which one this is.
+        restored: the checkpoint from which the run resumes; None if it is new.
+
+    ``progress`` is how far the run is, ``learning_rate`` that of the newest step. What costs nothing to check of a loop
+    is checked: in each step it calls at least one backward of a sum, then at least one optimizer step.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        plan: BatchPlan,
+        models: PreparedModels,
+        state: CheckpointState,
+        checkpoints: Checkpoints,
+        reporter: Reporter,
+        worker: Worker,
+        restored: Checkpoint | None,
+    ) -> None:
+        self._config, self._plan, self._models, self._state = config, plan, models, state
+        self._checkpoints, self._reporter, self._worker = checkpoints, reporter, worker
+        self.progress = restored.progress if restored else Progress()
+        step = self.progress.step
+        self._schedule = CheckpointSchedule(config, plan.steps_per_epoch, step if restored else None)
+        self._trace = SampleTrace(checkpoints.store, worker.rank, step) if config.trace else None
+        self.metrics = StepMetrics(worker, self._record, self.progress.samples_seen)
+        self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
+        self._early_stop = EarlyStop(config)
+        self.learning_rate = 0.0
+        self._backwards = 0  # of the loop since it got its batch
+        self._stepped = False  # an optimizer, since then
+        self._checked_loss = False
+        self._start_reported = False
+        self._exhausted = False  # the loop has got all batches that it gets
+
+    def report_start(self) -> None:
+        """Report, once, that the workers train: from now on the driver reads ahead."""
+        if self._worker.rank == 0 and not self._start_reported:
+            self._reporter.started(self._worker.world_size, self.progress.step)
+        self._start_reported = True
+
+    def begin(self, local: LocalBatch, wait_s: float) -> None:
+        """A step with the images of ``local`` begins, for which this worker has waited ``wait_s`` seconds."""
+        self._local = local
+        self._machine.step(len(local.labels), wait_s)
+        stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
+        checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
+        self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint))
+        self._backwards, self._stepped = 0, False
+
+    def backward(self, loss: Tensor) -> None:
+        """The loop backpropagates ``loss``; raises UsageError if the first one is no sum over images."""
+        self._backwards += 1
+        if not self._checked_loss:
+            self._checked_loss = True
+            _check_sum(loss)
+
+    def optimizer_steps(self) -> None:
+        """The loop steps an optimizer; raises UsageError without a backward before it."""
+        if not self._backwards:
+            raise UsageError(
+                "The loop calls run.step without run.backward before it in the same batch: without that the gradients "
+                "are wrong."
+            )
+        self._stepped = True
+
+    def end(self, evaluate: Callable[[], object]) -> bool:
+        """The loop asks for its next batch: call ``evaluate`` and write a checkpoint if they are due.
+
+        Whether the run stops here.
+        """
+        self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
+        if not self._stepped:
+            raise UsageError(
+                "The loop asks for the next batch without run.step(optimizer) for this one; every batch is one step, "
+                "on every worker (several backwards before one step: loop over run.parts(batch), with --accumulate)."
+            )
+        totals = self._complete()
+        step = self.progress.step
+        _check_loops_returned(totals.loops_returned, self._worker.world_size, step)
+        ends_run = step == self._plan.num_steps
+        if totals.stop_requests and not ends_run:
+            return True
+        if ends_run or self._evaluation_is_due():
+            evaluate()
+        if totals.checkpoint_requests or self._schedule.due_at(step):
+            self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
+            self._save()
+        return self._early_stop.reason is not None
+
+    def owes_evaluation(self) -> bool:
+        """Whether the run was stopped before an evaluation that was due."""
+        return self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step
+
+    def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:
+        """Record what an evaluation has ``measured``; after which step it was."""
+        step = self.progress.step + self._stepped  # the current step counts once its optimizer has stepped
+        progress = replace(
+            self.progress,
+            test_accuracy=measured.get("accuracy"),
+            test_loss=measured.get("loss"),
+            evaluated_step=step,
+            thresholds=thresholds,
+        )
+        self.progress = self._early_stop.evaluated(progress, measured)
+        epoch = epoch_of(step, self._plan.steps_per_epoch)
+        self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=dict(measured)))
+        return step
+
+    def exhausted(self) -> None:
+        """The loop has got its last batch."""
+        self._exhausted = True
+
+    def finish(self) -> Outcome:
+        """The loop has returned: record the last metrics and write a checkpoint.
+
+        Raises UsageError if it returned on some workers only, before the end of the run.
+        """
+        if not self._exhausted and self._stepped:
+            self._complete()  # the loop returned after this step
+        totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))
+        _check_loops_returned(totals.loops_returned, self._worker.world_size, self.progress.step)
+        if self._models.trained and self._schedule.due_at_end(self.progress.step):
+            self._save()
+        self._checkpoints.close()
+        checkpoint = self._schedule.newest_path
+        if error := self._schedule.divergence:
+            return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
+        status = "stopped" if self.progress.step < self._plan.num_steps else "finished"
+        reason = self._early_stop.reason
+        return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
+
+    def _complete(self) -> StepTotals:
+        batch = self._local.batch
+        self._models.end_step(batch.step)
+        self._backwards, self._stepped = 0, False
+        totals = self.metrics.read()
+        step = batch.step + 1
+        if self._trace is not None:
+            self._trace.add(step, self._local.samples)
+        self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
+        if step % self._config.log_every == 0 or step == self._plan.num_steps:
+            self.metrics.close_row(batch, self.learning_rate)
+        return totals
+
+    def _evaluation_is_due(self) -> bool:
+        every = self._config.evaluate_every * self._plan.steps_per_epoch
+        return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
+
+    def _save(self) -> None:
+        step = self.progress.step
+        is_finite = self._models.are_finite()  # the same on every worker
+        self._schedule.attempted(step, is_finite=is_finite)
+        if self._trace is not None:
+            self._trace.write()
+            if self._worker.world_size > 1:
+                dist.barrier()  # every worker's trace must be there before the checkpoint
+        if self._worker.rank == 0 and is_finite:
+            self._checkpoints.save(self._state.state_dict(), self.progress, before=self._reporter.flush)
+        elif self._worker.rank == 0:
+            self._reporter.event(CheckpointSkipped(step))
+
+    def _record(self, row: MetricRow) -> None:
+        if self._worker.rank == 0:
+            self._reporter.record(row)
+
+
+def _check_loops_returned(num_returned: float, num_workers: int, step: int) -> None:
+    """Raise UsageError if the loop has returned, after ``step`` completed steps, on some of the workers only."""
+    if 0 < num_returned < num_workers:
+        raise UsageError(
+            f"After step {step:,} the loop returned on {num_returned:.0f} of {num_workers} workers and continued on "
+            "the others; every worker must take the same steps: decide to break by what all of them know, such as "
+            "run.total(...)."
+        )
+
+
+def _check_sum(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise UsageError(
+            f"run.backward got a loss of shape {tuple(loss.shape)}; give it one number, the sum over the images."
+        )
+    node = loss.grad_fn
+    if node is None:
+        raise UsageError(
+            "run.backward got a loss without a gradient; compute it from the output of a prepared network."
+        )
+    if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
+        raise UsageError(
+            'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of the '
+            "whole global batch itself, which no worker's mean does."
+        )
