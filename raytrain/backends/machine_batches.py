@@ -21,8 +21,8 @@ from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat
 from raytrain.data.image_reader import ImageReader
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
-from raytrain.data.manifest import Manifest
 from raytrain.data.partition import Partition
 from raytrain.data.permutation import Int64s
 from raytrain.runs.skipped_images import SkippedImage

@@ -20,7 +20,7 @@ from raytrain.data.arrow_arrays import string_array
 from raytrain.data.block_order import rows_per_block
 from raytrain.data.decode import ImageFormat, Pixels
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.data.prefetch import Prefetch
 from raytrain.storage.base import Store

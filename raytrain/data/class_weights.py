@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import cast
 
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.storage.open import read_input
 

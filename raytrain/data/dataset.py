@@ -13,11 +13,11 @@ from raytrain.data.class_balance import ClassBalance
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.framing import Framing
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.label_file import LabelColumns, LabelTable, read_label_file
-from raytrain.data.labelled_images import training_and_test_images
-from raytrain.data.manifest import Manifest, build_manifest
+from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
+from raytrain.data.labels.labelled_images import training_and_test_images
+from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests
+from raytrain.data.labels.split import check_can_split, train_test_split
 from raytrain.data.permutation import Int64s
-from raytrain.data.split import check_can_split, train_test_split
 from raytrain.errors import UsageError
 from raytrain.runs.layout import CLASSES, MANIFEST, TEST_MANIFEST
 from raytrain.storage.base import Store
@@ -88,7 +88,8 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     """
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
-    labels = read_label_file(config.labels, label_columns(config)) if config.labels else None
+    urls = [train_store.url, test_store.url]
+    labels = read_label_file(config.labels, label_columns(config), urls) if config.labels else None
     stored = _stored_manifests(run_store)
     if stored is not None and _are_of(stored, train_store, test_store, labels):
         train, test = stored
@@ -191,8 +192,11 @@ def _list_manifests(
 ) -> tuple[Manifest, Manifest]:
     if labels is not None:
         return training_and_test_images(config, labels, train_store, test_store)
-    manifest = build_manifest(train_store)
     if config.test_data:
-        return manifest, build_manifest(test_store, classes=manifest.classes)
+        train = build_manifest(train_store, part="train")
+        return train, build_manifest(test_store, train.classes, part="test")
+    manifest, test = build_manifests(train_store)
+    if test is not None:
+        return manifest, test
     check_can_split(manifest, config.test_fraction)
     return train_test_split(manifest, config.test_fraction, config.seed)

@@ -11,7 +11,7 @@ import numpy as np
 from raytrain.data.decode import BadImage, ImageShape, Pixels, decode
 from raytrain.data.decode_process import DecodeProcess
 from raytrain.data.framing import STRETCHED, Frame, Framing
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.shards import DamagedShard, each_packed
 from raytrain.storage.base import ObjectChanged, Store
 

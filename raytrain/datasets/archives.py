@@ -1,26 +1,31 @@
-"""Labelled images in files that people have already: Parquet with a column of images, and WebDataset tars."""
+"""Labelled images in archives that people have already: Parquet files, and tars of WebDataset or of class folders."""
 
 from __future__ import annotations
 
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.label_file import KEY_COLUMNS, LABEL_COLUMNS
-from raytrain.data.manifest import SUFFIXES
+from raytrain.data.labels.folders import read_folders
+from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns
+from raytrain.data.labels.listing import SUFFIXES, is_hidden
 from raytrain.errors import UsageError
 
-ARCHIVE_SUFFIXES = (".parquet", ".tar")
+ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")
 
 _IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
 _ROWS_AT_A_TIME = 64
 _MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
+_LABEL_SUFFIXES = (".cls", ".json")
 
 
 class ArchivedImage(NamedTuple):
@@ -31,50 +36,211 @@ class ArchivedImage(NamedTuple):
     label: str
 
 
-def read_archive(name: str, file: IO[bytes]) -> Iterator[ArchivedImage]:
-    """The labelled images of one archive, in its order; those without a label are left out.
+@dataclass
+class Archive:
+    """An archive that is being read, and how many of its images are left out, by reason."""
 
-    Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of the
-    classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as 17.jpg and
-    17.cls; a label is the text of .cls, or "label" or "cls" in .json.
+    name: str
+    columns: LabelColumns = field(default_factory=LabelColumns)
+    left_out: Counter[str] = field(default_factory=Counter)
 
-    Raises UsageError if it cannot be read, or has no images or labels where they are looked for.
-    """
-    stem = PurePosixPath(name).stem
-    try:
-        found = _read_parquet(name, file) if name.endswith(".parquet") else _read_tar(file)
-        for key, content, label in found:
-            yield ArchivedImage(f"{_safe(stem)}/{_safe(key)}", content, label)
-    except (pa.ArrowInvalid, tarfile.TarError, EOFError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UsageError(f"{name} cannot be read ({reason}); check the file.") from None
+    def read(self, file: IO[bytes]) -> Iterator[ArchivedImage]:
+        """The labelled images, in the archive's order; those without label or content are counted.
 
+        Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of
+        the classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as
+        17.jpg and 17.cls; a label is the text of .cls, or "label" or "cls" in .json. Other tars: class folders.
 
-def _read_parquet(name: str, file: IO[bytes]) -> Iterator[tuple[str, bytes, str]]:
-    parquet = pq.ParquetFile(file)
-    schema = parquet.schema_arrow
-    image = _column(name, schema, _IMAGE_COLUMNS, "images")
-    label = _column(name, schema, LABEL_COLUMNS, "labels")
-    key = next((each for each in KEY_COLUMNS if each in schema.names and each != image), None)
-    classes = _class_names(schema, label)
-    row = 0
-    for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=[name for name in (image, label, key) if name]):
-        for values in batch.to_pylist():
-            content, path = _content(values[image])
-            if content and values[label] is not None:
-                known = values[key] if key else path
-                yield _with_suffix(str(known or f"{row:09d}"), content), content, _class_name(values[label], classes)
-            row += 1
+        Raises UsageError if it cannot be read, has no images or labels where they are looked for, or repeats a key.
+        """
+        try:
+            found = self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
+            for key, content, label in found:
+                if _is_none(label):
+                    self.left_out["images without a label"] += 1
+                else:
+                    yield ArchivedImage(_safe(key), content, label.strip())
+        except (pa.ArrowInvalid, tarfile.TarError, EOFError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
 
+    # Parquet.
 
-def _column(name: str, schema: pa.Schema, usual: Sequence[str], what: str) -> str:
-    found = next((each for each in usual if each in schema.names), None)
-    if found is None:
-        raise UsageError(
-            f"{name} has no column of {what}: none of {', '.join(usual)} is among its columns "
-            f"{', '.join(schema.names[:10])}; rename the right one."
+    def _parquet(self, file: IO[bytes]) -> Iterator[tuple[str, bytes, str]]:
+        parquet = pq.ParquetFile(file)
+        schema = parquet.schema_arrow
+        image = self._column(schema, _IMAGE_COLUMNS, None, "images", "rename the right one to image")
+        self._check_image_column(schema.field(image))
+        label = self._column(
+            schema, LABEL_COLUMNS, next(iter(self.columns.label), None), "labels", "name it with --label-column"
         )
-    return found
+        self._check_label_column(schema.field(label))
+        keys = _keys(parquet, self._key_column(schema, image), image)
+        classes = _class_names(schema, label)
+        row = 0
+        for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=[image, label]):
+            for values in batch.to_pylist():
+                content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
+                if content:
+                    yield _with_suffix(keys[row], content), content, _class_name(values[label], classes)
+                else:
+                    self.left_out["rows without the bytes of an image"] += 1
+                row += 1
+
+    def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, what: str, advice: str) -> str:
+        wanted = [name] if name else usual
+        found = next((each for each in wanted if each in schema.names), None)
+        if found is None:
+            raise UsageError(
+                f"{self.name} has no column of {what}: none of {', '.join(wanted)} is among its columns "
+                f"{', '.join(schema.names[:10])}; {advice}."
+            )
+        if schema.names.count(found) > 1:
+            raise UsageError(f"{self.name} has {schema.names.count(found)} columns called {found!r}; rename one.")
+        return found
+
+    def _check_image_column(self, column: pa.Field) -> None:
+        """Raise UsageError unless the column holds bytes, or structs with bytes."""
+        type = column.type
+        if pa.types.is_struct(type) and type.get_field_index("bytes") >= 0:
+            type = type.field("bytes").type
+        if not (pa.types.is_binary(type) or pa.types.is_large_binary(type)):
+            raise UsageError(
+                f"The column {column.name!r} of {self.name} holds values of type {column.type}, and the bytes of image "
+                "files are expected; write those into it, or use image files with a label file (--labels)."
+            )
+
+    def _check_label_column(self, column: pa.Field) -> None:
+        """Raise UsageError if an image may have several labels."""
+        if pa.types.is_nested(column.type):
+            raise UsageError(
+                f"The column {column.name!r} of {self.name} holds values of type {column.type}, and one class per "
+                "image is expected; unpack the images, and give their classes with --labels and --label-separator."
+            )
+
+    def _key_column(self, schema: pa.Schema, image: str) -> str | None:
+        if self.columns.key is not None:
+            return self._column(schema, (), self.columns.key, "keys", "name it with --key-column")
+        return next((each for each in KEY_COLUMNS if each in schema.names and each != image), None)
+
+    # Tars.
+
+    def _tar(self, file: IO[bytes]) -> Iterator[tuple[str, bytes, str]]:
+        with tarfile.open(fileobj=file, mode="r:*") as tar:
+            members = [each for each in tar if each.isfile() and not is_hidden(PurePosixPath(each.name).name)]
+            images = [each for each in members if _suffix(each.name) in SUFFIXES]
+            if any(_suffix(each.name) in _LABEL_SUFFIXES for each in members):
+                yield from self._by_label(tar, members, len(images))
+            elif images:
+                yield from self._by_folder(tar, images, Counter(_suffix(each.name) for each in members))
+
+    def _by_label(
+        self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int
+    ) -> Iterator[tuple[str, bytes, str]]:
+        """Images with a label file beside each, as WebDataset has them."""
+        num_alone = 0
+        for _, group in groupby(members, lambda member: _sample_key(member.name)):
+            sample = _Sample()
+            for member in group:
+                if _suffix(member.name) in (*SUFFIXES, *_LABEL_SUFFIXES):
+                    yield from sample.add(member.name, _content(tar, member))
+            yield from sample.rest()
+            num_alone += len(sample.images)
+        if num_images and num_alone == num_images:
+            raise UsageError(
+                f"None of the {num_images:,} images of {self.name} is beside its label: the files of one image must "
+                "follow each other in a tar and be called alike, as 17.jpg and 17.cls (or 17.json with label or cls)."
+            )
+        self.left_out["images without a label beside them"] += num_alone
+
+    def _by_folder(
+        self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
+    ) -> Iterator[tuple[str, bytes, str]]:
+        """Images of a tar without label files: their folders are the labels."""
+        folders = read_folders([each.name.removeprefix("./") for each in images], self.name)
+        if folders.parts is not None:
+            raise UsageError(
+                f"{self.name} contains {folders.train}/ and {folders.test}/, which would become one data set; unpack "
+                "it, and pack each folder."
+            )
+        if not any(folders.classes):
+            found = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.items())
+            raise UsageError(
+                f"{self.name} has neither labels beside its images (.cls, or .json with label or cls) nor class "
+                f"folders, but {found}."
+            )
+        for member, label in zip(images, folders.classes, strict=True):
+            yield member.name, _content(tar, member), label
+
+
+@dataclass
+class _Sample:
+    """Adjacent members of a tar whose names are equal up to the first dot, by their names without suffix."""
+
+    images: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, content: bytes) -> Iterator[tuple[str, bytes, str]]:
+        """Add a member; gives the image that is complete with it: both names are equal but for the suffix."""
+        path = PurePosixPath(name)
+        stem = str(path.with_suffix(""))
+        if path.suffix.lower() in SUFFIXES:
+            self.images[stem] = name, content
+        elif label := _tar_label(path.suffix.lower(), content):
+            self.labels.setdefault(stem, label)
+        if stem in self.images and stem in self.labels:
+            yield *self.images.pop(stem), self.labels.pop(stem)
+
+    def rest(self) -> Iterator[tuple[str, bytes, str]]:
+        """The one image with the one label that are left, such as 17.input.jpg and 17.cls."""
+        if len(self.images) == len(self.labels) == 1:
+            yield *self.images.popitem()[1], self.labels.popitem()[1]
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name).suffix.lower()
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    opened = tar.extractfile(member)
+    assert opened is not None
+    return opened.read()
+
+
+def _sample_key(name: str) -> str:
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def _tar_label(suffix: str, content: bytes) -> str:
+    """The label in a member, empty if it has none. Raises UsageError for several labels."""
+    if suffix == ".cls":
+        return content.decode(errors="replace").strip()
+    with suppress(ValueError, RecursionError):
+        document = json.loads(content)
+        if isinstance(document, dict):
+            label = document.get("label", document.get("cls"))
+            if isinstance(label, (list, dict)):
+                raise UsageError(f"A label is {json.dumps(label)[:80]}, and one class per image is expected.")
+            return "None" if label is None else str(label)
+    return ""
+
+
+def _keys(parquet: pq.ParquetFile, column: str | None, image: str) -> list[str]:
+    """The key of each row: its value in ``column``, else the path in the image's struct, else the row's number.
+
+    Paths in structs are often base names alone; if these repeat or are missing, rows are numbered, too.
+    """
+    schema = parquet.schema_arrow
+    numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]
+    if column is not None:
+        given = parquet.read([column])[column].to_pylist()
+        return [number if key is None else str(key) for key, number in zip(given, numbers, strict=True)]
+    type = schema.field(image).type
+    if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
+        return numbers
+    paths: list[str | None] = [each["path"] for each in parquet.read([f"{image}.path"])[image].to_pylist()]
+    return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
 
 
 def _class_names(schema: pa.Schema, label: str) -> list[str]:
@@ -86,45 +252,14 @@ def _class_names(schema: pa.Schema, label: str) -> list[str]:
 
 
 def _class_name(value: Any, classes: Sequence[str]) -> str:
+    """The class of a label; empty for a value that stands for none, such as Hugging Face's -1."""
+    if value is None or (classes and value == -1):
+        return ""
     return classes[value] if isinstance(value, int) and 0 <= value < len(classes) else str(value)
 
 
-def _content(image: Any) -> tuple[bytes | None, str | None]:
-    """The bytes of an image, and the path that is known of it."""
-    return (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (image, None)
-
-
-def _read_tar(file: IO[bytes]) -> Iterator[tuple[str, bytes, str]]:
-    with tarfile.open(fileobj=file, mode="r|*") as tar:
-        key, members = "", dict[str, tuple[str, bytes]]()
-        for member in tar:
-            opened = tar.extractfile(member) if member.isfile() else None
-            if opened is None:
-                continue
-            folder, slash, base = member.name.removeprefix("./").rpartition("/")
-            if folder + slash + base.partition(".")[0] != key:
-                yield from _sample(members)
-                key, members = folder + slash + base.partition(".")[0], {}
-            members[f".{base.partition('.')[2].lower()}"] = member.name, opened.read()
-        yield from _sample(members)
-
-
-def _sample(members: dict[str, tuple[str, bytes]]) -> Iterator[tuple[str, bytes, str]]:
-    """The image of one WebDataset sample, whose members are given by suffix; nothing if it has no image or label."""
-    image = next((members[suffix] for suffix in members if suffix in SUFFIXES), None)
-    label = _tar_label(members)
-    if image is not None and label:
-        yield *image, label
-
-
-def _tar_label(members: dict[str, tuple[str, bytes]]) -> str:
-    if ".cls" in members:
-        return members[".cls"][1].decode(errors="replace").strip()
-    with suppress(KeyError, ValueError, RecursionError):
-        document = json.loads(members[".json"][1])
-        if isinstance(document, dict):
-            return str(document.get("label", document.get("cls", "")))
-    return ""
+def _is_none(label: str) -> bool:
+    return label.strip() in NO_LABELS | {"-1"}
 
 
 def _with_suffix(key: str, content: bytes) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import track
 
-from raytrain.data.manifest import PACKED_INDEX, Manifest, build_manifest
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest
 from raytrain.data.shards import assign_shards, encode_shard, images_by_shard, is_shard_of
-from raytrain.datasets.labelled_source import labelled_source
+from raytrain.datasets.labelled_source import Labelling, labelled_source
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.local import refuse_links_out
@@ -37,7 +37,9 @@ class PackResult:
     """Of keys, labels, sizes and shards (see :attr:`Manifest.digest`)."""
 
 
-def pack(source: str, destination: str, console: Console | None = None, *, labels: str | None = None) -> PackResult:
+def pack(
+    source: str, destination: str, console: Console | None = None, *, labels: Labelling | None = None
+) -> PackResult:
     """Copy labelled images into packed shards below ``destination``, which ``--data`` accepts instead of ``source``.
 
     Each shard is read back after it is written. A shard that is already there and whole is not written again, so that
@@ -48,13 +50,14 @@ def pack(source: str, destination: str, console: Console | None = None, *, label
             such file, or a pattern with ``*`` (see :mod:`raytrain.datasets.archives`).
         destination: s3://bucket/prefix or a folder.
         console: shows the progress bar; by default standard error.
-        labels: a label file; by default ``metadata.csv`` beside the images, else their folders are the labels.
+        labels: where the labels are; by default in ``metadata.csv`` or ``.jsonl`` beside the images, else the folders
+            of the images are the labels.
 
     Raises:
         UsageError: ``source`` is not a data set of images, is packed already, or has links that lead out of it.
         StorageError: a store cannot be used, an image changed meanwhile, or a shard is not what was written.
     """
-    with labelled_source(source, labels) as (images_store, images):
+    with labelled_source(source, labels or Labelling()) as (images_store, images):
         if images.packing is not None:
             raise UsageError(f"The images in {source} are packed already; give the folder that they were packed from.")
         packed_store = open_store(destination)

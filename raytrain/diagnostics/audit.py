@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.dataset import training_plan
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.runs.documents import open_run, read_resolved_config

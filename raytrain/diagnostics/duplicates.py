@@ -17,7 +17,7 @@ import numpy as np
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import BadImage
 from raytrain.data.image_reader import read_contents, require_bytes
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.storage.base import Store
 

@@ -25,7 +25,8 @@ import psutil
 from raytrain.backends.fastest_precision import fastest_precision
 from raytrain.backends.gpus import Gpu, gpus
 from raytrain.backends.ray.on_each_node import ClusterNode
-from raytrain.data.manifest import SUFFIXES, open_packed
+from raytrain.data.labels.listing import SUFFIXES
+from raytrain.data.labels.manifest import open_packed
 from raytrain.data.packing import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of
 from raytrain.errors import RaytrainError, StorageError, UsageError

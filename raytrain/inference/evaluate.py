@@ -9,9 +9,9 @@ from typing import Any
 from raytrain.config.evaluation import TestView
 from raytrain.data.arrow_arrays import numbers
 from raytrain.data.dataset import label_columns
-from raytrain.data.label_file import read_label_file
-from raytrain.data.labelled_images import evaluated_images
-from raytrain.data.manifest import Manifest, build_manifest
+from raytrain.data.labels.label_file import read_label_file
+from raytrain.data.labels.labelled_images import evaluated_images
+from raytrain.data.labels.manifest import Manifest, build_manifest
 from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import Scores, score
 from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds, score_labels
@@ -93,6 +93,6 @@ def _labelled(trained: TrainedRun, images: Store, labels: str | None) -> Manifes
             f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
         )
     if labels is None:
-        return build_manifest(images, classes=trained.classes)
-    table = read_label_file(labels, label_columns(trained.config))
+        return build_manifest(images, trained.classes, part="test")
+    table = read_label_file(labels, label_columns(trained.config), [images.url])
     return evaluated_images(images, table, trained.classes, trained.config.max_bad_fraction)

@@ -16,7 +16,7 @@ import torch
 
 from raytrain.data.decode import Pixels
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import list_images
+from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
 from raytrain.inference.model_card import model_card

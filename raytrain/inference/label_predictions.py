@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.arrow_arrays import numbers, string_array
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
 from raytrain.runs.checkpoint_files import stored_thresholds

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
-from raytrain.data.manifest import list_images
+from raytrain.data.labels.manifest import list_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
 from raytrain.inference.label_predictions import chosen_thresholds, label_columns

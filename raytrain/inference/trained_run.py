@@ -19,7 +19,7 @@ from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
 from raytrain.data.dataset import evaluation_format
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trusted_config import read_trusted_config

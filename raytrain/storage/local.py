@@ -207,3 +207,22 @@ def _write_to_disk(file: str, data: bytes) -> None:
         opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())
+
+
+def broken_links(store: Store) -> list[str]:
+    """The paths of links in a folder that lead nowhere, which :meth:`Store.list` leaves out."""
+    return (
+        [path[len(store.url.rstrip("/")) + 1 :] for path in _broken(store.url)]
+        if isinstance(store, FolderStore)
+        else []
+    )
+
+
+def _broken(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                if not os.path.exists(entry.path):
+                    yield entry.path
+            elif entry.is_dir():
+                yield from _broken(entry.path)

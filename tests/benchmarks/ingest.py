@@ -248,7 +248,7 @@ def decode_here(files: list[bytes], pixels: int) -> tuple[float, float, int]:
 
 
 def _shuffled_keys(url: str) -> list[str]:
-    from raytrain.data.manifest import build_manifest
+    from raytrain.data.labels.manifest import build_manifest
     from raytrain.storage.open import open_store
 
     keys = build_manifest(open_store(url)).keys.to_pylist()

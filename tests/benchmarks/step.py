@@ -29,8 +29,8 @@ from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.decode import ImageShape
 from raytrain.data.image_reader import ImageReader
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
-from raytrain.data.manifest import build_manifest
 from raytrain.data.partition import Partition
 from raytrain.monitor.events import Event
 from raytrain.recipes import cifar10

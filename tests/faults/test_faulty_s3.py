@@ -10,7 +10,7 @@ import pytest
 
 from raytrain.data.decode import ImageShape
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.demo.digits import render_digits
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import bucket_client

@@ -20,7 +20,7 @@ from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import BadImage, ImageShape, decode
 from raytrain.data.decode_process import DecodeProcess
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
 from tests.helpers.deadly_images import make_images
 from tests.unit.test_decode import encoded

@@ -16,7 +16,7 @@ from rich.console import Console
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.datasets.pack import pack
 from raytrain.datasets.upload import upload
 from raytrain.errors import StorageError, UsageError
@@ -210,13 +210,14 @@ def test_a_folder_of_training_and_test_images_is_not_one_data_set(
     shutil.copytree(folder, tmp_path / "both" / "train")
     shutil.copytree(folder, tmp_path / "both" / test)
     both = str(tmp_path / "both")
-    advice = f"give --data {both}/train --test-data {both}/{test}"
-    with pytest.raises(UsageError, match=f"{both} contains train/ and {test}/, .*; {advice}"):
-        open_dataset(TrainConfig(data=both, batch_size=2, learning_rate=1), open_store(str(tmp_path / "run")))
-    with pytest.raises(UsageError, match=advice):
+    data = open_dataset(TrainConfig(data=both, batch_size=2, learning_rate=1), open_store(str(tmp_path / "run")))
+    assert (len(data.train), len(data.test)) == (9, 9)
+    assert {key.split("/")[0] for key in data.train.keys.to_pylist()} == {"train"}
+    assert {key.split("/")[0] for key in data.test.keys.to_pylist()} == {test}
+    with pytest.raises(UsageError, match=f"{both} contains train/ and {test}/, .*such as {both}/train"):
         pack(both, str(tmp_path / "packed"), quiet())
     upload(both, s3_url, quiet())
-    with pytest.raises(UsageError, match=f"give --data {s3_url}/train --test-data {s3_url}/{test}"):
+    with pytest.raises(UsageError, match=f"{s3_url} contains train/ and {test}/"):
         build_manifest(open_store(s3_url))
     apart = TrainConfig(data=f"{both}/train", test_data=f"{both}/{test}", batch_size=2, learning_rate=1)
     assert len(open_dataset(apart, open_store(str(tmp_path / "run"))).train) == 9
@@ -230,4 +231,4 @@ def test_classes_called_train_and_test_stay_classes(folder: Path) -> None:
     (folder / "train" / "000.png").rename(folder / "train" / "steam" / "000.png")
     (folder / "test" / "pencil").mkdir()
     (folder / "test" / "000.png").rename(folder / "test" / "pencil" / "000.png")
-    assert build_manifest(open_store(str(folder))).classes == ("green", "pencil", "steam", "test", "train")
+    assert build_manifest(open_store(str(folder))).classes == ("green", "test", "train")

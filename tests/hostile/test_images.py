@@ -15,7 +15,7 @@ from PIL import Image
 
 from raytrain.data.decode import BadImage, ImageShape, decode
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
 from tests.unit.test_decode import encoded, jpeg_bomb, png
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from raytrain.data.manifest import Manifest, build_manifest
+from raytrain.data.labels.manifest import Manifest, build_manifest
 from raytrain.errors import StorageError
 from raytrain.storage.bucket import BucketStore
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3

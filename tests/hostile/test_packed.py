@@ -17,7 +17,7 @@ from rich.console import Console
 
 from raytrain.data.decode import ImageShape
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
 from raytrain.data.packing import Packing
 from raytrain.data.shards import encode_shard
 from raytrain.datasets.pack import pack

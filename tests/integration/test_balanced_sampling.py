@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytrain import audit
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.documents import write_config
 from raytrain.runs.layout import MANIFEST
 from raytrain.storage.open import open_store

@@ -14,7 +14,7 @@ import pytest
 from raytrain.backends.ray.image_pipeline import block_refs
 from raytrain.backends.ray.ingest import DataCpus, ImageSet
 from raytrain.data.decode import ImageFormat, ImageShape
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
 
 

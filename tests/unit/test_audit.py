@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from raytrain import UsageError, audit
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.documents import write_config
 from raytrain.runs.layout import MANIFEST
 from raytrain.storage.open import open_store

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.class_balance import ClassBalance
 from raytrain.data.class_weights import class_weights
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.training.class_metrics import balanced_accuracy, macro_f1
 from raytrain.training.loss import Loss

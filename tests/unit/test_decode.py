@@ -18,7 +18,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from raytrain.data.decode import BadImage, ImageShape, decode
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
 
 Array = npt.NDArray[np.uint8]

@@ -25,7 +25,7 @@ from raytrain.backends.cache_choice import CacheChoice, choose_cache
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.shards import assign_shards
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import locks

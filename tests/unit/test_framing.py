@@ -15,7 +15,7 @@ from raytrain.data.dataset import evaluation_format, training_format
 from raytrain.data.decode import ImageShape, decode
 from raytrain.data.framing import Framing, crop_boxes, crop_draws
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import list_images
+from raytrain.data.labels.manifest import list_images
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
 

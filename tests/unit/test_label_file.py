@@ -14,7 +14,7 @@ import pytest
 
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.datasets.pack import pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
@@ -184,7 +184,7 @@ def test_what_is_no_table_is_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"There is no file .*missing.csv"):
         opened(images, tmp_path / "missing.csv", tmp_path)
     (tmp_path / "labels.xlsx").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"must end in .csv or .parquet"):
+    with pytest.raises(UsageError, match=r"must end in .csv, .tsv, .jsonl, .parquet"):
         opened(images, tmp_path / "labels.xlsx", tmp_path)
     with pytest.raises(UsageError, match="--group-by is for the label file; give that with --labels"):
         TrainConfig(group_by="patient", batch_size=1, learning_rate=1)

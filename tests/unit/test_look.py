@@ -19,7 +19,7 @@ import raytrain
 from raytrain.cli.main import main
 from raytrain.data.arrow_arrays import string_array
 from raytrain.data.dataset import Dataset, open_dataset
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.duplicates import find_duplicates
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_html

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.manifest import UNLABELLED, Manifest, build_manifest, list_images
-from raytrain.data.split import train_test_split
+from raytrain.data.labels.manifest import UNLABELLED, Manifest, build_manifest, list_images
+from raytrain.data.labels.split import train_test_split
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
@@ -60,9 +60,9 @@ def assert_same(one: Manifest, other: Manifest) -> None:
 
 def test_images_are_labelled_by_their_folder(store: Store) -> None:
     manifest = build_manifest(fill(store, *FILES, *OTHERS))
-    assert manifest.classes == ("cat", "dog", "owl")
+    assert manifest.classes == ("cat", "dog", "more", "owl")
     assert keys(manifest) == sorted(FILES) and len(manifest) == 6
-    assert [manifest.classes[label] for label in manifest.labels] == ["cat", "cat", "dog", "cat", "owl", "owl"]
+    assert [manifest.classes[label] for label in manifest.labels] == ["cat", "cat", "dog", "more", "owl", "owl"]
     assert manifest.sizes_bytes.tolist() == [len(key) for key in keys(manifest)]
     assert manifest.etags.to_pylist() == [
         {found.path: found.etag for found in store.list()}[key] for key in keys(manifest)
@@ -97,7 +97,7 @@ def test_the_digest_depends_on_keys_labels_and_sizes(store: Store) -> None:
     store.put("owl/0.bmp", b"shorter")
     changed = [
         build_manifest(store),
-        build_manifest(store, classes=("dog", "cat", "owl")),
+        build_manifest(store, classes=("dog", "cat", "owl", "more")),
         manifest.select(np.arange(5)),
         manifest.select(np.arange(6)[::-1]),
         build_manifest(fill(store, "cat/2b.png")),
@@ -139,7 +139,7 @@ def test_an_edited_manifest_is_refused(store: Store) -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        (["a/readme.txt", "b.pdf"], r"no images below .*, and 2 other files"),
+        (["a/readme.txt", "b.pdf"], r"no images below .*, but 1 .txt files, 1 .pdf files; check"),
         (["1.jpg", "2.jpg", "3.jpg"], r"3 images below .* are not in class folders.*/images/cat/"),
         (["cat/1.jpg", "cat/2.jpg", "9.jpg"], r"All 3 images below .* are of one class, 'cat'"),
     ],
@@ -155,12 +155,12 @@ def test_a_missing_folder_is_an_error(store: Store) -> None:
 
 
 def test_an_empty_prefix_is_an_error(s3_url: str) -> None:
-    with pytest.raises(UsageError, match=f"no images below {s3_url}/none, and 0 other files"):
+    with pytest.raises(UsageError, match=f"no images below {s3_url}/none, but no other files"):
         build_manifest(open_store(f"{s3_url}/none"))
 
 
 def test_a_file_name_that_is_not_utf_8_is_an_error(store: Store) -> None:
-    fill(store, "cat/1.jpg", b"cat/caf\xe9.jpg".decode("utf-8", "surrogateescape"))
+    fill(store, "dog/1.jpg", b"cat/caf\xe9.jpg".decode("utf-8", "surrogateescape"))
     with pytest.raises(UsageError, match=r"caf\\udce9.jpg' is not valid UTF-8"):
         build_manifest(store)
 

@@ -21,7 +21,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.data.class_weights import class_weights
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.decode import decode
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
 from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds
 from raytrain.inference.serve import served_model

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from raytrain.data.image_reader import read_contents
-from raytrain.data.manifest import build_manifest
+from raytrain.data.labels.manifest import build_manifest
+from raytrain.datasets.labelled_source import Labelling
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
@@ -127,7 +128,7 @@ def test_images_with_a_label_file_beside_them(name: str, images: Path, tmp_path:
     found = files_of(images)
     rows = [f"{key},{'ab'[number % 2]}\n" for number, key in enumerate(found)]
     (images / name).write_text("file_name,label\n" + "".join(rows))
-    packed(images, tmp_path / "packed", labels=None if name == "metadata.csv" else str(images / name))
+    packed(images, tmp_path / "packed", labels=Labelling(None if name == "metadata.csv" else str(images / name)))
     expected = {key: ("ab"[number % 2], data) for number, (key, (_, data)) in enumerate(found.items())}
     assert contents(tmp_path / "packed") == expected
 
@@ -141,9 +142,9 @@ def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.tar").write_bytes(b"no tar")
     with pytest.raises(UsageError, match=r"broken.tar cannot be read \(.*\); check the file"):
         packed(tmp_path / "broken.tar", tmp_path / "packed")
-    with pytest.raises(UsageError, match="There are no labelled images in"):
+    with pytest.raises(UsageError, match=r"has neither labels beside its images .* nor class folders, but 1 .png"):
         packed(write_tar(tmp_path / "empty.tar", {"a.png": b"x"}), tmp_path / "packed")
-    with pytest.raises(UsageError, match=r"No file that ends in .parquet or .tar matches"):
+    with pytest.raises(UsageError, match=r"No file that ends in .parquet, .tar, .tgz, .tar.gz matches"):
         packed(tmp_path / "none-*", tmp_path / "packed")
     with pytest.raises(UsageError, match="--labels is for images in folders"):
-        packed(tmp_path / "empty.tar", tmp_path / "packed", labels="labels.csv")
+        packed(tmp_path / "empty.tar", tmp_path / "packed", labels=Labelling("labels.csv"))

@@ -19,7 +19,7 @@ from raytrain.backends.placement import Hardware, place
 from raytrain.backends.predict_request import PredictRequest, predict_here
 from raytrain.data.decode import ImageFormat, ImageShape, Pixels
 from raytrain.data.framing import STRETCHED
-from raytrain.data.manifest import list_images
+from raytrain.data.labels.manifest import list_images
 from raytrain.data.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.recipes import custom

@@ -28,10 +28,10 @@ from raytrain.data.dataset import open_dataset
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.framing import STRETCHED
 from raytrain.data.image_reader import ImageReader, read_contents
+from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
+from raytrain.data.labels.split import train_test_split
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
-from raytrain.data.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
 from raytrain.data.partition import Partition
-from raytrain.data.split import train_test_split
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.runs.skipped_images import SkippedImage

@@ -18,7 +18,7 @@ from raytrain.data.batch_plan import BatchPlan, Cursor
 from raytrain.data.block_order import CacheOrder
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.storage.base import Store
 from raytrain.storage.credentials import LentCredentials
 

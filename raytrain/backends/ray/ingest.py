@@ -22,7 +22,7 @@ from raytrain.data.block_order import BlockOrder, BlockRef, rows_per_block
 from raytrain.data.blocks import to_table
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.image_reader import ImageReader
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.permutation import Int64s
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.base import Store

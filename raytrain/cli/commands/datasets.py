@@ -49,15 +49,27 @@ def pack(
     ],
     labels: Annotated[
         str | None,
-        arg(help="Label file; by default metadata.csv beside the images, else the folders are the labels."),
+        arg(help="Label file; by default metadata.csv or .jsonl beside the images, else the folders are the labels."),
     ] = None,
+    key_column: Annotated[
+        str | None, arg(help="Column with the path of each image; by default key, path, file_name, file or image.")
+    ] = None,
+    label_column: Annotated[
+        str | None, arg(help="Column with the class; by default label, class, target or category.")
+    ] = None,
+    split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None,
+    max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01,
 ) -> CommandResult:
     """Pack images into shards, which are faster to read. --data takes shards as well as images.
 
     Example: raytrain pack s3://bucket/train s3://bucket/train-shards
     """
+    from raytrain.data.labels.label_file import LabelColumns
+    from raytrain.datasets.labelled_source import Labelling
     from raytrain.datasets.pack import pack as pack_shards
     from raytrain.display.key_value_table import key_value_table
 
-    result = asdict(pack_shards(source, destination, labels=labels))
+    columns = LabelColumns(key=key_column, label=(label_column,) if label_column else ())
+    labelling = Labelling(labels, columns, split, max_bad_fraction)
+    result = asdict(pack_shards(source, destination, labels=labelling))
     return CommandResult(key_value_table(result), result)

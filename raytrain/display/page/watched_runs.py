@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.errors import RaytrainError, StorageError
 from raytrain.runs.documents import read_config, read_json, run_store

@@ -7,14 +7,11 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.folders import first_names, is_training, test_names
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 
 Mask = npt.NDArray[np.bool_]
-
-TRAINING_SPLITS = ("train", "training")
-_TEST_SPLITS = (("test", "testing"), ("val", "valid", "validation", "dev"))
-"""Names of test splits. The first of these that a label file has is tested on; the others are not used."""
 
 
 def train_test_split(
@@ -40,22 +37,27 @@ def train_test_split(
 
 def check_can_split(manifest: Manifest, test_fraction: float) -> None:
     """Raise UsageError if a class has only one image, so that none of it can be held out."""
-    if min(np.bincount(manifest.labels, minlength=len(manifest.classes))) < 2:
+    counts = np.bincount(manifest.labels, minlength=len(manifest.classes))
+    if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < 2]:
         needed = math.ceil(1 / test_fraction)
         raise UsageError(
-            f"A class in {manifest.url} has only one image, so none can be held out for testing; add images ({needed} "
-            f"per class make --test-fraction {test_fraction} exact) or set --test-data."
+            f"{first_names(few)} in {manifest.url} {'have' if len(few) > 1 else 'has'} only one image, so that none "
+            f"can be held out for testing; add images ({needed} per class make --test-fraction {test_fraction} exact), "
+            "remove the class, or set --test-data."
         )
 
 
-def test_split_names(splits: npt.NDArray[np.object_], url: str) -> tuple[str, ...]:
-    """The names of the split of the label file ``url`` that is tested on. Raises UsageError if it has none."""
-    present = set(splits)
-    chosen = next((names for names in _TEST_SPLITS if present & set(names)), None)
-    if chosen is None or not present & set(TRAINING_SPLITS):
-        shown = ", ".join(repr(name) for name in sorted(present)[:5])
+def split_names(splits: npt.NDArray[np.object_], url: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The values of the column ``split`` of the label file ``url`` for training images, and for those to test on.
+
+    Test images come before validation images, which are then not used. Raises UsageError if there are none of either.
+    """
+    present = sorted(set(splits))
+    training, tested = tuple(filter(is_training, present)), test_names(present)
+    if not training or not tested:
+        shown = ", ".join(map(repr, present[:5]))
         raise UsageError(f"The column 'split' of {url} has the values {shown}; it must have train, and test or val.")
-    return chosen
+    return training, tested
 
 
 def _held_out(manifest: Manifest, fraction: float, seed: int) -> Mask:

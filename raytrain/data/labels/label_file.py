@@ -1,9 +1,15 @@
-"""Label files: a CSV or Parquet table with a row for each image: its key, its class, perhaps its split and group."""
+"""Label files: a CSV, JSON lines or Parquet table with a row for each image: key, class, perhaps split and group."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import logging
+import os
+import posixpath
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -14,9 +20,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet as pq
 
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.open import read_input
 
@@ -29,7 +36,13 @@ LABEL_COLUMNS = ("label", "class", "target", "category")
 JOINED = "\x1f"
 """Joins the classes of an image that may have several."""
 
+NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "null", "NULL", "None"})
+"""Texts that programs write in place of a missing value."""
+
+_log = logging.getLogger("raytrain")
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _SPLIT_COLUMN = "split"
+_WHOLE = re.compile(r"-?\d+\.0")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 
@@ -71,27 +84,34 @@ class LabelTable:
 
     def rows_of(self, images: Manifest) -> Int64s:
         """The row of each image, (len(images),); -1 if it has none."""
-        prefix = images.url.rstrip("/") + "/"
-        row_of = {key.removeprefix(prefix).removeprefix("./"): row for row, key in enumerate(self.keys)}
-        return np.array([row_of.get(key, -1) for key in images.keys.to_pylist()], np.int64)
+        keys: list[str] = images.keys.to_pylist()  # pyright: ignore[reportAssignmentType]
+        row_of = {key: row for row, key in enumerate(self.keys)}
+        return np.array([row_of.get(unicodedata.normalize("NFC", key), -1) for key in keys], np.int64)
 
 
-def read_label_file(url: str, columns: LabelColumns) -> LabelTable:
-    """Read a CSV or Parquet file, or ``s3://`` object.
+def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] = ()) -> LabelTable:
+    """Read a file, or an object of a bucket, that ends in .csv, .tsv, .jsonl or .parquet.
+
+    Keys may be paths relative to the images, or start with one of ``images_urls``.
 
     Raises:
         StorageError: it cannot be read.
         UsageError: it is no such table, lacks a column, or gives the same key different labels.
     """
     table = _read_table(url)
+    if not len(table):
+        raise UsageError(f"The label file {url} has no row; it must have one for each image.")
+    none = pa.chunked_array([pa.array([""] * len(table), pa.string())])
+    keys = _column(table, url, "--key-column", columns.key, KEY_COLUMNS)
     rows = pa.table(
         {
-            "key": _column(table, url, "--key-column", columns.key, KEY_COLUMNS),
+            "key": [normalized_key(key, images_urls) for key in keys.to_pylist()],
             "label": _labels(table, url, columns),
-            "split": pc.utf8_lower(_text(table, _SPLIT_COLUMN)),
-            "group": _column(table, url, "--group-by", columns.group) if columns.group else _text(table, ""),
+            "split": pc.utf8_lower(_text(table, url, _SPLIT_COLUMN)) if _SPLIT_COLUMN in table.column_names else none,
+            "group": _column(table, url, "--group-by", columns.group) if columns.group else none,
         }
     )
+    rows = rows.filter(pc.not_equal(rows["key"], ""))
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")  # a row that is there twice counts once
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
     found = LabelTable(url, keys, labels, splits, groups, _classes(labels, columns))
@@ -99,19 +119,56 @@ def read_label_file(url: str, columns: LabelColumns) -> LabelTable:
     return found
 
 
+def normalized_key(key: str, images_urls: Sequence[str]) -> str:
+    """The path of an image below one of ``images_urls`` in one form, whatever the form in the label file.
+
+    ``./a//b.png``, ``a/x/../b.png``, ``a\\b.png``, ``/a/b.png`` and the whole URL or path are all ``a/b.png``.
+    """
+    key = unicodedata.normalize("NFC", key.strip()).removeprefix("file://")
+    if "\\" in key and "/" not in key:
+        key = key.replace("\\", "/")  # as Windows writes paths
+    scheme, separator, path = key.rpartition("://")
+    path = posixpath.normpath(path).removeprefix("./") if path else ""
+    key = f"{scheme}{separator}{path}"
+    for prefix in (each for url in images_urls for each in (url, os.path.realpath(url))):
+        key = key.removeprefix(unicodedata.normalize("NFC", prefix.rstrip("/")) + "/")
+    return key.lstrip("/")
+
+
 def _read_table(url: str) -> pa.Table:
     content = read_input(url)
+    suffix = posixpath.splitext(url)[1].lower()
     try:
-        if url.endswith(".parquet"):
+        if suffix == ".parquet":
             return pq.read_table(pa.BufferReader(content))
-        if not url.endswith(".csv"):
-            raise UsageError(f"The label file is {url!r}; its name must end in .csv or .parquet.")
-        names = pyarrow.csv.open_csv(io.BytesIO(content)).schema.names
-        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))  # 007 is not 7
-        return pyarrow.csv.read_csv(io.BytesIO(content), convert_options=as_text)
+        if suffix == ".jsonl":
+            return pyarrow.json.read_json(io.BytesIO(content))
+        if suffix not in _SUFFIXES:
+            raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_SUFFIXES)}.")
+        return _read_csv(url, content)
     except (pa.ArrowInvalid, OSError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.") from None
+
+
+def _read_csv(url: str, content: bytes) -> pa.Table:
+    """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        content = content.decode("utf-16").encode()
+    try:
+        header = content.partition(b"\n")[0].decode("utf-8-sig")
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"The label file {url} is not in UTF-8 (byte {error.start:,} is {error.object[error.start]:#x}); save it "
+            "as UTF-8."
+        ) from None
+    delimiter = next((each for each in ",;\t" if each in header), ",")
+    parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    names = pyarrow.csv.open_csv(io.BytesIO(content), parse_options=parse).schema.names
+    as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    table = pyarrow.csv.read_csv(io.BytesIO(content), parse_options=parse, convert_options=as_text)
+    return table.rename_columns([name.strip() for name in table.column_names])
 
 
 def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> pa.ChunkedArray:
@@ -125,7 +182,7 @@ def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Seq
             f"The label file {url} has {wanted} among its columns {', '.join(table.column_names[:10])}; name the right "
             f"one with {option}."
         )
-    return _text(table, found)
+    return _text(table, url, found)
 
 
 def _labels(table: pa.Table, url: str, columns: LabelColumns) -> pa.ChunkedArray:
@@ -134,9 +191,27 @@ def _labels(table: pa.Table, url: str, columns: LabelColumns) -> pa.ChunkedArray
         return _joined([_flags(table, url, name) for name in columns.label], columns.label)
     labels = _column(table, url, "--label-column", next(iter(columns.label), None), LABEL_COLUMNS)
     if columns.separator is None:
-        return labels
+        return _single(labels.to_pylist(), url)
     names = ({name.strip() for name in label.split(columns.separator)} for label in labels.to_pylist())
     return pa.chunked_array([pa.array([JOINED.join(sorted(each - {""})) for each in names], pa.string())])
+
+
+def _single(labels: Sequence[str], url: str) -> pa.ChunkedArray:
+    """The names of classes, empty for texts that stand for none, which is told with their numbers."""
+    found = Counter(label for label in labels if label in NO_LABELS - {""})
+    present = {label for label in labels if label and label not in NO_LABELS}
+    if "-1" in present and all(label.isdigit() for label in present - {"-1"}):
+        found["-1"] = sum(label == "-1" for label in labels)
+    if found:
+        _log.warning(
+            "%s rows of %s have no label (%s), and are not used.",
+            f"{sum(found.values()):,}",
+            url,
+            ", ".join(f"{count:,} {text}" for text, count in found.items()),
+        )
+    whole = bool(present) and all(_WHOLE.fullmatch(label) for label in present)  # as pandas writes integers with gaps
+    names = ["" if label in found else label.partition(".")[0] if whole else label for label in labels]
+    return pa.chunked_array([pa.array(names, pa.string())])
 
 
 def _flags(table: pa.Table, url: str, name: str) -> Texts:
@@ -165,11 +240,29 @@ def _classes(labels: Texts, columns: LabelColumns) -> tuple[str, ...] | None:
     return tuple(sorted({name for label in set(labels) for name in label.split(JOINED)} - {""}))
 
 
-def _text(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """A column as text, empty if a value, or the column, is missing."""
-    if name not in table.column_names:
-        return pa.chunked_array([pa.array([""] * len(table), pa.string())])
-    return table[name].cast(pa.string()).fill_null("")
+def _text(table: pa.Table, url: str, name: str) -> pa.ChunkedArray:
+    """A column as text without blanks around it, empty if a value is missing. Raises UsageError if it has no text."""
+    if table.column_names.count(name) > 1:
+        raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
+    column = table[name]
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    try:
+        text = column.cast(pa.string())
+    except pa.ArrowNotImplementedError:
+        raise UsageError(
+            f"The column {name!r} of {url} holds {_kind(column.type)}, and one text or number per row is expected; an "
+            "image with several classes has a column of 0 and 1 for each (--label-column), or one text such as cat|dog "
+            "(--label-separator)."
+        ) from None
+    except pa.ArrowInvalid:
+        raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
+    return pc.utf8_trim_whitespace(text.fill_null(""))
+
+
+def _kind(type: pa.DataType) -> str:
+    is_list = pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type)
+    return "lists" if is_list else "records" if pa.types.is_struct(type) else f"values of type {type}"
 
 
 def _check_rows(table: LabelTable, group: str | None) -> None:

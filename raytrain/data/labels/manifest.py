@@ -1,11 +1,12 @@
-"""The images below a URL, and their classes, which are the names of their folders."""
+"""The images of a data set: their keys, classes and sizes, as a record that is stored with each run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,17 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.arrow_arrays import number_array, string_array
-from raytrain.data.class_folders import check_classes, parent_name, refuse_splits
+from raytrain.data.labels.folders import FolderLabels, Part, check_classes, read_folders
+from raytrain.data.labels.listing import Listing, list_files, refuse_file, tell_left_out
 from raytrain.data.packing import Packing, check_range, read_packing
 from raytrain.data.shard_shuffle import ShardShuffle
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import Store
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 UNLABELLED = -1
 PACKED_INDEX = "packed.parquet"
 """The manifest of a packed data set, stored beside its shards."""
 
+_log = logging.getLogger("raytrain")
 _METADATA = b"raytrain.manifest"
 _DIGEST_ROWS = 1 << 20  # at a time
 
@@ -43,17 +45,22 @@ class Manifest:
     etags: pa.LargeStringArray  # (N,)
     classes: tuple[str, ...]
     url: str
-    num_ignored: int = 0
-    """Other files below ``url``: not images, hidden, or not in a class folder."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many other files are below ``url``, by the reason why they are not used."""
     packing: Packing | None = None
     """None if each image is an object of its own."""
     labels_digest: str = ""
-    """Of the label file (see :attr:`raytrain.data.label_file.LabelTable.digest`); empty if folders are the labels."""
+    """Of the label file (see ``LabelTable.digest`` in ``label_file.py``); empty if folders are the labels."""
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)
     """Which of C classes belong to each label if an image may have several; None if a label is a class."""
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def num_ignored(self) -> int:
+        """Files below ``url`` that are not used."""
+        return sum(self.left_out.values())
 
     @cached_property
     def digest(self) -> str:
@@ -109,7 +116,7 @@ class Manifest:
         metadata: dict[str, Any] = {
             "url": self.url,
             "classes": self.classes,
-            "num_ignored": self.num_ignored,
+            "left_out": dict(self.left_out),
             "digest": self.digest,
             "labels_digest": self.labels_digest,
         }
@@ -142,7 +149,7 @@ class Manifest:
                 etags=_column_of_strings(table["etag"]),
                 classes=tuple(metadata["classes"]),
                 url=metadata["url"],
-                num_ignored=metadata["num_ignored"],
+                left_out={str(reason): int(count) for reason, count in metadata["left_out"].items()},
                 packing=read_packing(table, metadata),
                 labels_digest=metadata["labels_digest"],
                 label_sets=_label_sets(metadata),
@@ -165,18 +172,21 @@ def list_images(store: Store) -> Manifest:
     Raises StorageError if the store cannot be listed, UsageError if it contains no image.
     """
     packed = open_packed(store)
-    if packed is None:
-        return _list_files(store)
-    return replace(packed, labels=np.full(len(packed), UNLABELLED, np.int32), classes=())
+    if packed is not None:
+        return replace(packed, labels=np.full(len(packed), UNLABELLED, np.int32), classes=())
+    files = list_files(store)
+    tell_left_out(files)
+    return _unlabelled(files)
 
 
-def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Manifest:
-    """The images below ``store``, labelled with the names of their folders at any depth, or packed images with labels.
+def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: Part | None = None) -> Manifest:
+    """The images below ``store``, labelled by their folders (see :mod:`raytrain.data.labels.folders`), or packed ones.
 
     Args:
         store: the folder or S3 prefix to list.
         classes: the classes that the labels index; by default the folders' names, sorted. For test images, pass those
             of the training images; the test images may lack some of them.
+        part: which images to take if there are folders of training and of test images; None refuses these.
 
     Raises:
         StorageError: the store cannot be listed.
@@ -186,39 +196,86 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None) -> Mani
     packed = open_packed(store)
     if packed is not None:
         return _relabelled(packed, classes)
-    images = _list_files(store)
-    keys = images.keys.to_pylist()
-    refuse_splits(keys, store.url)
-    names = [parent_name(key) for key in keys]
-    found = tuple(sorted(set(names) - {""}))
-    check_classes(found, classes, store.url, len(images))
-    index = {name: label for label, name in enumerate(classes or found)}
-    labels = np.array([index.get(name, UNLABELLED) for name in names], np.int32)
-    labelled = replace(images, labels=labels, classes=classes or found).select(np.flatnonzero(labels != UNLABELLED))
-    return replace(labelled, num_ignored=images.num_ignored + len(images) - len(labelled))
-
-
-def _list_files(store: Store) -> Manifest:
-    listed = list(store.list())
-    images = sorted(found for found in listed if _is_image(found.path))
-    if not images:
+    files = list_files(store)
+    folders = read_folders([stored.path for stored in files.images], store.url)
+    if folders.parts is not None and part is None:
+        url = store.url.rstrip("/")
         raise UsageError(
-            f"There are no images below {store.url}, and {len(listed):,} other files; check the path, and that file "
-            f"names end in {', '.join(SUFFIXES)}."
+            f"{url} contains {folders.train}/ and {folders.test}/, which would become one data set; give each by "
+            f"itself, such as {url}/{folders.train}."
         )
+    if folders.parts is not None:
+        _log.warning(
+            "Of %s, only the images in %s/ are used.", store.url, folders.train if part == "train" else folders.test
+        )
+    return _by_folder(files, folders, classes, part)
+
+
+def build_manifests(store: Store) -> tuple[Manifest, Manifest | None]:
+    """The images below ``store`` and None, or, if there are folders of both, the training images and the test images.
+
+    Raises what :func:`build_manifest` raises.
+    """
+    packed = open_packed(store)
+    if packed is not None:
+        return _relabelled(packed, None), None
+    files = list_files(store)
+    folders = read_folders([stored.path for stored in files.images], store.url)
+    if folders.parts is None:
+        return _by_folder(files, folders, None, None), None
+    train = _by_folder(files, folders, None, "train")
+    test = _by_folder(files, folders, train.classes, "test")
+    _log.warning(
+        "Training on the %s images in %s/ and testing on the %s in %s/ of %s.",
+        *(f"{len(train):,}", folders.train, f"{len(test):,}", folders.test, store.url),
+    )
+    return train, test
+
+
+def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None) -> Manifest:
+    """The images of one part, or of all, with the classes that their folders say."""
+    chosen = np.array(folders.classes, object) != ""
+    for at in np.flatnonzero(~chosen):
+        files.leave_out(files.images[at].path, "images that are in no class folder")
+    if folders.parts is not None and part is not None:
+        others = chosen & ~np.array(folders.part(part))
+        if part == "train" and (names := sorted({folders.parts[at] for at in np.flatnonzero(others)} - {folders.test})):
+            _log.warning("The images in %s of %s are not used.", "/, ".join(names) + "/", files.url)
+        chosen &= ~others
+    if part != "test":
+        tell_left_out(files, lost_classes=_lost_classes(files, folders))
+    names = [folders.classes[at] for at in np.flatnonzero(chosen)]
+    found = tuple(sorted(set(names)))
+    check_classes(found, classes, files.url, len(files.images))
+    index = {name: label for label, name in enumerate(classes or found)}
+    images = _unlabelled(files).select(np.flatnonzero(chosen))
+    labels = np.array([index[name] for name in names], np.int32)
+    return replace(images, labels=labels, classes=classes or found, left_out=files.counts)
+
+
+def _lost_classes(files: Listing, folders: FolderLabels) -> list[str]:
+    """The folders beside the class folders of which all files are left out."""
+    lost = {path.rpartition("/")[0] for path in files.paths_left_out}
+    kept = {stored.path.rpartition("/")[0] for stored in files.images}
+    beside = {folder.rpartition("/")[0] for folder in kept}
+    return sorted(folder for folder in lost - kept if folder and folder.rpartition("/")[0] in beside)
+
+
+def _unlabelled(files: Listing) -> Manifest:
     return Manifest(
-        keys=_strings([found.path for found in images]),
-        labels=np.full(len(images), UNLABELLED, np.int32),
-        sizes_bytes=np.array([found.size_bytes for found in images], np.int64),
-        etags=_strings([found.etag for found in images]),
+        keys=_strings([found.path for found in files.images]),
+        labels=np.full(len(files.images), UNLABELLED, np.int32),
+        sizes_bytes=np.array([found.size_bytes for found in files.images], np.int64),
+        etags=_strings([found.etag for found in files.images]),
         classes=(),
-        url=store.url,
-        num_ignored=len(listed) - len(images),
+        url=files.url,
+        left_out=files.counts,
     )
 
 
 def open_packed(store: Store) -> Manifest | None:
     """The manifest of a packed data set; None if ``store`` has none, or packing has not finished."""
+    refuse_file(store.url)
     store.check_readable()
     try:
         index = store.get(PACKED_INDEX)
@@ -265,11 +322,6 @@ def _label_sets(metadata: dict[str, Any]) -> npt.NDArray[np.bool_] | None:
         check_range("class", indices, 0, len(members))
         members[indices] = True
     return label_sets
-
-
-def _is_image(path: str) -> bool:
-    """Whether ``path`` names an image. Hidden files do not count: notebooks and desktops keep copies there."""
-    return path.lower().endswith(SUFFIXES) and not path.startswith(".") and "/." not in path
 
 
 def _column_of_strings(column: pa.ChunkedArray) -> pa.LargeStringArray:

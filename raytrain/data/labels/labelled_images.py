@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from raytrain.config import TrainConfig
-from raytrain.data.class_folders import check_classes
-from raytrain.data.label_file import JOINED, Int64s, LabelTable
-from raytrain.data.manifest import Manifest, list_images
-from raytrain.data.split import TRAINING_SPLITS, check_can_split, test_split_names, train_test_split
+from raytrain.data.labels.folders import check_classes
+from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable
+from raytrain.data.labels.manifest import Manifest, list_images
+from raytrain.data.labels.split import check_can_split, split_names, train_test_split
 from raytrain.errors import UsageError
 from raytrain.storage.base import Store
 
@@ -29,11 +29,11 @@ def training_and_test_images(
     Its column ``split`` decides which images are held out; without one, ``--test-fraction`` of them are, in whole
     groups if ``--group-by`` is given. With ``--test-data``, all of those are test images, unless there are splits.
     """
-    tested = _tested(table)
+    training, tested = split_names(table.splits, table.url) if table.has_splits else ((), ())
     train_images = list_images(train_store)
     test_images = list_images(test_store) if config.test_data else train_images
     check_keys(table, (train_images, test_images), config.max_bad_fraction)
-    train, rows = labelled(train_images, table, TRAINING_SPLITS if table.has_splits else ())
+    train, rows = labelled(train_images, table, training)
     if config.test_data or table.has_splits:
         return train, labelled(test_images, table, tested, train.classes)[0]
     if config.group_by:
@@ -47,11 +47,8 @@ def evaluated_images(store: Store, table: LabelTable, classes: tuple[str, ...], 
     """The images below ``store`` that the label file labels; those of its test split if it has splits."""
     images = list_images(store)
     check_keys(table, (images,), max_bad_fraction)
-    return labelled(images, table, _tested(table), classes)[0]
-
-
-def _tested(table: LabelTable) -> Sequence[str]:
-    return test_split_names(table.splits, table.url) if table.has_splits else ()
+    tested = split_names(table.splits, table.url)[1] if table.has_splits else ()
+    return labelled(images, table, tested, classes)[0]
 
 
 def labelled(
@@ -75,9 +72,13 @@ def labelled(
     check_classes(found, classes, images.url, len(images))
     index = {name: label for label, name in enumerate(classes or found)}
     labels = np.array([index[name] for name in names], np.int32)
-    num_ignored = images.num_ignored + len(images) - len(chosen)
-    manifest = replace(images.select(chosen), labels=labels, classes=classes or found, num_ignored=num_ignored)
-    return replace(manifest, labels_digest=table.digest), rows[chosen]
+    manifest = replace(images.select(chosen), labels=labels, classes=classes or found, labels_digest=table.digest)
+    return replace(manifest, left_out=_left_out(images, len(chosen))), rows[chosen]
+
+
+def _left_out(images: Manifest, num_chosen: int) -> dict[str, int]:
+    """The files that are not used, with those images that the label file does not name for this purpose."""
+    return {**images.left_out, "images that the label file leaves out": len(images) - num_chosen}
 
 
 def _with_several_classes(
@@ -98,7 +99,7 @@ def _with_several_classes(
         labels=set_of_row[table.rows_of(images)[chosen]].astype(np.int32),
         label_sets=label_sets,
         classes=tuple(index),
-        num_ignored=images.num_ignored + len(images) - len(chosen),
+        left_out=_left_out(images, len(chosen)),
         labels_digest=table.digest,
     )
 

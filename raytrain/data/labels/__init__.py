@@ -1,0 +1,1 @@
+"""which images there are, and the class of each"""

@@ -1,0 +1,170 @@
+"""Classes, training and test images by the names of folders.
+
+An image's class is the topmost folder that it is in, as for torchvision and Keras: a class folder may hold other
+folders. Folders that all images share are no classes. Images in ``train/`` and ``test/``, or under names like these,
+are training and test images, whether the classes are below them (``train/cat``) or above them (``cat/train``).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain.errors import UsageError
+
+Part = Literal["train", "test"]
+
+_OF_IMAGES = r"[ _.-]?(set|data|dataset|images|imgs|split)?s?"
+_TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
+_TEST = re.compile(r"(test|testing)" + _OF_IMAGES)
+_VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
+
+
+@dataclass(frozen=True)
+class FolderLabels:
+    """The class and the part of each of N images, as their folders say."""
+
+    classes: tuple[str, ...]  # (N,), empty if an image is in no class folder
+    parts: tuple[str, ...] | None = None  # (N,), names of folders; None if there are no training and test images
+    train: str = ""
+    """The folder of the training images."""
+    test: str = ""
+    """The folder of the test images; others, such as val/ beside test/, are not used."""
+
+    def part(self, part: Part) -> list[bool]:
+        """Which images are of this part, (N,)."""
+        assert self.parts is not None
+        wanted = self.train if part == "train" else self.test
+        return [name == wanted for name in self.parts]
+
+
+def is_training(name: str) -> bool:
+    """Whether a folder, a file or a value of this name is of training images."""
+    return _TRAIN.fullmatch(name.lower()) is not None
+
+
+def is_test(name: str) -> bool:
+    """Whether a folder, a file or a value of this name is of test or validation images."""
+    return any(kind.fullmatch(name.lower()) for kind in (_TEST, _VALIDATION))
+
+
+def test_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names to test on: those of test images, else those of validation images."""
+    ordered = sorted(set(names))
+    of_kinds = (tuple(name for name in ordered if kind.fullmatch(name.lower())) for kind in (_TEST, _VALIDATION))
+    return next(filter(None, of_kinds), ())
+
+
+def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
+    """The classes and parts of the images ``keys``, paths below ``url``.
+
+    Raises UsageError if the folders can be understood in two ways.
+    """
+    paths = _below_shared_folders([tuple(_composed(key).split("/")[:-1]) for key in keys])
+    tops = {path[0] for path in paths if path}
+    if split := _by_top_folder(paths, tops, url):
+        return split
+    if split := _by_second_folder(paths, url):
+        return split
+    _refuse_repeated(paths, tops, url)
+    return FolderLabels(tuple(path[0] if path else "" for path in paths))
+
+
+def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
+    """Raise UsageError unless ``found`` are classes to train on, or, if ``classes`` is given, are some of those."""
+    if not found:
+        raise UsageError(
+            f"The {num_images:,} images below {url} are not in class folders; put each class into a folder of "
+            f"its name, such as {url.rstrip('/')}/cat/."
+        )
+    if classes is None and len(found) == 1:
+        raise UsageError(
+            f"All {num_images:,} images below {url} are of one class, {found[0]!r}; a classifier needs at "
+            "least two classes."
+        )
+    if unknown := sorted(set(found) - set(classes or found)):
+        raise UsageError(
+            f"{url} has {len(unknown):,} classes that the training images lack: {first_names(unknown)} (those "
+            f"have {first_names(classes or ())}); rename or remove them."
+        )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first five of ``names``."""
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _composed(text: str) -> str:
+    """A Mac writes é as two characters, others as one; in this form both are equal."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The folders of each image without those that all images share, as long as each has another one below."""
+    while paths and all(len(path) > 1 and path[0] == paths[0][0] for path in paths):
+        paths = [path[1:] for path in paths]
+    return paths
+
+
+def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> FolderLabels | None:
+    """Labels for train/cat and test/cat; None if there are no folders of training and test images with classes."""
+    train = next((top for top in sorted(tops) if is_training(top)), None)
+    test = next(iter(test_names(tops)), None)
+    if train is None or test is None or any(len(path) == 1 and path[0] == train for path in paths):
+        return None  # classes may be called train and test: then the images are in them
+    num_direct = sum(len(path) == 1 and path[0] == test for path in paths)
+    others = sorted(top for top in tops if not is_training(top) and not is_test(top))
+    if others and not num_direct and not _classes(paths, train) & _classes(paths, test):
+        return None
+    url = url.rstrip("/")
+    if num_direct:
+        raise UsageError(
+            f"{url} contains {train}/ with class folders and {test}/ with {num_direct:,} images that are in none; give "
+            f"--data {url}/{train}, of which --test-fraction is held out for testing."
+        )
+    if others:
+        raise UsageError(
+            f"{url} contains {train}/ and {test}/, and other folders, such as {others[0]}/, which would become one "
+            f"data set; give --data {url}/{train} --test-data {url}/{test}."
+        )
+    return FolderLabels(
+        tuple(path[1] if len(path) > 1 else "" for path in paths),
+        tuple(path[0] if path else "" for path in paths),
+        train,
+        test,
+    )
+
+
+def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:
+    """Labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
+    seconds = {path[1] for path in paths if len(path) > 1}
+    trains, test = sorted(filter(is_training, seconds)), next(iter(test_names(seconds)), None)
+    if not trains or test is None or not all(is_training(each) or is_test(each) for each in seconds):
+        return None
+    if num_direct := sum(len(path) == 1 for path in paths):
+        raise UsageError(
+            f"The class folders of {url} contain {trains[0]}/ and {test}/, and {num_direct:,} images beside these; "
+            "move each image into one of them, or give --labels."
+        )
+    parts = tuple(path[1] if len(path) > 1 else "" for path in paths)
+    return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, trains[0], test)
+
+
+def _classes(paths: list[tuple[str, ...]], top: str) -> set[str]:
+    return {path[1] for path in paths if len(path) > 1 and path[0] == top}
+
+
+def _refuse_repeated(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
+    """Raise UsageError if all top folders hold the same folders, which may be the classes, and nothing else."""
+    if len(tops) < 2 or any(len(path) < 2 for path in paths):
+        return
+    below = {top: _classes(paths, top) for top in tops}
+    first, *rest = (below[top] for top in sorted(tops))
+    if len(first) > 1 and all(each == first for each in rest):
+        raise UsageError(
+            f"The folders {first_names(sorted(tops))} of {url} all contain {first_names(sorted(first))}, so that "
+            "either may be the classes; give the folder of one of them, or a label file with --labels."
+        )
