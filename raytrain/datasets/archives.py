@@ -216,14 +216,16 @@ def _tar_label(suffix: str, content: bytes) -> str:
     """The label in a member, empty if it has none. Raises UsageError for several labels."""
     if suffix == ".cls":
         return content.decode(errors="replace").strip()
+    document: Any = None
     with suppress(ValueError, RecursionError):
         document = json.loads(content)
-        if isinstance(document, dict):
-            label = document.get("label", document.get("cls"))
-            if isinstance(label, (list, dict)):
-                raise UsageError(f"A label is {json.dumps(label)[:80]}, and one class per image is expected.")
-            return "None" if label is None else str(label)
-    return ""
+    label = document.get("label", document.get("cls", "")) if isinstance(document, dict) else ""
+    if isinstance(label, (list, dict)):
+        raise UsageError(
+            f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the images, "
+            "and give their classes with --labels and --label-separator."
+        )
+    return str(label)
 
 
 def _keys(parquet: pq.ParquetFile, column: str | None, image: str) -> list[str]:

@@ -32,7 +32,8 @@ def training_and_test_images(
     training, tested = split_names(table.splits, table.url) if table.has_splits else ((), ())
     train_images = list_images(train_store)
     test_images = list_images(test_store) if config.test_data else train_images
-    check_keys(table, (train_images, test_images), config.max_bad_fraction)
+    listed = (train_images, test_images) if config.test_data else (train_images,)
+    check_keys(table, listed, config.max_bad_fraction)
     train, rows = labelled(train_images, table, training)
     if config.test_data or table.has_splits:
         return train, labelled(test_images, table, tested, train.classes)[0]
