@@ -14,7 +14,7 @@ from raytrain.data.batch_plan import Cursor
 from raytrain.data.block_order import CacheOrder, rows_per_block
 from raytrain.data.dataset import Dataset
 from raytrain.data.decode import ImageFormat
-from raytrain.data.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest
 from raytrain.runs.history import History
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import EndStatus, StopReason

@@ -222,8 +222,8 @@ def _tar_label(suffix: str, content: bytes) -> str:
     label = document.get("label", document.get("cls", "")) if isinstance(document, dict) else ""
     if isinstance(label, (list, dict)):
         raise UsageError(
-            f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the images, "
-            "and give their classes with --labels and --label-separator."
+            f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the "
+            "images, and give their classes with --labels and --label-separator."
         )
     return str(label)
 
