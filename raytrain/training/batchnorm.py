@@ -32,7 +32,7 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
-    """Change the batch norm layers of ``model`` in place. Wrap it in DDP after this, with ``broadcast_buffers=False``.
+    """Change the batch norm layers of ``model`` in place.
 
     Other subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, stay as they are. Returns ``model``.
     """
@@ -218,7 +218,7 @@ class _NormaliseTogether(torch.autograd.Function):
 
     dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
     values of a channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are those of this rank:
-    DDP sums them.
+    they are joined as all others are.
     """
 
     @staticmethod
