@@ -7,11 +7,13 @@ import io
 import json
 import pickle
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -59,6 +61,7 @@ class Checkpoints:
         self._on_saved = on_saved
         self._jobs: queue.Queue[tuple[Checkpoint, Callable[[], None]] | None] = queue.Queue(maxsize=1)
         self._error: Exception | None = None
+        self._is_first = True  # of this start
         self._thread: threading.Thread | None = None
 
     def save(self, state: dict[str, StateDict], progress: Progress, before: Callable[[], None] = lambda: None) -> None:
@@ -128,6 +131,9 @@ class Checkpoints:
         before()
         progress = checkpoint.progress
         path = checkpoint_path(progress.step)
+        if self._is_first:
+            _check_readable(checkpoint.state)
+            self._is_first = False
         self.store.put(path, _encode(checkpoint))
         evaluated = progress.evaluated_step == progress.step
         score = progress.score if evaluated else None
@@ -176,7 +182,25 @@ def to_cpu(state: Any) -> Any:
         return {key: to_cpu(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(to_cpu(value) for value in state)
+    if isinstance(state, np.generic):
+        return state.item()
     return copy.copy(state)
+
+
+def _check_readable(state: dict[str, StateDict]) -> None:
+    """Raise UsageError if something in ``state`` could not be read again without running code."""
+    for name, content in state.items():
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        try:
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            raise UsageError(
+                f"The state of what the loop prepares as {name} cannot be in a checkpoint: it holds "
+                f"{found[1] if found else 'an object'}, which only running code can read; let its state_dict() return "
+                "tensors, numbers, texts, lists and dictionaries."
+            ) from None
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:

@@ -197,11 +197,11 @@ class Run:
         self._scale_is_used = True
         optimizer.zero_grad()
 
-    def log(self, **sums: Tensor) -> None:
+    def log(self, **sums: Tensor | float) -> None:
         """Log sums over this worker's images; their means over all workers' images go into the metrics history.
 
         ``correct``, the number of right answers, becomes ``accuracy``; other names stay. Every worker logs the same
-        names.
+        names. Raises UsageError for what is no number.
         """
         assert self._part is not None
         self.steps.metrics.log(sums, counts=self._part.num_used > 0)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.data.batch_plan import GlobalBatch
+from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.training.protocols import Worker
 
@@ -77,7 +78,7 @@ class StepMetrics:
             self._pending = False
         return self._sums[0]
 
-    def log(self, sums: Mapping[str, Tensor], *, counts: bool) -> None:
+    def log(self, sums: Mapping[str, Tensor | float], *, counts: bool) -> None:
         """Add to this worker's sums of the step, which travel with the next step.
 
         They are 0 without ``counts``: the images are a placeholder. Every worker logs the same names in the same order.
@@ -87,11 +88,20 @@ class StepMetrics:
             self._names += new
             self._logged = torch.cat([self._logged, self._logged.new_zeros(len(new))])
         if counts:
-            values = torch.stack([value.detach().double() for value in sums.values()])
+            values = torch.stack([self._number(name, value) for name, value in sums.items()])
             if tuple(sums) == self._names:
                 self._logged += values
             else:
                 self._logged[[self._names.index(name) for name in sums]] += values
+
+    def _number(self, name: str, value: Tensor | float) -> Tensor:
+        """The value as float64 () on the device."""
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UsageError(
+                f"run.log({name}=...) got a tensor of shape {tuple(value.shape)}; give one number, the sum over the "
+                "images."
+            )
+        return torch.as_tensor(value, dtype=torch.float64, device=self._worker.device).detach().reshape(())
 
     def read(self) -> StepTotals:
         """Read and add the totals of a step, and record the row that ended with the step before, if one did."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def metrics_of_its_own(run: Run) -> None:
         run.backward(loss)
         run.step(optimizer)
         in_two = (logits.topk(2).indices == batch.labels[:, None]).sum()
-        run.log(loss=loss, correct=(logits.argmax(dim=1) == batch.labels).sum(), in_two=in_two)
+        run.log(loss=loss.item(), correct=(logits.argmax(dim=1) == batch.labels).sum(), in_two=in_two)
 
 
 def evaluation_of_its_own(run: Run) -> None:
@@ -465,6 +466,26 @@ def no_backward(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.step(optimizer)
 
 
+def logs_a_vector(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.log(loss=F.cross_entropy(model(batch.images), batch.labels, reduction="none"))
+
+
+class Window:
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": deque([0.0])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_when_the_first_is_written(tmp_path: Path) -> None:
+    def with_window(run: Run) -> None:
+        run.prepare(Window())
+        to_the_end(run)
+
+    with pytest.raises(UsageError, match=r"prepares as state .* holds collections.deque, which"):
+        train_with([with_window], str(tmp_path))
+
+
 def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[..., None]) -> None:
     for batch in run.batches():
         body(run, model, optimizer, batch)
@@ -479,6 +500,7 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_gradient, "a loss without a gradient"),
         (no_step, r"without run.step\(optimizer\) for this one"),
         (no_backward, "run.step without run.backward"),
+        (logs_a_vector, r"run.log\(loss=...\) got a tensor of shape \(7,\)"),
     ],
 )
 def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
