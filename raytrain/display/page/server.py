@@ -31,24 +31,8 @@ _KEEP_ALIVE_S = 10.0
 _SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
 _LAST_WORDS_S = 2.0
 _LAST_QUESTIONS_S = 1.0  # after the last words a page still asks for the last evaluation
-_FILES = {
-    "": "text/html",
-    "page.css": "text/css",
-    "uPlot.min.css": "text/css",
-    **dict.fromkeys(
-        (
-            *("uPlot.iife.min.js", "page.js", "format.js", "curves.js", "chart.js", "run_view.js", "stop_panel.js"),
-            *(
-                "evaluation_view.js",
-                "machine_table.js",
-                "machine_curves.js",
-                "comparison.js",
-                "parallel_coordinates.js",
-            ),
-        ),
-        "text/javascript",
-    ),
-}
+_STATIC = files("raytrain.display.page") / "static"
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -98,8 +82,9 @@ class PageServer:
 
     async def _start(self) -> int:
         app = web.Application(middlewares=[self._guard], client_max_size=10_000)
-        for name in _FILES:
-            app.router.add_get(f"/{name}", _file)
+        app.router.add_get("/", _file)
+        for file in _STATIC.iterdir():
+            app.router.add_get(f"/{file.name}", _file)
         app.router.add_get("/api/events", self._events)
         app.router.add_get("/api/curves", self._curves)
         app.router.add_get("/api/documents", self._documents)
@@ -223,9 +208,9 @@ class PageServer:
 
 
 async def _file(request: web.Request) -> web.Response:
-    name = request.path.rpartition("/")[2]
-    text = (files("raytrain.display.page") / "static" / (name or "index.html")).read_text("utf-8")
-    return web.Response(text=text, content_type=_FILES[name])
+    name = request.path.rpartition("/")[2] or "index.html"
+    text = (_STATIC / name).read_text("utf-8")
+    return web.Response(text=text, content_type=_TYPES.get(name.rpartition(".")[2], "text/plain"))
 
 
 def _refusal() -> web.Response:
