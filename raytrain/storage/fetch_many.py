@@ -1,7 +1,8 @@
-"""Fetch many objects at a time: as many requests as make it faster, and a second one for each that is slow.
+"""Fetches many objects at a time, with adaptive concurrency and hedged requests.
 
 A bucket answers most requests within tens of milliseconds, and one in twenty or so within hundreds. How many requests
-must be in flight so that a core has enough to decode depends on where the bucket is; so it is tried.
+must be in flight so that a core has enough to decode depends on where the bucket is; so it is tried. A request that is
+slow is hedged: it is sent a second time, and the answer that comes first counts.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from functools import cache
 MAX_THREADS = 256
 """Most requests that one process has in flight at a time, over all of its stores."""
 
-_FIRST_LIMIT, _LAST_LIMIT = 64, 128  # of one call; there is room for more calls, and for second requests
+_FIRST_LIMIT, _LAST_LIMIT = 64, 128  # of one call; there is room for more calls, and for hedges
 _WORTH_IT = 1.1  # times as fast must twice as many requests be
 _TRY_EVERY = 64  # calls
 _NUM_REMEMBERED, _LEARN_EVERY = 1024, 64  # requests: the slow ones of a call come together, at its end
 _MIN_SLOW_S = 0.1  # on a busy machine many take longer than they should
 _LOOK_EVERY_S = 0.05
 _TOGETHER = 16  # results: to wake for each one would take a tenth of the time that small requests take
-_RACED_FRACTION = 0.1  # most of a call's requests that are sent again: a bucket that is slow altogether gets few more
+_HEDGED_FRACTION = 0.1  # of a call's requests at most: a bucket that is slow altogether gets few more
 
 Content = bytes | Exception
 
 
-class InFlight:
-    """How many requests a call has in flight: twice as many whenever that turns out to be faster."""
+class Concurrency:
+    """Adaptive concurrency: the number of requests in flight is doubled whenever that turns out to be faster."""
 
     def __init__(self) -> None:
         self.limit = _FIRST_LIMIT
@@ -59,14 +60,14 @@ class InFlight:
         self.limit, self._rate_before, self._calls_left = limit, rate_before, _TRY_EVERY
 
 
-class Slowness:
-    """When a request is slow: it takes twice as long as nine out of ten of the last ones."""
+class HedgeDelay:
+    """When a request is hedged: once it has taken twice the 90th percentile of the last ones."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._num = 0
         self.after_s = float("inf")
-        """Seconds from which on a request is slow; as long as nothing is known, none is."""
+        """Seconds after which a request is hedged; as long as nothing is known, none is."""
 
     def observe(self, seconds: float) -> None:
         """Learn how long a request took."""
@@ -77,24 +78,24 @@ class Slowness:
         self._num += 1
 
 
-_in_flight, _slowness = InFlight(), Slowness()
+_concurrency, _hedge_delay = Concurrency(), HedgeDelay()
 
 
-def fetch_each(get: Callable[[int], Content], num: int) -> Generator[tuple[int, Content], None, None]:
+def fetch_each(get: Callable[[int], Content], num: int) -> Generator[tuple[int, Content]]:
     """Call ``get`` with 0 to ``num`` - 1 in threads; yields each number and its result, whichever comes first.
 
     Plain threads: obstore releases the GIL, and a thread that waits for obstore takes half the CPU time of an asyncio
     task. The call that is closed early sends no more requests.
     """
     fetch = _Fetch(get, num)
-    limit, began = _in_flight.limit, time.monotonic()
+    limit, began = _concurrency.limit, time.monotonic()
     for _ in range(min(limit, num)):
         threads().submit(fetch.work)
     try:
         yield from fetch.results()
     finally:
         fetch.close()
-    _in_flight.observe(limit, num, time.monotonic() - began)
+    _concurrency.observe(limit, num, time.monotonic() - began)
 
 
 class _Fetch:
@@ -107,7 +108,7 @@ class _Fetch:
         self._begun: deque[tuple[int, float]] = deque()  # number and time, the earliest first
         self._arrived: deque[tuple[int, Content]] = deque()
         self._wake_at, self._enough = 1, threading.Event()
-        self._races_left = int(num * _RACED_FRACTION) + 1
+        self._hedges_left = int(num * _HEDGED_FRACTION) + 1
 
     def work(self) -> None:
         """Fetch, until nothing remains."""
@@ -115,13 +116,13 @@ class _Fetch:
             began = time.monotonic()
             self._begun.append((number, began))
             content = self._get(number)
-            _slowness.observe(time.monotonic() - began)
+            _hedge_delay.observe(time.monotonic() - began)
             self._arrive(number, content)
 
     def results(self) -> Iterator[tuple[int, Content]]:
         """Each number once, with what came first for it."""
         while self._missing:
-            slow_in_s = self._race_slow_requests()
+            slow_in_s = self._hedge_slow_requests()
             self._wake_at = min(_TOGETHER, len(self._missing))
             if len(self._arrived) < self._wake_at:
                 self._enough.wait(slow_in_s)
@@ -137,20 +138,20 @@ class _Fetch:
         for _ in self._remaining:
             pass
 
-    def _race_slow_requests(self) -> float | None:
-        """Send slow requests a second time; returns the seconds until the next one may be slow."""
-        while self._races_left and self._begun:
+    def _hedge_slow_requests(self) -> float | None:
+        """Hedge slow requests; returns the seconds until the next one may be slow."""
+        while self._hedges_left and self._begun:
             number, began = self._begun[0]
-            left_s = began + _slowness.after_s - time.monotonic()
+            left_s = began + _hedge_delay.after_s - time.monotonic()
             if number in self._missing and left_s > 0:
                 return min(left_s, _LOOK_EVERY_S)
             self._begun.popleft()
             if number in self._missing:
-                self._races_left -= 1
-                threads().submit(self._race, number)
-        return _LOOK_EVERY_S if self._races_left else None
+                self._hedges_left -= 1
+                threads().submit(self._hedge, number)
+        return _LOOK_EVERY_S if self._hedges_left else None
 
-    def _race(self, number: int) -> None:
+    def _hedge(self, number: int) -> None:
         content = self._get(number)
         if isinstance(content, bytes):  # what failed the second time may yet come the first
             self._arrive(number, content)

@@ -41,7 +41,7 @@ class BucketFileSystem(S3FileSystem):
             requester_pays=cloud.requester_pays,
             endpoint_url=cloud.endpoint_url,
             client_kwargs={"region_name": cloud.region or "us-east-1"},
-            config_kwargs={**cloud.client_config(), "request_checksum_calculation": "when_required"},
+            config_kwargs={**cloud.boto_config(), "request_checksum_calculation": "when_required"},
             use_listings_cache=False,
             **options,
         )

@@ -34,6 +34,9 @@ _CREDENTIAL_CODES = {
 _NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 
+_BUSY = "{endpoint} is too busy for {url}, also after retries; try again later, or with fewer workers."
+_WRONG_CLOCK = "This machine's clock is wrong, so {endpoint} refuses its requests; set the clock."
+_OTHER_PROTOCOL = "{endpoint} does not answer as {protocol} does; check {endpoint_variable}."
 _REGION = "The bucket {bucket} is in the region {detail}; set AWS_REGION={detail}."
 _OTHER_REGION = (
     "The bucket {bucket} is in another region than the one configured; set AWS_REGION to the bucket's region."
@@ -41,6 +44,18 @@ _OTHER_REGION = (
 _UNUSABLE_NAME = "An object below {url} has a name that cannot be used ({detail}); rename it."
 _OTHER = "{url} cannot be used: {detail}."
 
+_BY_CODE: dict[str, str] = {
+    "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
+    "ContainerNotFound": "There is no container {bucket} at {endpoint}; check the name, or create it.",
+    "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
+    "InvalidResourceName": "{bucket} is not a valid container name; check {url}.",
+    "RequestTimeTooSkewed": _WRONG_CLOCK,
+    "SlowDown": _BUSY,
+    "TooManyRequests": _BUSY,
+    "ServerBusy": _BUSY,
+    "OperationTimedOut": _BUSY,
+}
+_BY_STATUS = {404: _OTHER_PROTOCOL, 429: _BUSY, 503: _BUSY}
 _BY_TEXT: dict[str, str] = {
     "dns error": "{endpoint} cannot be reached: there is no such host; check {host_variables} and the network.",
     "ConnectionRefused": (
@@ -53,6 +68,7 @@ _BY_TEXT: dict[str, str] = {
     "kind: Connect": UNREACHABLE,
     "TimedOut": UNREACHABLE,
     "HTTP error": UNREACHABLE,
+    "invalid list response": _OTHER_PROTOCOL,
 }
 """What obstore and the libraries below it write when there was no answer; the more specific first."""
 
@@ -79,6 +95,7 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
         "endpoint": cloud.endpoint_url or cloud.sentences.endpoint,
         "identity": identity or cloud.sentences.any_identity,
         "detail": detail,
+        "protocol": cloud.sentences.protocol,
         "endpoint_variable": cloud.sentences.endpoint_variable,
         "host_variables": cloud.sentences.host_variables,
         "certificates_variable": cloud.sentences.certificates_variable,
@@ -105,9 +122,10 @@ def _sentence(error: BaseException, cloud: Cloud) -> tuple[str, str]:
 
 def _answered(error: BaseException, sentences: CloudSentences) -> tuple[str, str] | None:
     """The sentence for what the server answered, or for the kind of failure without an answer, if there is one."""
-    known = sentences.by_code.get(error_code(error) or "") or sentences.by_status.get(http_status(error) or 0)
-    texts = _BY_TEXT | {"invalid list response": sentences.by_status[404]}
-    sentence = known or next((sentence for part, sentence in texts.items() if part in str(error)), None)
+    codes = _BY_CODE | dict(sentences.by_code)
+    statuses = {401: sentences.refuses_credentials, 403: sentences.no_permission, **_BY_STATUS}
+    known = codes.get(error_code(error) or "") or statuses.get(http_status(error) or 0)
+    sentence = known or next((sentence for part, sentence in _BY_TEXT.items() if part in str(error)), None)
     return (sentence, "") if sentence else None
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -17,6 +18,7 @@ class Request:
     access_key_id: str
     number: int
     """The number of earlier requests."""
+    headers: Message
 
 
 @dataclass
@@ -48,9 +50,8 @@ def scripted_s3(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list
             )  # Otherwise the body would be read as the next request.
             signature = self.headers.get("Authorization", "")
             with lock:
-                request = Request(
-                    self.command, self.path, signature.partition("Credential=")[2].partition("/")[0], len(requests)
-                )
+                key = signature.partition("Credential=")[2].partition("/")[0]
+                request = Request(self.command, self.path, key, len(requests), self.headers)
                 requests.append(request)
             self.send(answer(request))
 

@@ -9,15 +9,15 @@ from collections import Counter
 import pytest
 
 from raytrain.storage import fetch_many
-from raytrain.storage.fetch_many import InFlight, Slowness, fetch_each
+from raytrain.storage.fetch_many import Concurrency, HedgeDelay, fetch_each
 
 NUM = 200
 
 
 @pytest.fixture(autouse=True)
 def _no_experience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_many, "_in_flight", InFlight())
-    monkeypatch.setattr(fetch_many, "_slowness", Slowness())
+    monkeypatch.setattr(fetch_many, "_concurrency", Concurrency())
+    monkeypatch.setattr(fetch_many, "_hedge_delay", HedgeDelay())
 
 
 class Requests:
@@ -85,37 +85,37 @@ def test_who_needs_no_more_gets_no_more() -> None:
     assert sum(counts.values()) <= num_begun + fetch_many._FIRST_LIMIT
 
 
-def observe(in_flight: InFlight, *limits_and_rates: tuple[int, float]) -> int:
+def observe(concurrency: Concurrency, *limits_and_rates: tuple[int, float]) -> int:
     for limit, rate in limits_and_rates:
-        in_flight.observe(limit, 512, 512 / rate)
-    return in_flight.limit
+        concurrency.observe(limit, 512, 512 / rate)
+    return concurrency.limit
 
 
 @pytest.mark.parametrize(("rate_of_128", "limit"), [(1999.0, 128), (1050.0, 64)])
 def test_twice_as_many_requests_stay_if_they_are_faster(rate_of_128: float, limit: int) -> None:
-    in_flight = InFlight()
-    assert observe(in_flight, (64, 10), (64, 1000)) == 128, "the first call makes connections"
-    assert observe(in_flight, (64, 1000)) == 128, "a call of another thread, which began before"
-    assert observe(in_flight, (128, 10), (128, rate_of_128)) == limit
-    assert observe(in_flight, *[(limit, 1000)] * 63) == limit
+    concurrency = Concurrency()
+    assert observe(concurrency, (64, 10), (64, 1000)) == 128, "the first call makes connections"
+    assert observe(concurrency, (64, 1000)) == 128, "a call of another thread, which began before"
+    assert observe(concurrency, (128, 10), (128, rate_of_128)) == limit
+    assert observe(concurrency, *[(limit, 1000)] * 63) == limit
 
 
 def test_more_requests_are_tried_again_after_a_while() -> None:
     slower = [(64, 1000), (64, 1000), (128, 1000), (128, 1000)]
-    assert observe(InFlight(), *slower, *[(64, 1000)] * 63) == 64
-    assert observe(InFlight(), *slower, *[(64, 1000)] * 64) == 128
+    assert observe(Concurrency(), *slower, *[(64, 1000)] * 63) == 64
+    assert observe(Concurrency(), *slower, *[(64, 1000)] * 64) == 128
 
 
 def test_a_small_call_says_nothing_about_more_requests() -> None:
-    in_flight = InFlight()
-    in_flight.observe(64, 60, 0.1)
-    in_flight.observe(64, 100, 0.1)
-    assert in_flight.limit == 64
+    concurrency = Concurrency()
+    concurrency.observe(64, 60, 0.1)
+    concurrency.observe(64, 100, 0.1)
+    assert concurrency.limit == 64
 
 
 @pytest.mark.parametrize("first_s", [0.4, 0.001])
 def test_a_request_is_slow_at_twice_what_most_take_however_long_a_few_take(first_s: float) -> None:
-    slowness = Slowness()
+    slowness = HedgeDelay()
     assert slowness.after_s == float("inf")
     slowness.observe(first_s)
     draw = random.Random(0)

@@ -15,12 +15,13 @@ import pytest
 from botocore import exceptions
 from obstore.exceptions import GenericError, UnauthenticatedError
 
+import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
-from raytrain.storage.open import open_store
+from raytrain.storage.open import open_store, read_input
 from raytrain.storage.request_errors import explain
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
@@ -431,6 +432,9 @@ def test_an_error_of_the_credential_source_is_reported_unchanged() -> None:
             "in the region eu-west-1; set AWS_REGION=eu-west-1",
         ),
         (refusal(503, "SlowDown"), "too busy"),
+        (refusal(403, "InvalidObjectState"), r"prefix is archived \(S3 Glacier\); restore it"),
+        (refusal(400, "KMS.DisabledException"), "KMS key that encrypts s3://bucket/prefix; enable that key"),
+        (refusal(403, "AccessDenied", "not authorized to perform: kms:Decrypt on the resource"), "grant kms:Decrypt"),
         (refusal(400, "Oddity", "Nobody has seen this."), "cannot be used: Nobody has seen this"),
         (Answer(404, b"<html>Welcome to nginx!</html>"), "does not answer as S3 does; check AWS_ENDPOINT_URL"),
     ],
@@ -694,3 +698,50 @@ def test_of_two_conditional_writes_one_is_refused(
             store.put_if("a", b"2", expected)
     store.put_if("a", b"2", b"1")
     assert store.get("a") == b"2" and list(store.list()) and not caplog.messages
+
+
+# What AWS configurations ask for.
+
+
+def test_proxies_are_not_asked_for_servers_on_this_machine(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    open_store(s3_url).put("a", b"1")
+    assert [found.path for found in open_store(s3_url).list()] == ["a"]
+    assert raytrain.filesystem(s3_url).cat_file(f"{s3_url}/a") == b"1" == read_input(f"{s3_url}/a")
+
+
+def test_a_bucket_can_be_a_part_of_the_hosts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = "[default]\nendpoint_url = http://host:1\ns3 =\n  addressing_style = virtual\n"
+    write_aws_configuration(tmp_path, monkeypatch, config, "")
+    cloud = open_store("s3://mine/x").cloud
+    assert cloud == S3("http://host:1", virtual_hosted=True)
+    config = cloud.obstore_config("mine")
+    assert (config["endpoint"], config["virtual_hosted_style_request"]) == ("http://mine.host:1", True)
+    assert cloud.boto_config()["s3"] == {"addressing_style": "virtual"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "header", "sent"),
+    [("AWS_SKIP_SIGNATURE=true", "Authorization", False), ("AWS_REQUEST_PAYER=requester", "x-amz-request-payer", True)],
+)
+def test_public_buckets_and_those_whose_readers_pay_are_read_everywhere(
+    variable: str, header: str, sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: Request) -> Answer:
+        content = b"" if request.method == "HEAD" else b"1"
+        return Answer(body=listing(["a//b", "c"], request) if "list-type" in request.path else content)
+
+    with scripted_s3(answer) as (url, requests):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        if sent:
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-one")
+        with monkeypatch.context() as here:
+            here.setenv(*variable.split("="))
+            store = pickle.loads(pickle.dumps(open_store("s3://bucket")))
+            assert read_input("s3://bucket/c") == b"1" == raytrain.filesystem("s3://bucket").cat_file("bucket/c")
+        assert store.get("c") == b"1" and [found.path for found in store.list()] == ["c"]  # as on another machine
+    assert {header in request.headers for request in requests} == {sent}

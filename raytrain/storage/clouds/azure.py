@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.clouds.cloud import BUSY, Cloud, CloudSentences, checked_endpoint
+from raytrain.storage.clouds.cloud import Cloud, CloudSentences, checked_endpoint
 from raytrain.storage.credentials import AzureCredentials
 
 if TYPE_CHECKING:
@@ -28,14 +28,11 @@ _REFUSES = (
     "{endpoint} does not accept the {identity}; check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, "
     "or sign in again (az login)."
 )
-_NO_PERMISSION = (
-    "The {identity} has no permission for {url}; give it the role Storage Blob Data Reader, "
-    "and to write Storage Blob Data Contributor."
-)
 _TOO_EARLY = "The container {bucket} is being deleted; try again later, or choose another one."
 
 _SENTENCES = CloudSentences(
     endpoint="Azure Blob Storage",
+    protocol="Azure Blob Storage",
     endpoint_variable="AZURE_STORAGE_ENDPOINT",
     host_variables="AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT",
     certificates_variable="REQUESTS_CA_BUNDLE",  # which Azure's own command line and azure-identity read
@@ -45,10 +42,13 @@ _SENTENCES = CloudSentences(
         "install raytrain[azure] and sign in (az login), or give the machine an identity."
     ),
     not_obtained="The Azure credentials for {url} could not be obtained ({detail}); check them, or sign in (az login).",
+    refuses_credentials=_REFUSES,
+    no_permission=(
+        "The {identity} has no permission for {url}; give it the role Storage Blob Data Reader, "
+        "and to write Storage Blob Data Contributor."
+    ),
     by_code={
-        "ContainerNotFound": "There is no container {bucket} at {endpoint}; check the name, or create it.",
         "ContainerBeingDeleted": _TOO_EARLY,
-        "InvalidResourceName": "{bucket} is not a valid container name; check {url}.",
         "AuthenticationFailed": _REFUSES,
         "InvalidAuthenticationInfo": _REFUSES,
         "AuthorizationFailure": _REFUSES[:-1] + ", and the firewall of the storage account.",
@@ -57,15 +57,6 @@ _SENTENCES = CloudSentences(
             "{endpoint} allows no account keys; install raytrain[azure], remove AZURE_STORAGE_ACCOUNT_KEY "
             "and sign in (az login)."
         ),
-        "ServerBusy": BUSY,
-        "OperationTimedOut": BUSY,
-    },
-    by_status={
-        401: _REFUSES,
-        403: _NO_PERMISSION,
-        404: "{endpoint} does not answer as Azure Blob Storage does; check AZURE_STORAGE_ENDPOINT.",
-        429: BUSY,
-        503: BUSY,
     },
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
@@ -16,21 +16,21 @@ from raytrain.storage.credentials import BucketCredentials, CredentialSource, Le
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
 
-BUSY = "{endpoint} is too busy for {url}, also after retries; try again later, or with fewer workers."
 UNREACHABLE = "{endpoint} cannot be reached, or does not answer in time; check {endpoint_variable} and the network."
 UNTRUSTED = (
     "The certificate of {endpoint} cannot be trusted; "
     "set {certificates_variable} to the file with the certificate of its authority."
 )
-WRONG_CLOCK = "This machine's clock is wrong, so {endpoint} refuses its requests; set the clock."
 
 
 @dataclass(frozen=True)
 class CloudSentences:
-    """Sentences with ``{endpoint}``, ``{bucket}``, ``{url}`` and ``{identity}``, by the code or status of an answer."""
+    """Words of a cloud, and sentences with ``{endpoint}``, ``{bucket}``, ``{url}`` and ``{identity}``."""
 
     endpoint: str
     """What it is called if no endpoint is configured."""
+    protocol: str
+    """What its servers speak."""
     endpoint_variable: str
     host_variables: str
     """What the name of its host depends on."""
@@ -41,8 +41,10 @@ class CloudSentences:
     no_credentials: str
     not_obtained: str
     """Likewise with the reason as ``{detail}``."""
-    by_code: Mapping[str, str]
-    by_status: Mapping[int, str]
+    refuses_credentials: str
+    no_permission: str
+    by_code: Mapping[str, str] = field(default_factory=dict)
+    """Sentences for its own codes of what went wrong."""
 
 
 class Cloud(ABC):

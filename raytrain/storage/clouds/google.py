@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError
-from raytrain.storage.clouds.cloud import BUSY, Cloud, CloudSentences, checked_endpoint
+from raytrain.storage.clouds.cloud import Cloud, CloudSentences, checked_endpoint
 from raytrain.storage.credentials import GoogleCredentials
 
 if TYPE_CHECKING:
@@ -22,17 +22,9 @@ if TYPE_CHECKING:
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
-_REFUSES = (
-    "{endpoint} does not accept the {identity}; check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
-    "(gcloud auth application-default login)."
-)
-_NO_PERMISSION = (
-    "The {identity} has no permission for {url}; give whom it belongs to the role Storage Object Viewer, "
-    "and to write Storage Object User."
-)
-
 _SENTENCES = CloudSentences(
     endpoint="Google Cloud Storage",
+    protocol="Google Cloud Storage",
     endpoint_variable="STORAGE_EMULATOR_HOST",
     host_variables="STORAGE_EMULATOR_HOST",
     certificates_variable="REQUESTS_CA_BUNDLE",  # which google-auth reads
@@ -45,19 +37,14 @@ _SENTENCES = CloudSentences(
         "The Google credentials for {url} could not be obtained ({detail}); check GOOGLE_APPLICATION_CREDENTIALS, "
         "or sign in (gcloud auth application-default login)."
     ),
-    by_code={
-        "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
-        "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
-        "AccessDenied": _NO_PERMISSION,
-        "SlowDown": BUSY,
-    },
-    by_status={
-        401: _REFUSES,
-        403: _NO_PERMISSION,
-        404: "{endpoint} does not answer as Google Cloud Storage does; check STORAGE_EMULATOR_HOST.",
-        429: BUSY,
-        503: BUSY,
-    },
+    refuses_credentials=(
+        "{endpoint} does not accept the {identity}; check GOOGLE_APPLICATION_CREDENTIALS, or sign in again "
+        "(gcloud auth application-default login)."
+    ),
+    no_permission=(
+        "The {identity} has no permission for {url}; give whom it belongs to the role Storage Object Viewer, "
+        "and to write Storage Object User."
+    ),
 )
 
 

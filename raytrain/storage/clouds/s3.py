@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import (
-    BUSY,
     UNREACHABLE,
     UNTRUSTED,
-    WRONG_CLOCK,
     Cloud,
     CloudSentences,
     checked_endpoint,
@@ -51,6 +49,7 @@ _SIGNED_OUT = "The AWS sign-in has expired; sign in again (for example: aws sso 
 
 _SENTENCES = CloudSentences(
     endpoint="Amazon S3",
+    protocol="S3",
     endpoint_variable="AWS_ENDPOINT_URL",
     host_variables="AWS_ENDPOINT_URL, AWS_REGION",
     certificates_variable="AWS_CA_BUNDLE",
@@ -63,9 +62,9 @@ _SENTENCES = CloudSentences(
         "The credentials of this machine's AWS configuration could not be obtained ({detail}); "
         "check its role or profile."
     ),
+    refuses_credentials=_NO_PERMISSION,
+    no_permission=_NO_PERMISSION,
     by_code={
-        "NoSuchBucket": "There is no bucket {bucket} at {endpoint}; check the name, or create it.",
-        "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
         "InvalidAccessKeyId": (
             "{endpoint} does not know the access key {identity}; "
             "check AWS_ACCESS_KEY_ID, or the profile that AWS_PROFILE names."
@@ -80,9 +79,6 @@ _SENTENCES = CloudSentences(
         "RequestExpired": _EXPIRED,
         "InvalidToken": _BAD_TOKEN,
         "InvalidClientTokenId": _BAD_TOKEN,
-        "RequestTimeTooSkewed": WRONG_CLOCK,
-        "SlowDown": BUSY,
-        "TooManyRequests": BUSY,
         "AccessDenied": _NO_PERMISSION,
         "AllAccessDisabled": _NO_PERMISSION,
         "AccountProblem": _NO_PERMISSION,
@@ -90,13 +86,6 @@ _SENTENCES = CloudSentences(
         "KMS.DisabledException": _KMS,
         "KMS.NotFoundException": _KMS,
         "KMS.KMSInvalidStateException": _KMS,
-    },
-    by_status={
-        401: _NO_PERMISSION,
-        403: _NO_PERMISSION,
-        404: "{endpoint} does not answer as S3 does; check AWS_ENDPOINT_URL.",
-        429: BUSY,
-        503: BUSY,
     },
 )
 
@@ -157,7 +146,7 @@ class S3(Cloud):
         return config | {"endpoint": self.endpoint_url.replace("://", host, 1)}
 
     def explained(self, error: BaseException) -> tuple[str, str] | None:
-        return explained(error)
+        return (_KMS, "") if "perform: kms:" in str(error) else explained(error)
 
     def list_any_names(self, bucket: str, prefix: str, keys: Credentials | None) -> Iterator[ObjectMeta]:
         """Each object whose name starts with ``prefix``, whatever that name is.
@@ -176,7 +165,7 @@ class S3(Cloud):
                     "version": None,
                 }
 
-    def client_config(self) -> dict[str, Any]:
+    def boto_config(self) -> dict[str, Any]:
         """The same settings as options of botocore's Config."""
         config: dict[str, Any] = {"s3": {"addressing_style": "virtual" if self.virtual_hosted else "path"}}
         return config | ({"proxies": {}} if self.is_loopback else {})
@@ -187,7 +176,7 @@ class S3(Cloud):
         from botocore.config import Config
 
         given = keys.for_boto3() if keys else {}
-        options = {**self.client_config(), "retries": {"mode": "standard", "max_attempts": 5}}
+        options = {**self.boto_config(), "retries": {"mode": "standard", "max_attempts": 5}}
         config = Config(**options, **({"signature_version": UNSIGNED} if self.unsigned else {}))
         region = self.region or "us-east-1"
         return boto3.Session().client("s3", region, endpoint_url=self.endpoint_url, config=config, **given)
