@@ -15,7 +15,7 @@ from raytrain.display.live_view import LiveView
 from raytrain.display.png import GREY, ORANGE, plain_axes
 from raytrain.display.run_tables import Column, rows_table, status_text
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, TrialStatus, as_typed, shown
+from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
 from raytrain.runs.printable import one_line
 
 if TYPE_CHECKING:
@@ -44,22 +44,22 @@ class SweepTerminalView(LiveView):
         super().__init__(console, "reading the data, starting the trials …")
         self._printed: dict[str, tuple[str, int, float | None]] = {}
 
-    def update(self, trials: Sequence[TrialStatus]) -> None:
+    def update(self, trials: Sequence[TrialResult]) -> None:
         """Show how all trials stand."""
         if self._live is None:
             self._print_changes(trials)
         else:
             self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS), keep=False)
 
-    def _print_changes(self, trials: Sequence[TrialStatus]) -> None:
+    def _print_changes(self, trials: Sequence[TrialResult]) -> None:
         for trial in trials:
-            state = (trial.status, trial.num_evaluations, trial.accuracy)
+            state = (trial.status, len(trial.evaluations), trial.accuracy)
             if trial.status != WAITING and self._printed.get(trial.name) != state:
                 self._printed[trial.name] = state
                 self._print(_trial_line(trial))
 
 
-def live_table(trials: Sequence[TrialStatus], num_rows: int) -> RenderableType:
+def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
     """At most ``num_rows`` trials, those that train before others, and how many trials have each status."""
     best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
     chosen = _most_interesting(trials, max(1, num_rows))
@@ -116,7 +116,7 @@ def sweep_figure(result: SweepResult) -> Figure:
     return figure
 
 
-def _trial_line(trial: TrialStatus) -> str:
+def _trial_line(trial: TrialResult) -> str:
     """How a trial stands, as one line of plain text."""
     parts = [trial.name, as_typed(trial.values), trial.status]
     if trial.num_epochs:
@@ -132,7 +132,7 @@ def _trial_line(trial: TrialStatus) -> str:
     return "  ".join(parts)
 
 
-def _trial_columns(trials: Sequence[TrialStatus] | Sequence[TrialResult]) -> list[Column]:
+def _trial_columns(trials: Sequence[TrialResult]) -> list[Column]:
     """The trial, the varied options, and the status."""
     names = list(trials[0].values) if trials else []
     return [
@@ -146,10 +146,10 @@ def _heading(name: str) -> Text:
     return Text(option_name(name).replace("-", "-\n"), overflow="fold")
 
 
-def _most_interesting(trials: Sequence[TrialStatus], count: int) -> list[TrialStatus]:
+def _most_interesting(trials: Sequence[TrialResult], count: int) -> list[TrialResult]:
     """At most ``count`` trials, in their order: first those that train, then ended ones, then waiting ones."""
 
-    def rank(trial: TrialStatus) -> tuple[int, float]:
+    def rank(trial: TrialResult) -> tuple[int, float]:
         return 0 if trial.status in _ACTIVE else 2 if trial.status == WAITING else 1, -(trial.accuracy or 0.0)
 
     chosen = {trial.name for trial in sorted(trials, key=rank)[:count]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from functools import partial
@@ -30,12 +30,11 @@ from raytrain.experiments.trials import (
     SweepResult,
     Trial,
     TrialResult,
-    TrialStatus,
+    best_first,
     check_names_free,
-    collect,
     is_over,
     plan_sweep,
-    trial_result,
+    stored_result,
     trials_of,
     write_sweep,
 )
@@ -51,7 +50,7 @@ from raytrain.runs.throttle import Throttle
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-SweepView = Callable[[Sequence[TrialStatus]], None]
+SweepView = Callable[[Sequence[TrialResult]], None]
 """Shows a sweep: called about twice a second with how all of its trials stand."""
 
 _LOOK_EVERY_S = 0.5
@@ -127,15 +126,13 @@ class _Session:
         self._prepared = prepared
         self._placement = _place(prepared.config, found, len(trials))
         self._loop = loop
-        self._over = {trial.name: trial_result(trial) for trial in trials if is_over(trial.store)}
         configs = [_resolved(trial, prepared, self._placement.device) for trial in trials]
         plans = [prepared.data.plan(config) for config in configs]
         num_steps = sum(plan.num_steps for plan in plans)
         self._open_images = partial(_shared_images, prepared, configs[0], found, self._placement, num_steps)
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
-        early = _early_stopping(num_epochs, self._over.values()) if early_stopping else None
-        self._trials = trials
-        self._runs = [_TrialRun(trial, early) for trial in trials if trial.name not in self._over]
+        early = EarlyStopping(num_epochs) if early_stopping else None
+        self._runs = [_TrialRun(trial, early) for trial in trials]
         self._recorder = _Recorder(prepared, planned, num_steps)
         self._documents = Background(self._recorder.keep)  # storage may hang, and a stop must not wait for it
         self._gpus: SimpleQueue[str | None] = SimpleQueue()
@@ -149,7 +146,7 @@ class _Session:
             self._shared = opened.enter_context(self._open_images())
             opened.enter_context(self._recorder)
             threads = ThreadPoolExecutor(self._placement.num_workers, thread_name_prefix="trial")
-            self._ended = [threads.submit(self._train, run) for run in self._runs]
+            self._ended = [threads.submit(self._train, run) for run in self._runs if not is_over(run.result)]
             opened.callback(threads.shutdown, cancel_futures=True)
             self._opened = opened.pop_all()
         return self
@@ -176,13 +173,11 @@ class _Session:
     def _train(self, run: _TrialRun) -> None:
         gpu = self._gpus.get()
         try:
-            group = RunGroup(placement=self._one_worker(), data=self._prepared.data, images=self._shared)
+            placement = dataclasses.replace(self._placement, num_workers=1, min_workers=1)
+            group = RunGroup(placement=placement, data=self._prepared.data, images=self._shared)
             run.train(self._options(run.trial, gpu), self._loop, group)
         finally:
             self._gpus.put(gpu)
-
-    def _one_worker(self) -> Placement:
-        return dataclasses.replace(self._placement, num_workers=1, min_workers=1)
 
     def _options(self, trial: Trial, gpu: str | None) -> TrainConfig:
         """The options of a trial in this process, which is in the cluster already."""
@@ -196,13 +191,11 @@ class _Session:
         """A request to stop that reached those who read the images, and why the images cannot be used."""
         return (None, None) if self._shared is None else self._shared.look()
 
-    def _show(self, view: SweepView | None) -> list[TrialStatus]:
-        running = {run.trial.name: run.status for run in self._runs}
-        over = {name: result.last_status for name, result in self._over.items()}
-        statuses = [(running | over)[trial.name] for trial in self._trials]
+    def _show(self, view: SweepView | None) -> list[TrialResult]:
+        results = [run.result for run in self._runs]
         if view is not None:
-            view(statuses)
-        return statuses
+            view(results)
+        return results
 
     def _conclude(self, request: StopReason | None, seconds: float) -> SweepResult:
         _, failure = self._look_at_images()
@@ -220,10 +213,9 @@ class _Session:
         return result
 
     def _result(self, request: StopReason | None, failure: str | None, seconds: float) -> SweepResult:
-        unwritten = {run.trial.name: run.error for run in self._runs if run.error}
-        results = collect(self._trials, unwritten)
+        results = best_first(run.result for run in self._runs)
         failed = failure is not None or all(result.status == "failed" for result in results)
-        stopped = request is not None and not all(is_over(trial.store) for trial in self._trials)
+        stopped = request is not None and not all(is_over(result) for result in results)
         return SweepResult(
             name=self._prepared.name,
             status="failed" if failed else "stopped" if stopped else "finished",
@@ -243,12 +235,14 @@ class _TrialRun:
 
     def __init__(self, trial: Trial, early: EarlyStopping | None) -> None:
         self.trial = trial
-        self.status = TrialStatus(name=trial.name, values=trial.values)
-        self.error: str | None = None
+        self.result = stored_result(trial)
         self.aborted = False
         self._early = early
         self._signals = StopSignals()
-        self._accuracies: dict[int, float] = {}  # by the step of the evaluation
+        self._evaluations: dict[int, tuple[int, float]] = {}  # by step: epoch and accuracy
+        if is_over(self.result):
+            for evaluation in self.result.evaluations:
+                self._is_worse(evaluation)  # the others are compared with it
 
     def stop(self, request: StopReason) -> None:
         """Stop the trial with a checkpoint; one that waits does not start."""
@@ -270,26 +264,27 @@ class _TrialRun:
             )
             train_request(request)
         except KeyboardInterrupt:
-            self.status = dataclasses.replace(self.status, status="interrupted")
+            self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:
-            self.error = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
-            self.status = dataclasses.replace(self.status, status="failed", reason=self.error)
+            reason = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {error}"
+            self.result = dataclasses.replace(self.result, status="failed", reason=reason)
 
     def _look(self, snapshot: Snapshot) -> None:
         """The view of the run: note how it stands, and stop it if it is worse than the others."""
         if self.aborted:
             raise KeyboardInterrupt
         if snapshot.first_row == 0:
-            self._accuracies.clear()
+            self._evaluations.clear()
         for row in snapshot.rows:
             if row.kind == "evaluation" and row.accuracy is not None:
-                self._accuracies[row.step] = row.accuracy
-                self._compare(row.epoch, row.accuracy)
-        self.status = TrialStatus.of(self.trial, snapshot, list(self._accuracies.values()))
+                self._evaluations[row.step] = evaluation = (row.epoch, row.accuracy)
+                if self._is_worse(evaluation):
+                    reason = StopReason("early_stopping", metric="accuracy", value=row.accuracy, count=row.epoch)
+                    self.stop(reason)
+        self.result = self.result.now(snapshot, self._evaluations.values())
 
-    def _compare(self, epoch: int, accuracy: float) -> None:
-        if self._early is not None and self._early.is_worse(self.trial.name, epoch, accuracy):
-            self.stop(StopReason("early_stopping", metric="accuracy", value=accuracy, count=epoch))
+    def _is_worse(self, evaluation: tuple[int, float]) -> bool:
+        return self._early is not None and self._early.is_worse(self.trial.name, *evaluation)
 
 
 class _Recorder:
@@ -321,7 +316,7 @@ class _Recorder:
                 status = "interrupted" if exception[0] is KeyboardInterrupt else "failed"
                 write_status(self._store, self._status(status, ()))
 
-    def keep(self, statuses: Sequence[TrialStatus]) -> StopReason | None:
+    def keep(self, statuses: Sequence[TrialResult]) -> StopReason | None:
         """Write the sweep's status now and then; return a stop request that lies in storage.
 
         Storage that is out of reach may be back the next time.
@@ -334,16 +329,16 @@ class _Recorder:
                 return read_stop_request(store)
         return None
 
-    def conclude(self, result: SweepResult, statuses: Sequence[TrialStatus]) -> None:
+    def conclude(self, result: SweepResult, statuses: Sequence[TrialResult]) -> None:
         """Write the summary and the last status; raises StorageError if storage is out of reach."""
         write_json(self._store, SUMMARY, result.summary())
         write_status(self._store, self._status(result.status, statuses))
         self._concluded = True
 
-    def _status(self, status: str, trials: Sequence[TrialStatus]) -> RunStatus:
+    def _status(self, status: str, trials: Sequence[TrialResult]) -> RunStatus:
         return RunStatus(
             status=status,
-            step=sum(trial.step for trial in trials),
+            step=sum(trial.steps for trial in trials),
             num_steps=self._num_steps,
             num_workers=sum(trial.status == "running" for trial in trials),
         )
@@ -397,12 +392,3 @@ def _shared_images(
     from raytrain.backends.ray.shared_images import SharedImages
 
     return SharedImages(prepared, config, placement, num_steps)
-
-
-def _early_stopping(num_epochs: int, over: Iterable[TrialResult]) -> EarlyStopping:
-    """Compares trials, also with those that are ``over``."""
-    early = EarlyStopping(num_epochs)
-    for result in over:
-        for epoch, accuracy in result.evaluations:
-            early.is_worse(result.name, epoch, accuracy)
-    return early

@@ -47,65 +47,43 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialStatus:
-    """How a trial stands. What is not known yet is None; ``accuracy`` is the best on the test images so far."""
+class TrialResult:
+    """How a trial stands, or how it ended. What is not known is None.
+
+    ``accuracy`` is the best of the ``evaluations``, each an epoch and an accuracy on the test images. ``reason`` is why
+    the trial failed or stopped.
+    """
 
     name: str
     values: Point
+    run_dir: str
     status: str = WAITING
-    step: int = 0
-    epoch: int = 0
-    num_epochs: int = 0
-    loss: float | None = None
     accuracy: float | None = None
-    num_evaluations: int = 0
+    steps: int = 0
+    epoch: int | None = None
+    num_epochs: int | None = None
+    loss: float | None = None
     images_per_s: float | None = None
+    seconds: float = 0.0
     reason: str | StopReason | None = None
+    evaluations: tuple[tuple[int, float], ...] = ()
 
-    @classmethod
-    def of(cls, trial: Trial, snapshot: Snapshot, accuracies: Sequence[float]) -> TrialStatus:
-        """The status of a trial that trains or has trained; ``accuracies`` are those of its evaluations so far."""
+    def now(self, snapshot: Snapshot, evaluations: Iterable[tuple[int, float]]) -> TrialResult:
+        """The same trial as its run stands at this moment."""
         latest, request, result = snapshot.latest, snapshot.stop_request, snapshot.result
-        return cls(
-            name=trial.name,
-            values=trial.values,
+        known = tuple(evaluations)
+        return dataclasses.replace(
+            self,
             status=snapshot.status,
-            step=snapshot.step,
+            accuracy=_best(known),
+            steps=result.steps if result else snapshot.step,
             epoch=snapshot.epoch,
             num_epochs=snapshot.num_epochs,
             loss=latest and latest.loss,
-            accuracy=max(accuracies, default=None),
-            num_evaluations=len(accuracies),
             images_per_s=latest and latest.images_per_s,
+            seconds=result.seconds if result else snapshot.elapsed_s,
             reason=(result.error or result.stop_reason) if result else request,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialResult:
-    """How a trial ended; ``reason`` is why it failed or stopped. ``accuracy`` is the best of its ``evaluations``."""
-
-    name: str
-    values: Point
-    status: str
-    accuracy: float | None
-    steps: int
-    seconds: float
-    reason: str | StopReason | None
-    run_dir: str
-    evaluations: tuple[tuple[int, float], ...]
-    """Epoch and accuracy on the test images."""
-
-    @property
-    def last_status(self) -> TrialStatus:
-        """The result as a view shows it among trials that still train."""
-        return TrialStatus(
-            name=self.name,
-            values=self.values,
-            status=self.status,
-            step=self.steps,
-            accuracy=self.accuracy,
-            reason=self.reason,
+            evaluations=known,
         )
 
 
@@ -195,42 +173,39 @@ def check_names_free(trials: Iterable[Trial]) -> None:
             )
 
 
-def is_over(store: Store) -> bool:
-    """Whether the trial in ``store`` has nothing left to do: it was finished, or stopped early."""
-    summary = read_json(store, SUMMARY)
-    reason = stop_reason_of(summary)
-    stopped_early = reason is not None and reason.kind == "early_stopping"
-    return summary.get("status") == "finished" or (summary.get("status") == "stopped" and stopped_early)
+def is_over(trial: TrialResult) -> bool:
+    """Whether the trial has nothing left to do: it was finished, or stopped early."""
+    stopped_early = isinstance(trial.reason, StopReason) and trial.reason.kind == "early_stopping"
+    return trial.status == "finished" or (trial.status == "stopped" and stopped_early)
 
 
-def collect(trials: Sequence[Trial], errors: Mapping[str, str]) -> tuple[TrialResult, ...]:
-    """The results of ``trials``, from best to worst; those without an accuracy come last.
-
-    ``errors`` are why trials failed, by name: one that failed before it began has no documents.
-    """
-    results = [trial_result(trial) for trial in trials]
-    failed = {name: {"status": "failed", "reason": reason} for name, reason in errors.items()}
-    results = [dataclasses.replace(result, **failed.get(result.name, {})) for result in results]
-    return tuple(sorted(results, key=lambda result: (result.accuracy is None, -(result.accuracy or 0.0), result.name)))
+def best_first(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
+    """The trials from best to worst; those without an accuracy come last."""
+    return tuple(sorted(trials, key=lambda trial: (trial.accuracy is None, -(trial.accuracy or 0.0), trial.name)))
 
 
-def trial_result(trial: Trial) -> TrialResult:
-    """The result of a trial, as the documents tell it that the trial has written."""
+def stored_result(trial: Trial) -> TrialResult:
+    """How a trial ended, by the documents that it has written; one without documents waits."""
     store = trial.store
+    waiting = TrialResult(name=trial.name, values=trial.values, run_dir=store.url)
+    if not store.exists(CONFIG):
+        return waiting
     summary = read_json(store, SUMMARY)
-    evaluations = [(row.epoch, row.accuracy) for row in read_metrics(store) if row.kind == "evaluation"]
-    known = tuple((epoch, accuracy) for epoch, accuracy in evaluations if accuracy is not None)
-    return TrialResult(
-        name=trial.name,
-        values=dict(trial.values),
-        status=summary.get("status", "interrupted") if store.exists(CONFIG) else WAITING,
-        accuracy=max((accuracy for _, accuracy in known), default=None),
+    rows = [row for row in read_metrics(store) if row.kind == "evaluation"]
+    evaluations = tuple((row.epoch, row.accuracy) for row in rows if row.accuracy is not None)
+    return dataclasses.replace(
+        waiting,
+        status=summary.get("status", "interrupted"),
+        accuracy=_best(evaluations),
         steps=summary.get("steps", 0),
         seconds=summary.get("seconds", 0.0),
         reason=summary.get("error") or stop_reason_of(summary),
-        run_dir=store.url,
-        evaluations=known,
+        evaluations=evaluations,
     )
+
+
+def _best(evaluations: Iterable[tuple[int, float]]) -> float | None:
+    return max((accuracy for _, accuracy in evaluations), default=None)
 
 
 def _stored_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None) -> Sweep:

@@ -14,7 +14,7 @@ import pytest
 import raytrain
 from raytrain import TrainConfig
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.experiments.trials import TrialStatus
+from raytrain.experiments.trials import TrialResult
 from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.records import RunRecord, read_run
 from tests.helpers.free_cluster import wait_until_free
@@ -122,8 +122,8 @@ def test_a_trial_whose_process_dies_resumes_and_one_that_dies_again_ends_alone(i
 
 
 def test_an_aborted_sweep_leaves_no_trial_in_the_cluster(ray_cluster: None, images: Path, tmp_path: Path) -> None:
-    def abort(trials: Sequence[TrialStatus]) -> None:
-        if any(trial.num_evaluations for trial in trials):
+    def abort(trials: Sequence[TrialResult]) -> None:
+        if any(trial.evaluations for trial in trials):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -135,8 +135,8 @@ def test_an_aborted_sweep_leaves_no_trial_in_the_cluster(ray_cluster: None, imag
 class StopOnceTraining(StopSignals):
     """Asks for a stop, as Ctrl-C does, once a trial was evaluated."""
 
-    def view(self, trials: Sequence[TrialStatus]) -> None:
-        if any(trial.num_evaluations for trial in trials):
+    def view(self, trials: Sequence[TrialResult]) -> None:
+        if any(trial.evaluations for trial in trials):
             self.request_stop(StopReason("signal", "SIGINT"))
 
 

@@ -10,31 +10,38 @@ import numpy as np
 from rich.console import Console, RenderableType
 
 from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
-from raytrain.experiments.trials import SweepResult, TrialResult, TrialStatus
+from raytrain.experiments.trials import SweepResult, TrialResult
 
 
-def statuses(*changed: TrialStatus) -> list[TrialStatus]:
+def statuses(*changed: TrialResult) -> list[TrialResult]:
     """How four trials stand: ``changed``, and the others wait."""
     points = [{"learning_rate": rate, "optimizer": name} for rate in (0.001, 0.1) for name in ("sgd", "adamw")]
-    waiting = [TrialStatus(name=f"rates-{number:02d}", values=point) for number, point in enumerate(points)]
+    waiting = [TrialResult(name=f"rates-{number:02d}", values=point, run_dir="") for number, point in enumerate(points)]
     known = {status.name: status for status in changed}
     return [replace(known.get(each.name, each), values=each.values) for each in waiting]
 
 
-def some_started() -> list[TrialStatus]:
-    running = TrialStatus(
+def some_started() -> list[TrialResult]:
+    running = TrialResult(
         name="rates-00",
         values={},
+        run_dir="",
         status="running",
-        step=30,
+        steps=30,
         epoch=2,
         num_epochs=3,
         loss=0.75,
         accuracy=0.5,
-        num_evaluations=1,
+        evaluations=((1, 0.5),),
     )
-    failed = TrialStatus(
-        name="rates-02", values={}, status="failed", epoch=1, num_epochs=3, reason="RuntimeError: out of memory"
+    failed = TrialResult(
+        name="rates-02",
+        values={},
+        run_dir="",
+        status="failed",
+        epoch=1,
+        num_epochs=3,
+        reason="RuntimeError: out of memory",
     )
     return statuses(running, failed)
 
@@ -54,7 +61,7 @@ def test_the_table_shows_each_trial_with_its_values() -> None:
 
 
 def test_a_short_screen_shows_the_trials_that_are_training() -> None:
-    seen = text(live_table(statuses(TrialStatus(name="rates-03", values={}, status="running")), 1))
+    seen = text(live_table(statuses(TrialResult(name="rates-03", values={}, run_dir="", status="running")), 1))
     assert "rates-03" in seen and "rates-00" not in seen
 
 

@@ -17,17 +17,17 @@ from raytrain.experiments.early_stopping import EarlyStopping
 from raytrain.experiments.sweep import sweep
 from raytrain.experiments.trials import (
     Trial,
+    best_first,
     check_names_free,
-    collect,
     is_over,
     plan_sweep,
+    stored_result,
     trials_of,
     write_sweep,
 )
 from raytrain.runs.documents import run_store, write_config, write_json
 from raytrain.runs.layout import METRICS, SUMMARY
 from raytrain.runs.outcome import StopReason
-from raytrain.storage.open import open_store
 
 VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]
 
@@ -55,12 +55,12 @@ def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     write_trial(four[0], [0.2, 0.6, 0.4], status="finished", steps=9)
     write_trial(four[1], [0.5, 0.7], status="stopped", stop_reason={"kind": "signal", "detail": "SIGINT"})
     write_trial(four[2], [], status="failed", error="boom")
-    collected = collect(four, {"rates-03": "its weights do not fit"})
+    collected = best_first(map(stored_result, four))
     assert [(each.name[-2:], each.status, each.accuracy, each.reason) for each in collected] == [
         ("01", "stopped", 0.7, StopReason("signal", "SIGINT")),
         ("00", "finished", 0.6, None),
         ("02", "failed", None, "boom"),
-        ("03", "failed", None, "its weights do not fit"),
+        ("03", "waiting", None, None),
     ]
     assert collected[0].evaluations == ((1, 0.5), (2, 0.7))
 
@@ -76,10 +76,9 @@ def test_results_are_read_from_storage_best_first(tmp_path: Path) -> None:
     ],
 )
 def test_stopped_and_failed_trials_are_resumed(summary: dict[str, Any], over: bool, tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    if summary:
-        write_json(store, SUMMARY, summary)
-    assert is_over(store) is over
+    trial = trials(tmp_path)[0]
+    write_trial(trial, [], **summary)
+    assert is_over(stored_result(trial)) is over
 
 
 def started(storage: Path) -> TrainConfig:
@@ -131,7 +130,7 @@ def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None
 
 
 def test_the_python_function_has_the_options_of_the_command() -> None:
-    of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"options", "png"}
+    of_command = set(inspect.signature(COMMANDS["sweep"]).parameters) - {"config", "png"}
     of_function = inspect.signature(raytrain.sweep).parameters
     assert of_command == {"vary", "trials", "early_stopping", "trust"} and of_command < set(of_function)
     assert of_function["early_stopping"].default is True

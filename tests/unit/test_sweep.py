@@ -1,0 +1,189 @@
+"""A sweep from start to end: which trials it starts, stops and resumes. Stand-ins train, so that no process starts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raytrain
+from raytrain import TrainConfig, UsageError
+from raytrain.backends.train_request import TrainRequest
+from raytrain.errors import TrainingFailed
+from raytrain.experiments import sweep as sweep_module
+from raytrain.experiments.trials import TrialResult
+from raytrain.runs.documents import read_json, run_store, write_config, write_json
+from raytrain.runs.history import History
+from raytrain.runs.layout import METRICS, SUMMARY
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.outcome import StopReason, TrainResult
+from raytrain.runs.status import read_status
+from tests.helpers.small_runs import config as small_config
+
+pytestmark = pytest.mark.timeout(120)
+EPOCHS = 8
+Accuracy = Callable[[TrainConfig, int], float]
+
+
+class Trainer:
+    """Trains nothing: measures ``accuracy`` after each epoch, until the trial is over or is asked to stop."""
+
+    def __init__(self, accuracy: Accuracy) -> None:
+        self.accuracy = accuracy
+        self.started: list[tuple[str | None, bool]] = []
+        self.lock = threading.Lock()  # one trial after the other, so that the order is known
+
+    def __call__(self, request: TrainRequest) -> TrainResult:
+        with self.lock:
+            return self.train(request)
+
+    def train(self, request: TrainRequest) -> TrainResult:
+        config, name = request.config, request.config.name or ""
+        self.started.append((name, config.resume))
+        store = run_store(config.storage, name)
+        write_config(store, config)
+        monitor = RunMonitor(name, EPOCHS, 1, History(store))
+        monitor.started(1, 0)
+        assert request.view is not None
+        for epoch in range(1, EPOCHS + 1):
+            measured = {"accuracy": self.accuracy(config, epoch)}
+            row = MetricRow(kind="evaluation", step=epoch, epoch=epoch, metrics=measured)
+            monitor.record(row)
+            request.view(monitor.snapshot())
+            if request.signals.stop_request is not None:
+                break
+        request_made = request.signals.stop_request
+        status = "stopped" if request_made else "finished"
+        result = TrainResult(
+            name=name,
+            status=status,
+            steps=epoch,
+            epochs=epoch,
+            samples_seen=0,
+            test_accuracy=None,
+            test_loss=None,
+            checkpoint=None,
+            run_dir=store.url,
+            seconds=1.0,
+            num_workers=1,
+            stop_reason=request_made,
+        )
+        write_json(store, SUMMARY, result.summary())
+        monitor.finish(status, result)
+        request.view(monitor.snapshot())
+        return result
+
+
+@pytest.fixture
+def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Accuracy], Trainer]:
+    """Has trials measure certain accuracies instead of training."""
+
+    def use(accuracy: Accuracy) -> Trainer:
+        trainer = Trainer(accuracy)
+        monkeypatch.setattr(sweep_module, "train_request", trainer)
+        return trainer
+
+    return use
+
+
+def options(images: Path, storage: Path, **more: Any) -> TrainConfig:
+    return small_config(
+        images, storage, **{"name": "tried", "backend": "local", "workers": 1, "epochs": EPOCHS, **more}
+    )
+
+
+def by_seed(config: TrainConfig, epoch: int) -> float:
+    return config.seed / 10 + epoch / 100
+
+
+def test_trials_below_the_median_stop_early_and_the_best_comes_first(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    train_with(by_seed)
+    result = raytrain.sweep(options(images, tmp_path), vary=["seed=3,5,1"])
+    assert [(trial.name, trial.status, trial.steps) for trial in result.trials] == [
+        ("tried-01", "finished", 8),
+        ("tried-00", "finished", 8),
+        ("tried-02", "stopped", 1),
+    ]
+    assert result.trials[2].reason == StopReason("early_stopping", metric="accuracy", value=0.11, count=1)
+    assert (result.status, result.best, result.trials[0].accuracy) == ("finished", "tried-01", pytest.approx(0.58))
+    summary = read_json(run_store(str(tmp_path), "tried"), SUMMARY)
+    assert (summary["best"], len(summary["trials"])) == ("tried-01", 3)
+    assert read_status(run_store(str(tmp_path), "tried")).status == "finished"
+
+
+def test_without_early_stopping_each_trial_trains_to_its_end(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    train_with(by_seed)
+    result = raytrain.sweep(options(images, tmp_path), vary=["seed=3,1"], early_stopping=False)
+    assert {trial.status for trial in result.trials} == {"finished"}
+
+
+def test_a_trial_that_cannot_even_start_fails_alone_and_says_why(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    def accuracy(config: TrainConfig, epoch: int) -> float:
+        if config.seed == 1:
+            raise UsageError("The weights do not fit.")
+        return 0.5
+
+    train_with(accuracy)
+    result = raytrain.sweep(options(images, tmp_path), vary=["seed=0,1"])
+    assert [(trial.status, trial.reason) for trial in result.trials] == [
+        ("finished", None),
+        ("failed", "The weights do not fit."),
+    ]
+    assert result.status == "finished"
+
+
+def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_are_not_over(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    trainer = train_with(by_seed)
+    signals = sweep_module.StopSignals()
+
+    def accuracy(config: TrainConfig, epoch: int) -> float:
+        if config.seed == 1:
+            signals.request_stop(StopReason("caller", "enough"))
+            stopped.wait(60)
+        return 0.5
+
+    stopped = threading.Event()
+
+    def view(trials: Sequence[TrialResult]) -> None:
+        if signals.stop_request is not None:
+            asked.append(trials)
+            if len(asked) > 1:  # the trials were told after the first look
+                stopped.set()
+
+    asked: list[Sequence[TrialResult]] = []
+    trainer.accuracy = accuracy
+    first = raytrain.sweep(options(images, tmp_path), vary=["seed=0,1,2"], view=view, signals=signals)
+    assert {trial.name: trial.status for trial in first.trials} == {
+        "tried-00": "finished",
+        "tried-01": "stopped",
+        "tried-02": "waiting",
+    }
+    assert (first.status, first.stop_reason) == ("stopped", StopReason("caller", "enough"))
+    again = train_with(lambda config, epoch: 0.5)
+    result = raytrain.sweep(options(images, tmp_path, resume=True))
+    assert again.started == [("tried-01", True), ("tried-02", False)]
+    assert {trial.status for trial in result.trials} == {"finished"}
+
+
+def test_a_sweep_of_which_all_trials_fail_has_failed(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    def accuracy(config: TrainConfig, epoch: int) -> float:
+        raise TrainingFailed("The loss is not finite.", {})
+
+    train_with(accuracy)
+    result = raytrain.sweep(options(images, tmp_path), vary=["seed=0,1"])
+    assert (result.status, result.best) == ("failed", None)
+    assert not run_store(str(tmp_path), "tried-00").exists(METRICS)
