@@ -9,7 +9,6 @@ import ray
 from ray.actor import ActorProxy
 
 from raytrain.backends.coordinator import Coordinator
-from raytrain.backends.prepare import PreparedRun
 from raytrain.backends.ray.block_directory import BlockDirectory
 from raytrain.backends.ray.object_stores import ObjectStores
 from raytrain.backends.ray.private_api import on_this_node
@@ -20,8 +19,8 @@ from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.skipped_images import SkipLimit
 from raytrain.storage.base import Store
-from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.credentials import CredentialFields
+from raytrain.storage.lent_credentials import CredentialBroker
 
 WAIT, FEED, KEYS = "wait", "feed", "keys"
 """Concurrency groups of the calls that run beside the others: those of workers that wait, those of the driver's threads
@@ -46,7 +45,7 @@ class RayCoordinator(Coordinator):
         store: Store,
         num_steps: int,
         steps_per_epoch: int,
-        skip_limit: SkipLimit,
+        skip_limit: SkipLimit | None,
         started_at: float | None,
     ) -> None:
         self._broker = CredentialBroker()
@@ -148,25 +147,29 @@ CoordinatorHandle = ActorProxy[RayCoordinator]
 
 
 def start_coordinator(
-    prepared: PreparedRun, num_steps: int, steps_per_epoch: int, num_workers: int
+    name: str,
+    store: Store,
+    *,
+    num_steps: int,
+    steps_per_epoch: int,
+    num_workers: int,
+    skip_limit: SkipLimit | None = None,
+    started_at: float | None = None,
 ) -> CoordinatorHandle:
     """The coordinator of a run, on the driver's node. It is found by the run's URL from anywhere in the cluster.
 
-    All of up to ``num_workers`` workers may wait at once, each in a thread of the coordinator.
-
-    Raises UsageError if the run has a coordinator in this cluster already.
+    All of up to ``num_workers`` workers may wait at once, each in a thread of the coordinator. Raises UsageError if the
+    run has a coordinator in this cluster already.
     """
     groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, FEED: _FEEDERS, KEYS: _ASKERS}
     actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
-    name = _actor_name(prepared.name, prepared.store.url)
-    started_at = None if prepared.restarting else prepared.started_at  # the time until then is in the history
-    run = prepared.name, prepared.store, num_steps, steps_per_epoch, prepared.skip_limit(), started_at
+    named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)
     try:
-        return actor.options(name=name, namespace=_NAMESPACE, **options).remote(*run)
+        return named.remote(name, store, num_steps, steps_per_epoch, skip_limit, started_at)
     except ValueError:  # Ray has no other error for a name that is taken
         raise UsageError(
-            f"Run {prepared.name!r} is training in this cluster already; stop it first, or choose another --name."
+            f"Run {name!r} is training in this cluster already; stop it first, or choose another --name."
         ) from None
 
 

@@ -108,7 +108,15 @@ class RayLaunch:
         prepared, plan = self._prepared, self._spec.plan
         with ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
-            coordinator = start_coordinator(prepared, plan.num_steps, plan.steps_per_epoch, self.num_workers)
+            coordinator = start_coordinator(
+                prepared.name,
+                prepared.store,
+                num_steps=plan.num_steps,
+                steps_per_epoch=plan.steps_per_epoch,
+                num_workers=self.num_workers,
+                skip_limit=prepared.skip_limit(),
+                started_at=None if prepared.restarting else prepared.started_at,  # that is in the history
+            )
             opened.callback(stop_coordinator, coordinator)
             coordinator.checked.remote()
             stores = prepared.store, prepared.data.train_store, prepared.data.test_store

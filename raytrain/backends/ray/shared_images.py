@@ -36,7 +36,14 @@ class SharedImages:
         kept = dataclasses.replace(config, cache="memory")
         self.feed = DataFeed(kept, data, plan, data.test_plan(1), 0, room)
         with ExitStack() as opened:
-            self.coordinator = start_coordinator(prepared, num_steps, plan.steps_per_epoch, placement.num_workers)
+            self.coordinator = start_coordinator(
+                prepared.name,
+                prepared.store,
+                num_steps=num_steps,
+                steps_per_epoch=plan.steps_per_epoch,
+                num_workers=placement.num_workers,
+                skip_limit=prepared.skip_limit(),
+            )
             opened.callback(stop_coordinator, self.coordinator)
             stores = prepared.store, data.train_store, data.test_store
             scope = prepared.scope(f"{prepared.store.url}/")
