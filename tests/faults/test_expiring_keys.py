@@ -20,18 +20,20 @@ from raytrain.storage.open import open_store
 from tests.helpers.key_issuer import LIFE_S, Issuer, issuing_s3
 from tests.helpers.small_object_store import options as large_images
 from tests.helpers.small_runs import assert_same_weights, loop_with, put_images
+from tests.helpers.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 90
 STEPS_PER_KEY = 3
 WAIT_S = 120.0
 
 
-def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
+def options(data: Path | str, storage: Path | str, backend: str) -> raytrain.TrainConfig:
     return large_images(  # Few large images are prefetched, so reading lasts as long as the run.
         data,
         storage,
+        backend=backend,
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
         flip="none",
@@ -45,9 +47,9 @@ def options(data: Path | str, storage: Path | str) -> raytrain.TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def unhindered(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrain.TrainResult:
+def unhindered(images: Path, tmp_path_factory: pytest.TempPathFactory) -> raytrain.TrainResult:
     """The same run from a folder into a folder."""
-    return raytrain.train(options(images, tmp_path_factory.mktemp("unhindered")))
+    return raytrain.train(options(images, tmp_path_factory.mktemp("unhindered"), "local"))
 
 
 @pytest.fixture
@@ -68,10 +70,9 @@ def issuer(
 
 def wait_for_other_keys(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
     """Delay steps until one set of credentials per ``STEPS_PER_KEY`` steps was issued; most expire during the run."""
-    deadline = time.monotonic() + WAIT_S
-    while run.rank == 0 and len(list(issued.glob("*.json"))) < batch.step // STEPS_PER_KEY:
-        assert time.monotonic() < deadline, "no new credentials are requested"
-        time.sleep(0.1)
+    if run.rank == 0:
+        enough = batch.step // STEPS_PER_KEY
+        wait_for(lambda: len(list(issued.glob("*.json"))) >= enough, "no new credentials are requested", WAIT_S)
 
 
 def revoke(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
@@ -80,11 +81,11 @@ def revoke(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
 
 
 def test_a_run_survives_expiring_credentials(
-    unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, capfd: pytest.CaptureFixture[str]
+    backend: str, unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hook = partial(wait_for_other_keys, issued=issuer.folder)
     loop = partial(loop_with, before_step=hook)  # pyright: ignore
-    result = raytrain.train(options(s3_url, f"{s3_url}-runs"), loop=loop)
+    result = raytrain.train(options(s3_url, f"{s3_url}-runs", backend), loop=loop)
     assert (result.status, result.steps, result.num_skipped) == ("finished", STEPS, 0)
     expired = [keys for keys in issuer.issued() if float(keys["expires"]) < time.time()]
     assert len(expired) >= STEPS // STEPS_PER_KEY / 2 and result.seconds > 4 * LIFE_S
@@ -94,9 +95,9 @@ def test_a_run_survives_expiring_credentials(
 
 
 def test_revoked_credentials_end_a_run_with_one_sentence_and_new_ones_resume_it(
-    unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, tmp_path: Path
+    backend: str, unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, tmp_path: Path
 ) -> None:
-    wanted = options(s3_url, tmp_path / "runs")
+    wanted = options(s3_url, tmp_path / "runs", backend)
     loop = partial(loop_with, before_step=partial(revoke, issued=issuer.folder))  # pyright: ignore
     with pytest.raises(TrainingFailed) as raised:
         raytrain.train(wanted, loop=loop)

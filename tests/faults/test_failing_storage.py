@@ -32,7 +32,7 @@ from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_READING_TASKS = 2
 """Data tasks that run at the same time, with two workers on two CPUs."""
@@ -50,6 +50,7 @@ def whole_steps(storage: str) -> list[int]:
 
 @pytest.mark.parametrize(("fraction", "seed", "max_requests_per_read"), [(0.05, 0, 1.2), (0.5, 5, 3.0)])
 def test_failed_s3_requests_are_retried_and_counted(
+    backend: str,
     fraction: float,
     seed: int,
     max_requests_per_read: float,
@@ -62,7 +63,16 @@ def test_failed_s3_requests_are_retried_and_counted(
     data = f"s3://tests/failing-{fraction}"
     put_images(images, open_store(data))
     measured = read_config(open_store(undisturbed.run_dir))
-    options = config(data, tmp_path, cache="none", evaluate_every=0, trace=True, mean=measured.mean, std=measured.std)
+    options = config(
+        data,
+        tmp_path,
+        backend=backend,
+        cache="none",
+        evaluate_every=0,
+        trace=True,
+        mean=measured.mean,
+        std=measured.std,
+    )
     with faulty_s3(s3.endpoint_url, fraction, seed=seed) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         result = raytrain.train(options)
@@ -126,9 +136,9 @@ def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -
     ],
 )
 def test_a_run_on_a_full_or_read_only_disk_keeps_its_last_checkpoint(
-    hurt: Any, sentence: str, undisturbed: raytrain.TrainResult, images: Path, disk: Path
+    backend: str, hurt: Any, sentence: str, undisturbed: raytrain.TrainResult, images: Path, disk: Path
 ) -> None:
-    options = config(images, disk / "runs", checkpoint_every=("1ep", "3st"), trace=True)
+    options = config(images, disk / "runs", backend=backend, checkpoint_every=("1ep", "3st"), trace=True)
     loop = partial(loop_with, before_step=partial(hurt_disk, disk=disk, hurt=hurt))  # pyright: ignore
     with pytest.raises(TrainingFailed) as raised:
         raytrain.train(options, loop=loop)
@@ -175,6 +185,7 @@ def train_on_without_storage(run: raytrain.Run, batch: raytrain.Batch, folder: P
 
 
 def test_a_run_continues_while_its_storage_is_down_and_writes_its_checkpoints_later(
+    backend: str,
     undisturbed: raytrain.TrainResult,
     images: Path,
     s3: S3Server,
@@ -186,7 +197,7 @@ def test_a_run_continues_while_its_storage_is_down_and_writes_its_checkpoints_la
     with faulty_s3(s3.endpoint_url, interfere=away.interfere) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         hook = partial(train_on_without_storage, folder=tmp_path)
-        result = raytrain.train(config(images, s3_url), loop=partial(loop_with, before_step=hook))  # pyright: ignore
+        result = raytrain.train(config(images, s3_url, backend=backend), loop=partial(loop_with, before_step=hook))  # pyright: ignore
         assert (result.status, result.steps) == ("finished", 20)
         assert away.over and away.num_refused
         assert result.seconds > AWAY_S
@@ -223,7 +234,7 @@ def hang_and_train_slowly(run: raytrain.Run, folder: Path) -> None:
 
 
 def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
-    images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, images: Path, s3: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging, signals = Hanging(tmp_path), StopSignals()
 
@@ -234,7 +245,7 @@ def test_a_stop_lands_while_storage_hangs_and_its_checkpoint_is_written_later(
     with faulty_s3(s3.endpoint_url, interfere=hanging.interfere) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         loop = partial(hang_and_train_slowly, folder=tmp_path)  # pyright: ignore
-        options = config(images, s3_url, checkpoint_every=(), evaluate_every=0)
+        options = config(images, s3_url, backend=backend, checkpoint_every=(), evaluate_every=0)
         stopped = raytrain.train(options, loop=loop, view=stop, signals=signals)
         assert (stopped.status, stopped.stop_reason) == (
             "stopped",
@@ -264,6 +275,7 @@ def heavy_loop(run: raytrain.Run, folder: Path) -> None:
 
 
 def test_a_worker_killed_during_a_checkpoint_upload_leaves_the_previous_checkpoint(
+    backend: str,
     undisturbed: raytrain.TrainResult,
     images: Path,
     s3: S3Server,
@@ -283,7 +295,7 @@ def test_a_worker_killed_during_a_checkpoint_upload_leaves_the_previous_checkpoi
     with faulty_s3(s3.endpoint_url, interfere=kill) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         loop = partial(heavy_loop, folder=tmp_path)  # pyright: ignore
-        result = raytrain.train(config(images, s3_url, trace=True), loop=loop)
+        result = raytrain.train(config(images, s3_url, backend=backend, trace=True), loop=loop)
         assert killed.is_set() and (result.status, result.samples_seen) == ("finished", 324)
         assert_same_weights(result, undisturbed)
         assert whole_steps(s3_url)[-2:] == [15, 20]

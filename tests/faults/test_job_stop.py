@@ -14,7 +14,8 @@ import pytest
 
 from raytrain.demo.digits import render_digits
 from raytrain.runs.records import read_run
-from tests.helpers.ray_head import DEADLINE_S, RAY, Head, started_head, wait_for
+from tests.helpers.ray_head import RAY, Head, started_head
+from tests.helpers.waiting import DEADLINE_S, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

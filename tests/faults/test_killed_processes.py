@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,11 @@ from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from raytrain.runs.stop_request import request_stop
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
+from tests.helpers.waiting import DEADLINE_S, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-DEADLINE_S = 300.0
+LAUNCH = {"ray": ("--address", "local"), "local": ("--backend", "local")}
 
 Hurt = Callable[[raytrain.Run, raytrain.Batch, Path], None]
 
@@ -84,10 +84,10 @@ def death_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: 
     ],
 )
 def test_a_killed_worker_or_an_exception_does_not_change_the_weights(
-    hurt: Hurt, options: dict[str, Any], undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+    backend: str, hurt: Hurt, options: dict[str, Any], undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(hurt, folder=tmp_path))  # pyright: ignore
-    result = raytrain.train(config(images, tmp_path, trace=True, **options), loop=loop)
+    result = raytrain.train(config(images, tmp_path, backend=backend, trace=True, **options), loop=loop)
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
@@ -121,9 +121,9 @@ def test_a_preemption_notice_makes_a_checkpoint_before_the_node_is_removed(
 
 
 def test_a_stop_request_before_the_first_step_leaves_a_checkpoint(
-    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+    backend: str, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
-    options = config(images, tmp_path)
+    options = config(images, tmp_path, backend=backend)
     handle = raytrain.start(options)
     handle.stop("too early")
     handle.stop("and again")
@@ -153,8 +153,10 @@ def evaluate_until_asked_to_stop(run: raytrain.Run) -> None:
         run.step(optimizer)
 
 
-def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(images: Path, tmp_path: Path) -> None:
-    handle = raytrain.start(config(images, tmp_path), loop=evaluate_until_asked_to_stop)
+def test_a_stop_request_during_an_evaluation_takes_effect_in_the_next_step(
+    backend: str, images: Path, tmp_path: Path
+) -> None:
+    handle = raytrain.start(config(images, tmp_path, backend=backend), loop=evaluate_until_asked_to_stop)
     wait_for(lambda: handle.snapshot is not None and handle.snapshot.step >= 4)
     handle.stop("during the evaluation")
     stopped = handle.result(DEADLINE_S)
@@ -177,17 +179,19 @@ def command(images: Path, storage: Path, *more: str) -> list[str]:
 
 
 def test_a_run_whose_driver_was_killed_can_be_resumed(
-    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+    backend: str, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    endless = command(images, tmp_path, "--epochs", "1000", "--trace", "--address", "local")
+    endless = command(images, tmp_path, "--epochs", "1000", "--trace", *LAUNCH[backend])
     driver = subprocess.Popen(endless, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))) > 1)
     driver.kill()
     driver.wait()
     assert read_run(str(tmp_path), "run").status.status == "interrupted"
     done = len(read_steps(tmp_path))
-    ended = raytrain.train(config(images, tmp_path, resume=True, trace=True, epochs=1000, max_steps=max(done, 20) + 5))
+    ended = raytrain.train(
+        config(images, tmp_path, backend=backend, resume=True, trace=True, epochs=1000, max_steps=max(done, 20) + 5)
+    )
     assert ended.status == "finished" and ended.steps == max(done, 20) + 5
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, ended.steps + 1))
@@ -211,13 +215,13 @@ def stop_in(run: raytrain.Run, batch: raytrain.Batch, folder: Path, step: int) -
 
 @pytest.mark.parametrize("step", range(1, 7))
 def test_a_stop_request_in_any_step_stops_all_workers_after_the_same_step(
-    step: int, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+    backend: str, step: int, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(stop_in, folder=tmp_path, step=step))  # pyright: ignore
-    stopped = raytrain.train(config(images, tmp_path, trace=True), loop=loop)
+    stopped = raytrain.train(config(images, tmp_path, backend=backend, trace=True), loop=loop)
     assert (stopped.status, stopped.stop_reason, stopped.steps) == ("stopped", StopReason("caller", "enough"), step + 1)
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(step + 1)] * 2
-    resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True, workers=1))
+    resumed = raytrain.train(config(images, tmp_path, backend=backend, trace=True, resume=True, workers=1))
     assert_same_weights(resumed, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     assert read_steps(tmp_path) == list(range(1, 21))
@@ -238,16 +242,19 @@ def stop_during_a_checkpoint(run: raytrain.Run, batch: raytrain.Batch, folder: P
 
 
 def test_a_stop_request_during_a_checkpoint_is_obeyed(
-    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+    backend: str, undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
 ) -> None:
     loop = partial(loop_with, before_step=partial(stop_during_a_checkpoint, folder=tmp_path))  # pyright: ignore
-    stopped = raytrain.train(config(images, tmp_path, trace=True, checkpoint_every=("1ep", "3st")), loop=loop)
+    stopped = raytrain.train(
+        config(images, tmp_path, backend=backend, trace=True, checkpoint_every=("1ep", "3st")), loop=loop
+    )
     assert (stopped.status, stopped.steps) == ("stopped", 5)
-    resumed = raytrain.train(config(images, tmp_path, trace=True, resume=True))
+    resumed = raytrain.train(config(images, tmp_path, backend=backend, trace=True, resume=True))
     assert_same_weights(resumed, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_the_stop_command_finds_a_run_by_its_cluster_from_any_folder(images: Path, tmp_path: Path) -> None:
     import ray
 
@@ -277,6 +284,7 @@ def refuse(run: raytrain.Run, batch: raytrain.Batch) -> None:
     raise UsageError("This loop wants another learning rate.")
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_failed_run_releases_its_resources_in_the_cluster(images: Path, tmp_path: Path) -> None:
     import ray
 
@@ -286,6 +294,7 @@ def test_a_failed_run_releases_its_resources_in_the_cluster(images: Path, tmp_pa
     assert {group["state"] for group in groups.values()} == {"REMOVED"}
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_workers_that_cannot_be_scheduled_are_reported_within_a_minute(images: Path, tmp_path: Path) -> None:
     import ray
 
@@ -312,10 +321,3 @@ def test_an_elastic_run_gains_and_loses_workers_with_their_nodes(
     assert [number for number in summary["num_workers_seen"] if number] == [1, 2, 1]
     assert_same_weights(raytrain.TrainResult(**{name: summary[name] for name in undisturbed.summary()}), undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)

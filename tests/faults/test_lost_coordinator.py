@@ -19,8 +19,9 @@ from raytrain.runs.documents import open_run
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import read_status
 from raytrain.runs.stop_request import request_stop
-from tests.faults.test_killed_processes import DEADLINE_S, command, read_steps
+from tests.faults.test_killed_processes import command, read_steps
 from tests.helpers.small_runs import assert_same_weights, config
+from tests.helpers.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 

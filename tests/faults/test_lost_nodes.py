@@ -18,7 +18,8 @@ from raytrain.demo.s3_server import S3Server
 from tests.faults.test_failing_storage import whole_steps
 from tests.faults.test_killed_processes import command, read_steps, summary_of
 from tests.helpers.head_apart import ClusterWithHeadApart, cluster_with_head_apart
-from tests.helpers.ray_head import DEADLINE_S, free_port, wait_for, wait_for_port
+from tests.helpers.ray_head import free_port, wait_for_port
+from tests.helpers.waiting import DEADLINE_S, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,10 +27,10 @@ PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": HEAD_AWAY_S}
 """As in ``cluster/``: by default, Ray ends each process that has not reached the head for a minute."""
 AWAY_S = 80.0  # longer than Ray waits by default
 LOOP = """
-import time
 from pathlib import Path
 
 from tests.helpers.small_runs import loop_with
+from tests.helpers.waiting import wait_for
 
 
 def tell_and_wait(run, batch):
@@ -38,8 +39,7 @@ def tell_and_wait(run, batch):
         (storage / "away").touch()
     if batch.step == 13:
         (storage / "trained on").touch()
-        while not (storage / "back").exists():
-            time.sleep(0.2)
+        wait_for((storage / "back").exists, deadline_s=1200)
 
 
 def loop(run):

@@ -19,7 +19,7 @@ from raytrain import TrainResult
 from tests.helpers.small_object_store import options
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DECODED_BYTES = 90 * 640 * 640 * 3
 
@@ -85,11 +85,11 @@ def eat_all_memory(run: raytrain.Run, batch: raytrain.Batch, limit: Path, folder
 
 
 def test_a_worker_killed_by_the_kernel_for_its_memory_does_not_change_the_weights(
-    undisturbed: TrainResult, images: Path, memory_limit: Path, tmp_path: Path
+    backend: str, undisturbed: TrainResult, images: Path, memory_limit: Path, tmp_path: Path
 ) -> None:
     hook = partial(eat_all_memory, limit=memory_limit, folder=tmp_path)
     loop = partial(loop_with, before_step=hook)  # pyright: ignore
-    result = raytrain.train(config(images, tmp_path, trace=True), loop=loop)
+    result = raytrain.train(config(images, tmp_path, backend=backend, trace=True), loop=loop)
     assert (tmp_path / "eaten").exists()
     assert (result.status, result.samples_seen) == ("finished", 324)
     assert_same_weights(result, undisturbed)

@@ -1,6 +1,6 @@
 """Train, evaluate and predict on images of which some kill the process that decodes them; print the results as JSON.
 
-``python -m tests.helpers.deadly_images IMAGES STORAGE``, with ``deadly_decoder`` in PYTHONPATH.
+``python -m tests.helpers.deadly_images IMAGES STORAGE BACKEND``, with ``deadly_decoder`` in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def make_images(folder: Path, deadly: list[str]) -> Path:
     return folder
 
 
-def main(images: str, storage: str) -> None:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+def main(images: str, storage: str, backend: str) -> None:
+    if backend == "ray":
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     results: dict[str, Any] = {}
     for cache in ("none", "memory"):
-        result = raytrain.train(config(images, storage, name=cache, cache=cache, trace=True, **OPTIONS))
+        options = config(images, storage, backend=backend, name=cache, cache=cache, trace=True, **OPTIONS)
+        result = raytrain.train(options)
         skipped = (Path(storage) / cache / SKIPPED).read_text().splitlines()
         results[cache] = {**result.summary(), "skipped": sorted(json.loads(line)["key"] for line in skipped)}
     trained: Any = {"storage": storage, "trust": True}

@@ -92,9 +92,12 @@ DEADLY = ["green/0417.jpg", "green/0834.jpg", "red/0003.jpg"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_training_evaluation_and_prediction_go_on_without_images_that_kill_their_readers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", ["local", "ray"])
+def test_training_evaluation_and_prediction_go_on_without_images_that_kill_their_readers(
+    launch: str, tmp_path: Path
+) -> None:
     images = make_images(tmp_path / "images", DEADLY)
-    words = [sys.executable, "-m", "tests.helpers.deadly_images", str(images), str(tmp_path / "runs")]
+    words = [sys.executable, "-m", "tests.helpers.deadly_images", str(images), str(tmp_path / "runs"), launch]
     path = os.pathsep.join([str(DECODER), os.getcwd()])
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr

@@ -22,8 +22,8 @@ from raytrain.runs.outcome import Outcome
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.gloo_processes import run_in_processes
-from tests.helpers.small_runs import config, loop_with
-from tests.hostile.test_mistaken_resume import without_ray
+from tests.helpers.small_runs import loop_with
+from tests.hostile.test_mistaken_resume import local
 from tests.integration import test_exact
 
 
@@ -37,7 +37,7 @@ def poison(run: raytrain.Run, batch: raytrain.Batch, at_step: int, value: float 
 
 def train(images: Path, storage: Path, at_step: int, value: float = math.nan, **options: Any) -> raytrain.TrainResult:
     loop = partial(loop_with, before_step=partial(poison, at_step=at_step, value=value))
-    return raytrain.train(config(images, storage, **options), loop=loop)
+    return raytrain.train(local(images, storage, **options), loop=loop)
 
 
 def steps_of_checkpoints(storage: Path) -> list[int]:
@@ -46,9 +46,8 @@ def steps_of_checkpoints(storage: Path) -> list[int]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
-    value: float, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: float, images: Path, tmp_path: Path
 ) -> None:
-    without_ray(monkeypatch)
     sentence = r"Run 'run' failed: the loss is nan at step \d+, .*--learning-rate.*--precision.*--resume"
     with pytest.raises(TrainingFailed, match=sentence) as raised:
         train(images, tmp_path, 7, value, checkpoint_every=("1ep", "2st"))
@@ -58,7 +57,7 @@ def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == json.loads((tmp_path / "run/status.json").read_text())["status"] == "failed"
     result = raytrain.train(
-        dataclasses.replace(config(images, tmp_path), resume=True), loop=partial(loop_with, before_step=nothing)
+        dataclasses.replace(local(images, tmp_path), resume=True), loop=partial(loop_with, before_step=nothing)
     )
     assert result.status == "finished" and result.checkpoint is not None
     saved = read_checkpoint(open_store(result.run_dir), result.checkpoint.removeprefix(result.run_dir).lstrip("/"))
@@ -68,10 +67,7 @@ def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
 def nothing(run: raytrain.Run, batch: raytrain.Batch) -> None: ...
 
 
-def test_a_run_that_diverges_at_its_end_is_not_finished(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+def test_a_run_that_diverges_at_its_end_is_not_finished(images: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"a weight is not finite after step 20.*--learning-rate") as raised:
         train(images, tmp_path, at_step=19)
     assert raised.value.summary["status"] == "failed"

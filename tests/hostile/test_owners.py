@@ -24,7 +24,7 @@ import torch
 from moto.server import ThreadedMotoServer
 
 import raytrain
-from raytrain.backends.prepare import check_places, prepare
+from raytrain.backends.prepare import prepare
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.runs import claim as claims
@@ -42,7 +42,7 @@ from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints
 from tests.helpers.small_runs import config, loop_with
 from tests.helpers.snapshots import snapshot
-from tests.hostile.test_mistaken_resume import documents, without_ray
+from tests.hostile.test_mistaken_resume import documents, local
 
 LEASE_S = 1.0
 
@@ -338,22 +338,19 @@ def renewals(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bool]:
 
 
 @pytest.mark.parametrize("moment", ["prepared", "training", "at a checkpoint", "at the end"])
-def test_a_run_that_is_taken_over_stops_with_one_sentence(
-    moment: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
+def test_a_run_that_is_taken_over_stops_with_one_sentence(moment: str, images: Path, tmp_path: Path) -> None:
     store = run_store(str(tmp_path), "run")
     step = {"prepared": 0, "training": 3, "at a checkpoint": 4, "at the end": 19}[moment]
 
     def take_over(run: raytrain.Run, batch: raytrain.Batch) -> None:
-        if batch.step == step:
+        if (run.rank, batch.step) == (0, step):
             from_elsewhere(store, token="another", fence=2, pid=7, host="elsewhere")
 
     def loop(run: raytrain.Run) -> None:
         loop_with(run, take_over)
 
     with pytest.raises(OwnerChanged, match="Process 7 on elsewhere took over the run in"):
-        raytrain.train(config(images, tmp_path), loop=loop)
+        raytrain.train(local(images, tmp_path), loop=loop)
     after = documents(tmp_path)
     assert json.loads(after["run/claim.json"])["token"] == "another"
     assert json.loads(after["run/status.json"])["status"] in ("starting", "running")
@@ -361,29 +358,25 @@ def test_a_run_that_is_taken_over_stops_with_one_sentence(
     assert read_status(store).active
 
 
-def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
-    refused: list[str] = []
+def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(images: Path, tmp_path: Path) -> None:
+    refused = tmp_path / "refused"
 
     def start_another(run: raytrain.Run, batch: raytrain.Batch) -> None:
-        if batch.step == 2:
+        if (run.rank, batch.step) == (0, 2):
             try:
-                prepare(check_places(dataclasses.replace(config(images, tmp_path), resume=True)))
+                prepare(dataclasses.replace(local(images, tmp_path), resume=True))
             except UsageError as error:
-                refused.append(str(error))
+                refused.write_text(str(error))
 
-    result = raytrain.train(config(images, tmp_path), loop=lambda run: loop_with(run, start_another))
+    result = raytrain.train(local(images, tmp_path), loop=lambda run: loop_with(run, start_another))
     assert result.status == "finished"
-    assert len(refused) == 1 and "'run' is training at this moment" in refused[0]
+    assert "'run' is training at this moment" in refused.read_text()
     assert (tmp_path / "run" / METRICS).read_text().count("\n") == 24
 
 
-def test_a_refused_start_releases_the_run(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_ray(monkeypatch)
+def test_a_refused_start_releases_the_run(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        raytrain.train(config(images, tmp_path, weights="no-such-file.pt"))
+        raytrain.train(local(images, tmp_path, weights="no-such-file.pt"))
     assert documents(tmp_path) == {}
 
 
@@ -391,20 +384,17 @@ def test_names_made_in_the_same_second_differ() -> None:
     assert len({new_name("digits") for _ in range(50)}) == 50
 
 
-def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
-    raytrain.train(config(images, tmp_path, epochs=1))
+def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: Path, tmp_path: Path) -> None:
+    raytrain.train(local(images, tmp_path, epochs=1))
     status = tmp_path / "run" / STATUS
     ahead = {**json.loads(status.read_text()), "status": "running", "heartbeat_at": "2999-01-01T00:00:00+00:00"}
     status.write_text(json.dumps(ahead | {"host": "another-machine"}))
-    result = raytrain.train(dataclasses.replace(config(images, tmp_path, epochs=2), resume=True))
+    result = raytrain.train(dataclasses.replace(local(images, tmp_path, epochs=2), resume=True))
     assert result.status == "finished"
     with claim_run(run_store(str(tmp_path), "run"), "run"):
         status.write_text(json.dumps(ahead | {"heartbeat_at": "2000-01-01T00:00:00+00:00"}))
         with pytest.raises(UsageError, match="is training at this moment"):
-            prepare(check_places(dataclasses.replace(config(images, tmp_path, epochs=3), resume=True)))
+            prepare(dataclasses.replace(local(images, tmp_path, epochs=3), resume=True))
 
 
 def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:

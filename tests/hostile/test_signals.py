@@ -38,16 +38,16 @@ def test_a_signal_a_second_later_aborts(clock: list[float]) -> None:
 
 
 WAITING = """
-import time
+import threading
 from raytrain.backends.stop_signals import StopSignals
+from tests.helpers.waiting import wait_for
 
 with StopSignals() as signals:
     print("ready", flush=True)
-    while signals.stop_request is None:
-        time.sleep(0.02)
+    wait_for(lambda: signals.stop_request)
     print(signals.stop_request.detail, flush=True)
     try:
-        time.sleep(60)
+        threading.Event().wait(60)
     except KeyboardInterrupt:
         print("aborted", flush=True)
 """
