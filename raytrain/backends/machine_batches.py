@@ -97,8 +97,8 @@ class _ImageSet:
     def read(self, samples: Int64s, epoch: int) -> Block:
         """The images of ``samples``, decoded for ``epoch``."""
         wanted = self.manifest.select(samples % len(self.manifest))
-        frames = self.format.framing.frames(samples, epoch)
-        images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, frames)
+        crops = self.format.cropping.crops(samples, epoch)
+        images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, crops)
         labels = wanted.labels.astype(np.int64)
         labels[list(bad)] = -1
         if bad:

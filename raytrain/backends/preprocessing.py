@@ -10,7 +10,7 @@ from raytrain.training.weights_source import DEFAULT
 
 
 def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
-    """The same options, but ``--weights DEFAULT`` of timm decide on size, framing and normalisation of the images, as
+    """The same options, but ``--weights DEFAULT`` of timm decide on size, cropping and normalisation of the images, as
     far as the options leave that open.
 
     torchvision's weights decide on nothing. Raises UsageError if timm has no such network.

@@ -11,7 +11,7 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.class_balance import ClassBalance
 from raytrain.data.decode import ImageFormat, ImageShape
-from raytrain.data.framing import Framing
+from raytrain.data.framing import Cropping
 from raytrain.data.image_reader import ImageReader
 from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
 from raytrain.data.labels.labelled_images import training_and_test_images
@@ -125,23 +125,23 @@ def label_columns(config: TrainConfig) -> LabelColumns:
 
 def evaluation_format(config: TrainConfig) -> ImageFormat:
     """How images are decoded on which the network is used."""
-    framing = Framing(
+    cropping = Cropping(
         config.resize or ResolvedConfig.resize,
         config.crop_fraction or ResolvedConfig.crop_fraction,
         interpolation=config.interpolation or ResolvedConfig.interpolation,
     )
-    return ImageFormat(ImageShape(*config.full_image_size, config.channels), framing)
+    return ImageFormat(ImageShape(*config.full_image_size, config.channels), cropping)
 
 
 def training_format(config: TrainConfig) -> ImageFormat:
     """How images are decoded for training: at random parts, or with a margin if random crops are cut later."""
-    shape, framing = evaluation_format(config)
+    shape, cropping = evaluation_format(config)
     if not config.random_resized_crop:
-        return ImageFormat(shape, framing)
+        return ImageFormat(shape, cropping)
     height, width = (round(side * (config.cache_side or 1)) for side in shape.size)
     crop_seed = config.seed if config.crops_originals else None
     return ImageFormat(
-        ImageShape(height, width, config.channels), Framing(crop_seed=crop_seed, interpolation=framing.interpolation)
+        ImageShape(height, width, config.channels), Cropping(crop_seed=crop_seed, interpolation=cropping.interpolation)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.data.framing import STRETCHED, Frame, Framing, View, stretch
+from raytrain.data.framing import STRETCHED, Crop, CropBox, Cropping, stretch
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -55,11 +55,11 @@ class ImageFormat(NamedTuple):
     """What the images of a data set become when they are decoded."""
 
     shape: ImageShape
-    framing: Framing = STRETCHED
+    cropping: Cropping = STRETCHED
 
 
-def decode(data: bytes, shape: ImageShape, frame: Frame = stretch) -> Pixels:
-    """Pixels of one image file, uint8 (H, W, C): what ``frame`` shows of it, resized to ``shape``.
+def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
+    """Pixels of one image file, uint8 (H, W, C): its ``crop``, resized to ``shape``.
 
     A JPEG is decoded at the smallest of libjpeg's scales at which nothing needs to be enlarged. The image is what a
     browser shows on a white page: rotated as EXIF says, white where it is transparent, the first picture of an
@@ -71,13 +71,13 @@ def decode(data: bytes, shape: ImageShape, frame: Frame = stretch) -> Pixels:
     if not data:
         raise BadImage("the file is empty")
     if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
-        pixels = _decode_jpeg(data, shape, frame)
+        pixels = _decode_jpeg(data, shape, crop)
         if pixels is not None:
             return pixels
-    return _decode_any(data, shape, frame)
+    return _decode_any(data, shape, crop)
 
 
-def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:
+def _decode_jpeg(data: bytes, shape: ImageShape, crop: Crop) -> Pixels | None:
     """Decode with libjpeg-turbo, which is fast. None if Pillow must decode the file, or say what is wrong with it."""
     import simplejpeg
 
@@ -88,8 +88,8 @@ def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:
             return None
         size = int(height), int(width)
         _check_jpeg_size(data, *size)
-        view = frame(size, shape.size)
-        least_height, least_width = _least_size(size, view)
+        box = crop(size, shape.size)
+        least_height, least_width = _least_size(size, box)
         pixels = simplejpeg.decode_jpeg(
             data, colours, min_height=least_height, min_width=least_width, fastdct=False, fastupsample=False
         )
@@ -98,55 +98,55 @@ def _decode_jpeg(data: bytes, shape: ImageShape, frame: Frame) -> Pixels | None:
     except ValueError:
         return None
     scaled = pixels.shape[:2]
-    return _show(pixels, view if scaled == size else frame(scaled, shape.size), shape)
+    return _cut(pixels, box if scaled == size else crop(scaled, shape.size), shape)
 
 
-def _least_size(size: tuple[int, int], view: View) -> tuple[int, int]:
-    """The size, up to ``size``, at which an image is decoded so that its view need not be enlarged."""
-    scale = min(view.scale, 1.0)
+def _least_size(size: tuple[int, int], box: CropBox) -> tuple[int, int]:
+    """The size, up to ``size``, at which an image is decoded so that its crop box need not be enlarged."""
+    scale = min(box.scale, 1.0)
     return math.ceil(size[0] * scale - _ROUNDING), math.ceil(size[1] * scale - _ROUNDING)
 
 
-def _show(pixels: Pixels, view: View, shape: ImageShape) -> Pixels:
-    """The view of decoded pixels, without a copy of what is not seen."""
+def _cut(pixels: Pixels, box: CropBox, shape: ImageShape) -> Pixels:
+    """The crop box of decoded pixels, without a copy of what is not seen."""
     height, width = pixels.shape[:2]
-    if height == shape.height and width == shape.width and view[:6] == (0, 0, width, height, height, width):
+    if height == shape.height and width == shape.width and box[:6] == (0, 0, width, height, height, width):
         return pixels
     from PIL import Image
 
-    top, left = math.floor(view.top), math.floor(view.left)
-    seen = np.ascontiguousarray(pixels[top : math.ceil(view.bottom), left : math.ceil(view.right)])
+    top, left = math.floor(box.top), math.floor(box.left)
+    seen = np.ascontiguousarray(pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)])
     image = Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen)
-    moved = view._replace(left=view.left - left, top=view.top - top, right=view.right - left, bottom=view.bottom - top)
+    moved = box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
     return _resize(image, moved, shape)
 
 
-def _resize(image: Any, view: View, shape: ImageShape) -> Pixels:
-    """Resize the ``view`` of an image of Pillow, and centre it on black if it is smaller than ``shape``."""
+def _resize(image: Any, box: CropBox, shape: ImageShape) -> Pixels:
+    """Resize the ``box`` of an image of Pillow, and centre it on black if it is smaller than ``shape``."""
     from PIL import Image
 
-    box = (max(view.left, 0), max(view.top, 0), min(view.right, image.width), min(view.bottom, image.height))
-    if image.size != (view.width, view.height) or box != (0, 0, *image.size):
-        image = image.resize((view.width, view.height), Image.Resampling[view.interpolation.upper()], box)
-    pixels = np.asarray(image, dtype=np.uint8).reshape(view.height, view.width, shape.channels)
+    inside = (max(box.left, 0), max(box.top, 0), min(box.right, image.width), min(box.bottom, image.height))
+    if image.size != (box.width, box.height) or inside != (0, 0, *image.size):
+        image = image.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
+    pixels = np.asarray(image, dtype=np.uint8).reshape(box.height, box.width, shape.channels)
     if pixels.shape[:2] == shape.size:
         return pixels
     output = np.zeros((*shape.size, shape.channels), np.uint8)
-    top, left = (shape.height - view.height) // 2, (shape.width - view.width) // 2
-    output[top : top + view.height, left : left + view.width] = pixels
+    top, left = (shape.height - box.height) // 2, (shape.width - box.width) // 2
+    output[top : top + box.height, left : left + box.width] = pixels
     return output
 
 
-def _decode_any(data: bytes, shape: ImageShape, frame: Frame) -> Pixels:
+def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image, data, shape, frame)
+            _check_size(image, data, shape, crop)
             image.load()
             _rotate_upright(image)
             converted = _convert(image, "L" if shape.channels == 1 else "RGB")
-            return _resize(converted, frame((converted.height, converted.width), shape.size), shape)
+            return _resize(converted, crop((converted.height, converted.width), shape.size), shape)
     except BadImage:
         raise
     except Image.DecompressionBombError as error:
@@ -184,7 +184,7 @@ def _is_read_in_scans(data: bytes) -> bool:
     return True
 
 
-def _check_size(image: Any, data: bytes, shape: ImageShape, frame: Frame) -> None:
+def _check_size(image: Any, data: bytes, shape: ImageShape, crop: Crop) -> None:
     """Raise BadImage if the image, of which only the header was read, would need too much memory.
 
     A JPEG will be decoded at a fraction of its size if that is enough.
@@ -192,7 +192,7 @@ def _check_size(image: Any, data: bytes, shape: ImageShape, frame: Frame) -> Non
     if image.format in ("JPEG", "MPO"):
         _check_jpeg_size(data, image.height, image.width)
         upright = (image.width, image.height) if _lies_on_its_side(image) else (image.height, image.width)
-        scale = min(frame(upright, shape.size).scale, 1.0)
+        scale = min(crop(upright, shape.size).scale, 1.0)
         image.draft(None, (math.ceil(image.width * scale), math.ceil(image.height * scale)))
     _check_pixels(image.width, image.height, _MAX_IMAGE_BYTES // _bytes_per_pixel(image))
 

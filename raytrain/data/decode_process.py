@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from raytrain.data.decode import BadImage, ImageShape, Pixels, decode
-from raytrain.data.framing import Frame, stretch
+from raytrain.data.framing import Crop, stretch
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
 _READY, _PIXELS, _REASON = b"ready", b"+", b"-"
@@ -36,13 +36,13 @@ class DecodeProcess:
             self._process.kill()
             self._clean_up(self._process)
 
-    def decode(self, data: bytes, frame: Frame = stretch) -> Pixels:
+    def decode(self, data: bytes, crop: Crop = stretch) -> Pixels:
         """See :func:`raytrain.data.decode.decode`. An image that kills the process twice raises BadImage, too."""
         ended = ""
         for _ in range(2):  # the first time, something else may have killed it
             process = self._process or self._start()
             try:
-                return self._ask(data, frame)
+                return self._ask(data, crop)
             except (EOFError, OSError):
                 ended = self._clean_up(process)
         raise BadImage(f"decoding it ends the process ({ended})")
@@ -65,8 +65,8 @@ class DecodeProcess:
             return self._process
         raise RuntimeError(f"The process that decodes images could not start ({self._clean_up(self._process)}).")
 
-    def _ask(self, data: bytes, frame: Frame) -> Pixels:
-        self._pipe.send(frame)
+    def _ask(self, data: bytes, crop: Crop) -> Pixels:
+        self._pipe.send(crop)
         self._pipe.send_bytes(data)
         answer = self._pipe.recv_bytes()
         if answer.startswith(_REASON):
@@ -88,13 +88,13 @@ def _serve(connection: Connection, shape: ImageShape) -> None:
     connection.send_bytes(_READY)
     with suppress(EOFError, OSError):
         while True:
-            frame = connection.recv()
-            connection.send_bytes(_answer(connection.recv_bytes(), shape, frame))
+            crop = connection.recv()
+            connection.send_bytes(_answer(connection.recv_bytes(), shape, crop))
 
 
-def _answer(data: bytes, shape: ImageShape, frame: Frame) -> bytes:
+def _answer(data: bytes, shape: ImageShape, crop: Crop) -> bytes:
     try:
-        return _PIXELS + decode(data, shape, frame).tobytes()
+        return _PIXELS + decode(data, shape, crop).tobytes()
     except BadImage as error:
         return _REASON + str(error).encode()
 

@@ -1,4 +1,4 @@
-"""Which part of an image is seen, at which size and how resized: all of it, its centre, or a random part."""
+"""Crop boxes: all of an image, its centre or a random part, and the size that it is resized to."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOG_ASPECT = math.log(4 / 3)
 _CROP_STREAM = 1  # keeps the draws of the crops apart from the order of the samples and from other augmentation
 
 
-class View(NamedTuple):
+class CropBox(NamedTuple):
     """A part of an image in pixels, from edge to edge, and the size in pixels that it is resized to.
 
-    If the size is smaller than what is asked for, the view is centred on black.
+    If the size is smaller than what is asked for, the box is centred on black.
     """
 
     left: float
@@ -40,13 +40,13 @@ class View(NamedTuple):
         return max(self.height / (self.bottom - self.top), self.width / (self.right - self.left))
 
 
-Frame = Callable[[Size, Size], View]
-"""The view of an image of the first size that gives an image of the second size."""
+Crop = Callable[[Size, Size], CropBox]
+"""The box of an image of the first size that gives an image of the second size."""
 
 
 @dataclass(frozen=True)
-class Framing:
-    """How the images of a data set are framed.
+class Cropping:
+    """How the crop boxes of a data set are chosen.
 
     ``stretch`` shows all of an image. ``crop`` shows the ``crop_fraction`` of it around its centre, without distortion.
     ``pad`` shows all of it without distortion, on black. With ``crop_seed``, an image that is read for training shows
@@ -59,29 +59,29 @@ class Framing:
     interpolation: Interpolation = "bilinear"
 
     @property
-    def frame(self) -> Frame:
-        """What is seen of an image that is not cropped at random."""
-        parts: dict[Resize, Callable[..., View]] = {
+    def crop(self) -> Crop:
+        """The crop of an image that is not cropped at random."""
+        parts: dict[Resize, Callable[..., CropBox]] = {
             "stretch": stretch,
             "crop": partial(_centre, fraction=self.crop_fraction),
             "pad": _pad,
         }
         return partial(parts[self.resize], interpolation=self.interpolation)
 
-    def frames(self, samples: Int64s, epoch: int) -> list[Frame]:
-        """What is seen of each of ``samples``, int64 (n,), in ``epoch``."""
+    def crops(self, samples: Int64s, epoch: int) -> list[Crop]:
+        """The crop of each of ``samples``, int64 (n,), in ``epoch``."""
         if self.crop_seed is None:
-            return [self.frame] * len(samples)
+            return [self.crop] * len(samples)
         all_draws = crop_draws(self.crop_seed, epoch, samples)
-        return [partial(_crop, draws=draws, interpolation=self.interpolation) for draws in all_draws]
+        return [partial(_random_box, draws=draws, interpolation=self.interpolation) for draws in all_draws]
 
 
-STRETCHED = Framing()
+STRETCHED = Cropping()
 
 
-def stretch(image: Size, output: Size, interpolation: Interpolation = "bilinear") -> View:
+def stretch(image: Size, output: Size, interpolation: Interpolation = "bilinear") -> CropBox:
     """All of the image."""
-    return View(0, 0, image[1], image[0], *output, interpolation)
+    return CropBox(0, 0, image[1], image[0], *output, interpolation)
 
 
 def crop_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
@@ -106,20 +106,20 @@ def crop_boxes(image: Size, draws: Floats) -> Floats:
     return np.stack([left, top, left + box_width, top + box_height], axis=1)
 
 
-def _crop(image: Size, output: Size, draws: Floats, interpolation: Interpolation) -> View:
+def _random_box(image: Size, output: Size, draws: Floats, interpolation: Interpolation) -> CropBox:
     left, top, right, bottom = crop_boxes(image, draws[None])[0].tolist()
-    return View(left, top, right, bottom, *output, interpolation)
+    return CropBox(left, top, right, bottom, *output, interpolation)
 
 
-def _centre(image: Size, output: Size, fraction: float, interpolation: Interpolation) -> View:
+def _centre(image: Size, output: Size, fraction: float, interpolation: Interpolation) -> CropBox:
     """The ``fraction`` of the largest box in the image that has the shape of the output."""
     scale = fraction * min(image[0] / output[0], image[1] / output[1])
     height, width = output[0] * scale, output[1] * scale
     top, left = (image[0] - height) / 2, (image[1] - width) / 2
-    return View(left, top, left + width, top + height, *output, interpolation)
+    return CropBox(left, top, left + width, top + height, *output, interpolation)
 
 
-def _pad(image: Size, output: Size, interpolation: Interpolation) -> View:
+def _pad(image: Size, output: Size, interpolation: Interpolation) -> CropBox:
     scale = min(output[0] / image[0], output[1] / image[1])
     height, width = (max(1, round(side * scale)) for side in image)
-    return View(0, 0, image[1], image[0], height, width, interpolation)
+    return CropBox(0, 0, image[1], image[0], height, width, interpolation)

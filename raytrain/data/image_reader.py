@@ -10,12 +10,12 @@ import numpy as np
 
 from raytrain.data.decode import BadImage, ImageShape, Pixels, decode
 from raytrain.data.decode_process import DecodeProcess
-from raytrain.data.framing import STRETCHED, Frame, Framing
+from raytrain.data.framing import STRETCHED, Crop, Cropping
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.shards import DamagedShard, each_packed
 from raytrain.storage.base import ObjectChanged, Store
 
-_DecodeOne = Callable[[bytes, Frame], Pixels]
+_DecodeOne = Callable[[bytes, Crop], Pixels]
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class ImageReader:
 
     store: Store
     shape: ImageShape
-    framing: Framing = STRETCHED
+    cropping: Cropping = STRETCHED
     isolated: bool = False
 
-    def read(self, manifest: Manifest, frames: Sequence[Frame] | None = None) -> tuple[Pixels, dict[int, str]]:
+    def read(self, manifest: Manifest, crops: Sequence[Crop] | None = None) -> tuple[Pixels, dict[int, str]]:
         """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
 
-        ``frames`` say what is seen of each image, in place of the reader's framing. The pixels of an unreadable image
+        ``crops`` say what is seen of each image, in place of the reader's cropping. The pixels of an unreadable image
         are 0. Raises StorageError if the store refuses or cannot be reached.
         """
         with self._decoder() as decode_one:
-            return self._read(manifest, frames, decode_one)
+            return self._read(manifest, crops, decode_one)
 
     def read_each(self, manifests: Iterable[Manifest]) -> Iterator[tuple[Pixels, dict[int, str]]]:
         """What :meth:`read` returns for each of ``manifests``, all decoded in one process if they are ``isolated``."""
@@ -49,21 +49,21 @@ class ImageReader:
     @contextmanager
     def _decoder(self) -> Iterator[_DecodeOne]:
         if not self.isolated:
-            yield lambda data, frame: decode(data, self.shape, frame)
+            yield lambda data, crop: decode(data, self.shape, crop)
             return
         with DecodeProcess(self.shape) as process:
             yield process.decode
 
     def _read(
-        self, manifest: Manifest, frames: Sequence[Frame] | None, decode_one: _DecodeOne
+        self, manifest: Manifest, crops: Sequence[Crop] | None, decode_one: _DecodeOne
     ) -> tuple[Pixels, dict[int, str]]:
         """Decode each image as it arrives, while others are on their way."""
-        shape, frames = self.shape, frames or [self.framing.frame] * len(manifest)
+        shape, crops = self.shape, crops or [self.cropping.crop] * len(manifest)
         images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
         bad: dict[int, str] = {}
         for index, data in _each_content(self.store, manifest):
             try:
-                images[index] = decode_one(require_bytes(data), frames[index])
+                images[index] = decode_one(require_bytes(data), crops[index])
             except BadImage as error:
                 bad[index] = str(error)
         return images, dict(sorted(bad.items()))

@@ -30,7 +30,7 @@ class Classifier(nn.Module):
     Attributes:
         classes: the names of the classes, in the order of the logits.
         shape: the shape of the images that the network takes.
-        framing: what it sees of an image file.
+        cropping: what it sees of an image file.
         checkpoint: the path of the weights within the run.
         test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.classes = classes
         self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
-        self.shape, self.framing = evaluation_format(config)
+        self.shape, self.cropping = evaluation_format(config)
         self.checkpoint = checkpoint
         self.test_views: Set[TestView] = frozenset(config.test_views)
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
@@ -86,7 +86,7 @@ class Classifier(nn.Module):
 
     def _file_probabilities(self, files: Sequence[str | Path | bytes]) -> Tensor:
         contents = [file if isinstance(file, bytes) else Path(file).read_bytes() for file in files]
-        images = np.stack([decode(content, self.shape, self.framing.frame) for content in contents])
+        images = np.stack([decode(content, self.shape, self.cropping.crop) for content in contents])
         device = next(self.network.parameters()).device
         return self.probabilities(torch.from_numpy(images).to(device))
 

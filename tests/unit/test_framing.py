@@ -13,7 +13,7 @@ from PIL import Image
 from raytrain import TrainConfig
 from raytrain.data.dataset import evaluation_format, training_format
 from raytrain.data.decode import ImageShape, decode
-from raytrain.data.framing import Framing, crop_boxes, crop_draws
+from raytrain.data.framing import Cropping, crop_boxes, crop_draws
 from raytrain.data.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import UsageError
@@ -34,17 +34,17 @@ def photo(height: int, width: int, **options: object) -> bytes:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("output", [(64, 64), (48, 96)])
 def test_crop_sees_the_centre_without_distortion(size: tuple[int, int], output: tuple[int, int]) -> None:
-    view = Framing("crop", crop_fraction=0.8).frame(size, output)
-    height, width = view.bottom - view.top, view.right - view.left
+    box = Cropping("crop", crop_fraction=0.8).crop(size, output)
+    height, width = box.bottom - box.top, box.right - box.left
     assert height / width == pytest.approx(output[0] / output[1])
     assert max(height / size[0], width / size[1]) == pytest.approx(0.8)
-    assert (view.top + view.bottom, view.left + view.right) == pytest.approx(size)
-    assert (view.height, view.width) == output
+    assert (box.top + box.bottom, box.left + box.right) == pytest.approx(size)
+    assert (box.height, box.width) == output
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_pad_sees_everything_without_distortion_on_black(size: tuple[int, int]) -> None:
-    image = decode(photo(*size), ImageShape(64, 64, 3), Framing("pad").frame)
+    image = decode(photo(*size), ImageShape(64, 64, 3), Cropping("pad").crop)
     inside = (image.astype(int).sum(axis=2) > 0) | (image[:, :, 2] > 0)
     rows, columns = inside.any(axis=1).sum(), inside.any(axis=0).sum()
     assert max(rows, columns) >= 63
@@ -73,14 +73,14 @@ def test_the_box_of_a_sample_depends_on_seed_and_epoch_and_not_on_the_batch() ->
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": True}], ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crop_comes_from_the_original_however_it_is_decoded(options: dict[str, object], seed: int) -> None:
-    framing = Framing(crop_seed=seed)
+    cropping = Cropping(crop_seed=seed)
     if options.pop("exif", False):
         options["exif"] = Image.Exif().tobytes()
-    (frame,) = framing.frames(np.array([7]), epoch=2)
+    (crop,) = cropping.crops(np.array([7]), epoch=2)
     size, shape = (1200, 1600), ImageShape(32, 48, 3)
-    crop, view = decode(photo(*size, **options), shape, frame), frame(size, shape.size)
-    columns = (view.left + (np.arange(48) + 0.5) / 48 * (view.right - view.left)) / 1600 * 255
-    rows = (view.top + (np.arange(32) + 0.5) / 32 * (view.bottom - view.top)) / 1200 * 255
+    crop, box = decode(photo(*size, **options), shape, crop), crop(size, shape.size)
+    columns = (box.left + (np.arange(48) + 0.5) / 48 * (box.right - box.left)) / 1600 * 255
+    rows = (box.top + (np.arange(32) + 0.5) / 32 * (box.bottom - box.top)) / 1200 * 255
     assert np.abs(crop[:, :, 0] - columns).max() < 4 and np.abs(crop[:, :, 1] - rows[:, None]).max() < 4
 
 
@@ -88,7 +88,7 @@ def test_a_rotated_photo_is_cropped_upright() -> None:
     """Orientation 6: the camera lay on its side, so that the file's left edge is the top of the picture."""
     exif = Image.Exif()
     exif[0x0112] = 6
-    image = decode(photo(1200, 800, exif=exif), ImageShape(40, 60, 3), Framing("crop", 1.0).frame)
+    image = decode(photo(1200, 800, exif=exif), ImageShape(40, 60, 3), Cropping("crop", 1.0).crop)
     red, green = image[:, :, 0].astype(int), image[:, :, 1].astype(int)
     assert (np.diff(red[:, 20]) > 0).all()  # from the top to the bottom, all of it
     assert red[0].max() < 8 and red[-1].min() > 247
@@ -102,26 +102,28 @@ def test_epochs_see_other_parts_and_evaluation_the_centre(tmp_path: Path) -> Non
     manifest, samples = list_images(store), np.array([0])
     options = TrainConfig(batch_size=1, image_size=(32, 32), random_resized_crop=True, resize="crop")
     reader = ImageReader(store, *training_format(options))
-    crops = [reader.read(manifest, reader.framing.frames(samples, epoch))[0] for epoch in (0, 1, 0)]
+    crops = [reader.read(manifest, reader.cropping.crops(samples, epoch))[0] for epoch in (0, 1, 0)]
     assert (crops[0] == crops[2]).all() and (crops[0] != crops[1]).any()
     seen, _ = ImageReader(store, *evaluation_format(options)).read(manifest)
     assert seen[0, 0, 0, 0] == pytest.approx(255 * (0.5 - 0.875 * 0.375), abs=6)
 
 
-@pytest.mark.parametrize("framing", [Framing(interpolation="bicubic"), Framing(crop_seed=1, interpolation="bicubic")])
-def test_images_are_resized_as_asked_for(framing: Framing) -> None:
+@pytest.mark.parametrize(
+    "cropping", [Cropping(interpolation="bicubic"), Cropping(crop_seed=1, interpolation="bicubic")]
+)
+def test_images_are_resized_as_asked_for(cropping: Cropping) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8))
     file = io.BytesIO()
     noise.save(file, "PNG")
-    (frame,) = framing.frames(np.arange(1), 0)
-    resized = noise.resize((16, 20), Image.Resampling.BICUBIC, frame((40, 30), (20, 16))[:4])
-    assert (decode(file.getvalue(), ImageShape(20, 16, 3), frame) == np.asarray(resized)).all()
+    (crop,) = cropping.crops(np.arange(1), 0)
+    resized = noise.resize((16, 20), Image.Resampling.BICUBIC, crop((40, 30), (20, 16))[:4])
+    assert (decode(file.getvalue(), ImageShape(20, 16, 3), crop) == np.asarray(resized)).all()
 
 
 def test_images_that_are_kept_have_a_margin_and_show_everything() -> None:
     options = TrainConfig(batch_size=1, image_size=(32, 40), random_resized_crop=True, cache_side=1.25, resize="crop")
-    shape, framing = training_format(options)
-    assert (shape.size, framing.frame((300, 400), shape.size)) == ((40, 50), (0, 0, 400, 300, 40, 50, "bilinear"))
+    shape, cropping = training_format(options)
+    assert (shape.size, cropping.crop((300, 400), shape.size)) == ((40, 50), (0, 0, 400, 300, 40, 50, "bilinear"))
     assert evaluation_format(options).shape.size == (32, 40)
 
 
@@ -146,7 +148,7 @@ def test_any_view_of_any_image_can_be_decoded(channels: int) -> None:
     for height, width in sizes:
         file = io.BytesIO()
         Image.new("RGB", (width, height), "white").save(file, "JPEG")
-        for framing in (Framing("crop", 0.3), Framing("pad"), Framing(crop_seed=1)):
-            for frame in framing.frames(np.arange(5), 0):
-                image = decode(file.getvalue(), ImageShape(9, 6, channels), frame)
+        for cropping in (Cropping("crop", 0.3), Cropping("pad"), Cropping(crop_seed=1)):
+            for crop in cropping.crops(np.arange(5), 0):
+                image = decode(file.getvalue(), ImageShape(9, 6, channels), crop)
                 assert image.shape == (9, 6, channels) and image.max() > 250

@@ -163,6 +163,7 @@ def test_the_loss_is_torchs() -> None:
     torch.testing.assert_close(ours / 5, theirs)
 
 
+@pytest.mark.not_quick
 def test_one_and_three_workers_train_and_measure_the_same(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=False)
     common = {**columns, "mixup": 0.4, "class_weights": "balanced", "accumulate": 2, "test_fraction": 0.3}
@@ -193,6 +194,7 @@ def trained(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.not_quick
 def test_predictions_have_the_classes_by_their_thresholds(trained: Path) -> None:
     file = trained / "out.parquet"
     given: dict[str, Any] = {"storage": str(trained / "runs")}
@@ -216,6 +218,7 @@ def test_predictions_have_the_classes_by_their_thresholds(trained: Path) -> None
         raytrain.predict("first", str(trained / "grey"), str(file), top_k=2, **given)
 
 
+@pytest.mark.not_quick
 def test_an_evaluation_scores_each_class(trained: Path) -> None:
     table = pa.table({"path": [f"{number:02d}.png" for number in range(12)], "label": ["cat|dog", "", "dog"] * 4})
     pyarrow.csv.write_csv(table, trained / "labels.csv")
@@ -231,6 +234,7 @@ def test_an_evaluation_scores_each_class(trained: Path) -> None:
         raytrain.evaluate("first", str(trained / "grey"), storage=str(trained / "runs"))
 
 
+@pytest.mark.not_quick
 def test_a_look_shows_all_classes_of_an_image(images: Path, tmp_path: Path) -> None:
     columns = write_labels(tmp_path / "labels.csv", joined=True)
     result = look_at(small_config(images, tmp_path, **columns, test_fraction=0.2))
@@ -246,7 +250,7 @@ def test_an_answer_over_http_has_all_classes_of_an_image(trained: Path) -> None:
     run = open_trained_run("first", str(trained / "runs"), trust=False)
     model = served_model(run, run.store, 2, chosen_thresholds(run))
     files = sorted((trained / "grey").glob("*.png"))
-    pixels = np.stack([decode(file.read_bytes(), model.format.shape, model.format.framing.frame) for file in files])
+    pixels = np.stack([decode(file.read_bytes(), model.format.shape, model.format.cropping.crop) for file in files])
     table = model.load_predictor(model.store, 1, 0)(pixels, np.full(len(files), -1))
     answers = [json.loads(json.dumps(model.answer(row))) for row in table.to_pylist()]
     expected = raytrain.load("first", storage=str(trained / "runs")).classify_all(files)

@@ -110,7 +110,7 @@ def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool)
     labels = wanted.labels.astype(np.int64)
     retries_before = num_retries()
     reader = ImageReader(images.store, *images.format, isolated)
-    pixels, bad = reader.read(wanted, images.format.framing.frames(samples, epoch))
+    pixels, bad = reader.read(wanted, images.format.cropping.crops(samples, epoch))
     if retries := num_retries() - retries_before:
         images.coordinator.retried.remote(retries)
     if bad:

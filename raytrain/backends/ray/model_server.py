@@ -48,9 +48,9 @@ class Replica:
         content = await _body(request)
         if content is None:
             return JSONResponse({"error": f"the file has more than {_MAX_BYTES >> 20} MiB"}, status_code=413)
-        shape, framing = self._model.format
+        shape, cropping = self._model.format
         try:
-            image = await asyncio.to_thread(decode, content, shape, framing.frame)
+            image = await asyncio.to_thread(decode, content, shape, cropping.crop)
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         return JSONResponse(await self._classify(image))
