@@ -5,6 +5,7 @@ import os
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,7 @@ from raytrain.backends.ray.lean_imports import lean, lean_imports
 from raytrain.demo.s3_server import S3Server
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.google_storage import GoogleStorage, google_storage
+from tests.helpers.quick import is_quick, no_processes
 
 # The same values as in raytrain/backends/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -30,6 +32,12 @@ hypothesis.settings.load_profile("any machine")
 def _no_configuration_of_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the developer's configuration of clouds, and AWS's metadata service, from every test."""
     _forget_clouds(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _quick_tests_start_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with no_processes(monkeypatch) if request.node.get_closest_marker("quick") else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +64,25 @@ def _forget_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m quick``, import no test that can't be one."""
+    folder = collection_path.parent == Path(__file__).parent and collection_path.name
+    return True if config.option.markexpr == "quick" and folder not in (False, "unit") else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests on the session's Ray cluster last: the others need a process that is connected to no cluster."""
-    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+    items.sort(key=_needs_ray)
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
+
+
+def _needs_ray(item: pytest.Item) -> bool:
+    backend = (
+        item.callspec.params.get("backend") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    )
+    return backend == "ray" or "ray_cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")
@@ -97,12 +121,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_images(tmp_path_factory.mktemp("images"))
 
 
+@pytest.fixture(params=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn: what a run does when something happens to it must not depend on who launched it."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def undisturbed(ray_cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
-    """A cached run on two workers without faults: the reference for runs with faults."""
+def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """A cached run on two workers without faults, on the local backend: the reference for runs on either backend."""
     from tests.helpers.small_runs import config
 
-    return raytrain.train(config(images, tmp_path_factory.mktemp("undisturbed")))
+    return raytrain.train(config(images, tmp_path_factory.mktemp("undisturbed"), backend="local"))
 
 
 @pytest.fixture(scope="session")

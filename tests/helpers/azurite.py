@@ -9,7 +9,6 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import IO
 import pytest
 
 from raytrain.demo.s3_server import START_TIMEOUT_S
+from tests.helpers.waiting import wait_for
 
 ACCOUNT = "raytrain"
 
@@ -77,11 +77,13 @@ def azurite() -> Iterator[Azurite]:
 
 def _announced_url(process: subprocess.Popen[bytes], log: IO[str]) -> str:
     """The URL that it writes to its log when it listens."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
+
+    def written() -> str:
         log.seek(0)
-        if found := re.search(r"successfully listens on (http://\S+)", log.read()):
-            return found[1]
-        time.sleep(0.05)
-    log.seek(0)
-    raise AssertionError(f"azurite did not start: {log.read()}")
+        return log.read()
+
+    pattern = re.compile(r"successfully listens on (http://\S+)")
+    wait_for(lambda: pattern.search(written()) or process.poll() is not None, "azurite does not start", START_TIMEOUT_S)
+    found = pattern.search(written())
+    assert found, f"azurite did not start: {written()}"
+    return found[1]

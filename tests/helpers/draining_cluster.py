@@ -10,13 +10,14 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
+
+import threading
 
 import ray
 from ray.cluster_utils import Cluster
@@ -26,19 +27,17 @@ import raytrain
 from raytrain.display.event_text import event_text
 from tests.helpers.ray_head import RAY
 from tests.helpers.small_runs import config, loop_with
-
-_PATIENCE_S = 200.0
+from tests.helpers.waiting import wait_for
 
 
 def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
     """With two workers, wait in step 7 for the preemption notice and in step 9 for the removal of the node."""
     if run.world_size == 2 and batch.step == 6:
         (folder / "announce").touch()
-        while get_train_context().preemption_context.preemption_info is None:
-            time.sleep(0.05)
+        wait_for(lambda: get_train_context().preemption_context.preemption_info is not None)
     if run.world_size == 2 and batch.step == 8:
         (folder / "remove").touch()
-        time.sleep(_PATIENCE_S)  # Ray ends this worker group.
+        threading.Event().wait()  # Ray ends this worker group.
 
 
 def announce(cluster: Cluster, node: Any) -> None:

@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import threading
 
 import ray
 from ray.cluster_utils import Cluster
@@ -23,19 +24,17 @@ import raytrain
 from raytrain.backends.ray import trainer
 from tests.helpers.small_runs import config, loop_with
 
-_PATIENCE_S = 200.0
-
 
 def hold(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
     """With one worker, wait in step 7 until the second node joins; with two, wait in step 14 until it leaves."""
     if (run.world_size, batch.step) == (1, 6) and not (folder / "two").exists():
         (folder / "add").touch()
-        time.sleep(_PATIENCE_S)  # Ray ends this worker group.
+        threading.Event().wait()  # Ray ends this worker group.
     if (run.world_size, batch.step) == (2, 6):
         (folder / "two").touch()
     if (run.world_size, batch.step) == (2, 13):
         (folder / "remove").touch()
-        time.sleep(_PATIENCE_S)
+        threading.Event().wait()
 
 
 def main(images: str, storage: str) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import ray
+
+from tests.helpers.waiting import wait_for
 
 
 def wait_until_free(timeout_s: float = 60) -> None:
     """Return when nobody holds a CPU any more. The cluster counts with some delay."""
-    deadline = time.monotonic() + timeout_s
-    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
-        assert time.monotonic() < deadline, ray.available_resources()
-        time.sleep(0.1)
+    wait_for(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], deadline_s=timeout_s)

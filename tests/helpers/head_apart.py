@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from raytrain.backends.ray.local_cluster import TOO_SLOW
-from tests.helpers.ray_head import RAY, free_port, wait_for
+from tests.helpers.ray_head import RAY, free_port
+from tests.helpers.waiting import wait_for
 
 _HEAD_IP, _NODE_IP = "127.0.0.2", "127.0.0.1"
 _NUM_TRIES = 5  # Ray gives a node 30 s to start, which is little on a busy machine

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.ray_head import DEADLINE_S, wait_for, wait_for_port
+from tests.helpers.ray_head import wait_for_port
+from tests.helpers.waiting import DEADLINE_S, wait_for
 
 BRIDGE = "raytrain0"
 NETWORK = "10.77.0"

@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-DEADLINE_S = 400.0
+from tests.helpers.waiting import wait_for
+
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -61,10 +61,3 @@ def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
         return False
 
     wait_for(answers, f"nothing listens on port {port}")
-
-
-def wait_for(happened: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from raytrain.runs.trackers.open_trackers import open_trackers
 from raytrain.runs.trackers.tracking import Tracking
 from raytrain.storage.base import Store
 from tests.helpers.snapshots import snapshot, train_result
+from tests.helpers.waiting import wait_for
 
 
 def options(**more: Any) -> ResolvedConfig:
@@ -103,14 +103,15 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any
 
 def _finished(file: Path) -> list[Any]:
     """The records of a file, read again until the last one is there: wandb writes in a process of its own."""
-    while True:
+
+    def whole() -> list[Any]:
         records: list[Any] = []
         for data in _records(file.read_bytes()):
             records.append(wandb_internal_pb2.Record())  # pyright: ignore[reportAttributeAccessIssue]
             records[-1].ParseFromString(data)
-        if any(record.HasField("exit") for record in records):
-            return records
-        time.sleep(0.05)
+        return records if any(record.HasField("exit") for record in records) else []
+
+    return wait_for(whole)
 
 
 def _records(data: bytes) -> Iterator[bytes]:

@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ class Command:
         """Wait until all processes have ended; return the exit code, standard output and standard error."""
         try:
             out, err = self.process.communicate(timeout=DEADLINE_S)
-            until(lambda: not list(self.started()))
+            wait_for(lambda: not list(self.started()))
         finally:
             for process in self.started():
                 process.kill()
@@ -70,13 +71,6 @@ class Command:
         with contextlib.suppress(psutil.Error):
             return any(words in " ".join(process.cmdline()) for process in self.started())
         return False
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
 
 
 def last_line(out: str) -> dict[str, Any]:
@@ -132,7 +126,7 @@ MOMENTS: dict[str, Callable[[Command, Path], bool]] = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_repeated_ctrl_c_at_any_moment_leaves_no_process(moment: str, tmp_path: Path) -> None:
     command = Command(tmp_path, "demo")
-    until(lambda: command.process.poll() is not None or MOMENTS[moment](command, tmp_path))
+    wait_for(lambda: command.process.poll() is not None or MOMENTS[moment](command, tmp_path))
     command.ctrl_c_until_it_ends()
     code, _, err = command.end()
     assert code == 130
@@ -144,7 +138,7 @@ def test_repeated_ctrl_c_at_any_moment_leaves_no_process(moment: str, tmp_path: 
 def test_one_ctrl_c_during_training_stops_the_demo_with_a_checkpoint(tmp_path: Path) -> None:
     command = Command(tmp_path, "demo", "--json")
     metrics = tmp_path / "runs/demo/metrics.jsonl"
-    until(lambda: command.process.poll() is not None or (metrics.exists() and metrics.read_text()))
+    wait_for(lambda: command.process.poll() is not None or (metrics.exists() and metrics.read_text()))
     command.ctrl_c()
     code, out, err = command.end()
     assert code == 0, err

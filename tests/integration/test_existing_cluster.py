@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from raytrain.demo.digits import render_digits
-from tests.helpers.ray_head import DEADLINE_S, RAY, Head, started_head
+from tests.helpers.ray_head import RAY, Head, started_head
+from tests.helpers.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -23,8 +23,8 @@ from raytrain.runs.records import read_run
 from raytrain.runs.run_reader import RunReader
 from raytrain.storage.open import open_store
 from tests.helpers.hosts import Host, hosts, missing_programs
-from tests.helpers.ray_head import DEADLINE_S, wait_for
 from tests.helpers.small_runs import put_images
+from tests.helpers.waiting import DEADLINE_S, wait_for
 
 MACHINES = ("head", "one", "two")
 REPOSITORY = Path(__file__).parents[2]

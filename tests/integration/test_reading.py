@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from raytrain.backends.ray.ingest import DataCpus, ImageSet
 from raytrain.data.decode import ImageFormat, ImageShape
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
+from tests.helpers.waiting import wait_for
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Slow:
 
     def samples(self, number: int) -> Any:
         (self.folder / str(number)).touch()
-        while not self.released.exists():
-            time.sleep(0.1)
+        wait_for(self.released.exists)
         raise RuntimeError("released")
 
     def epoch(self, number: int) -> int:
@@ -64,10 +63,7 @@ def test_workers_find_room_while_the_first_blocks_are_read(images: Path, tmp_pat
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        until = time.monotonic() + 30
-        while len(list(tmp_path.iterdir())) < 4:  # two of the first blocks, and two of the pipeline
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_for(lambda: len(list(tmp_path.iterdir())) >= 4)  # two of the first blocks, and two of the pipeline
         workers = placement_group([{"CPU": 0.5}] * 2)
         assert workers.wait(20)
         remove_placement_group(workers)

@@ -19,7 +19,8 @@ import pytest
 
 from raytrain.demo.digits import render_digits
 from raytrain.demo.s3_server import S3Server
-from tests.helpers.ray_head import DEADLINE_S, RAY, Head, started_head
+from tests.helpers.ray_head import RAY, Head, started_head
+from tests.helpers.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from raytrain.runs.records import read_run
-from tests.helpers.ray_head import DEADLINE_S, RAY, started_head
+from tests.helpers.ray_head import RAY, started_head
+from tests.helpers.waiting import DEADLINE_S
 
 LOOP = """
 from pathlib import Path

@@ -77,7 +77,7 @@ def test_random_crops_of_the_originals_are_those_of_a_run_without_ray(images: Pa
     assert largest_difference(weights(raytrain.train(streamed.config)), alone) < 1e-10
 
 
-def test_a_stopped_run_in_s3_resumed_on_fewer_workers_ends_with_the_same_weights_as_one_in_a_folder(
+def test_a_stopped_run_in_s3_resumed_without_ray_on_fewer_workers_ends_with_the_weights_of_one_in_a_folder(
     undisturbed: raytrain.TrainResult, s3_url: str, images: Path
 ) -> None:
     put_images(images, open_store(f"{s3_url}/images"))
@@ -92,7 +92,7 @@ def test_a_stopped_run_in_s3_resumed_on_fewer_workers_ends_with_the_same_weights
     assert (stopped.status, stopped.stop_reason) == ("stopped", StopReason("caller", "enough"))
     assert stopped.run_dir == f"{storage}/run" and read_run(storage, "run").status.step == stopped.steps
     assert 8 <= stopped.steps <= 9
-    resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto"))
+    resumed = raytrain.train(dataclasses.replace(options, resume=True, workers=1, cache="auto", backend="local"))
     assert (resumed.status, resumed.samples_seen) == ("finished", 324)
     assert_same_weights(resumed, undisturbed)
     steps = [row.step for row in read_run(storage, "run").metrics if row.kind == "step"]

@@ -21,6 +21,8 @@ from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run
 from tests.integration.test_own_loops import to_the_end
 
+pytestmark = pytest.mark.not_quick
+
 NUM_IMAGES = 38
 OPTIONS = config(batch_size=7, epochs=2, trace=True, checkpoint_every=("1ep", "4st"))
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from raytrain.runs.background import Background
+from tests.helpers.waiting import wait_for
 
 WAIT_S = 60.0
 
 
 def last(background: Background[int, int]) -> int | None:
     """What the first call returned, once it has."""
-    deadline = time.monotonic() + WAIT_S
-    while (result := background(2)) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return result
+    return wait_for(lambda: background(2))
 
 
 def test_a_call_that_hangs_does_not_stop_the_caller_and_its_result_comes_later() -> None:

@@ -189,6 +189,7 @@ def test_the_help_of_each_command_shows_an_example_that_works(
     assert max(map(len, options.splitlines())) <= int(columns)
 
 
+@pytest.mark.not_quick
 def test_the_help_and_the_parsing_import_neither_torch_nor_ray() -> None:
     script = """
 import sys
@@ -213,6 +214,7 @@ def test_the_package_exports_its_public_names() -> None:
         raytrain.no_such_name  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.not_quick
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "raytrain", "stop"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -540,6 +542,7 @@ def test_the_printed_train_command_has_the_options_of_the_run(storage: str, trai
     assert [again.scaled_to(2) for again in trained] == [config]
 
 
+@pytest.mark.not_quick
 def test_the_readme_picture_can_be_drawn_from_a_run(storage: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / ".github" / "picture.py"
     subprocess.run(

@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 
 from raytrain.backends.ray.connection import HEAD_AWAY_S
 
+pytestmark = pytest.mark.not_quick
+
 CLUSTER = Path(__file__).parents[2] / "cluster"
 REGION = "us-west-2"
 

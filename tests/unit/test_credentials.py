@@ -85,6 +85,7 @@ def test_a_rewritten_profile_is_read_again(tmp_path: Path, monkeypatch: pytest.M
         assert keys is not None and keys.access_key_id == name
 
 
+@pytest.mark.not_quick
 def test_refreshable_credentials_are_cached_until_the_profile_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

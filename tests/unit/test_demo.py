@@ -38,6 +38,7 @@ RESULT: Any = SimpleNamespace(
 )
 
 
+@pytest.mark.not_quick
 def test_the_users_aws_configuration_is_ignored_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a user's")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://a.user.example")

@@ -85,6 +85,7 @@ def fetch_slowly(folder: str, begun: Event, may_end: Event) -> None:
 
 
 @pytest.mark.parametrize(("ending", "fetched"), [("finishes", []), ("is killed", [1])])
+@pytest.mark.not_quick
 def test_what_another_process_fetches_is_waited_for(
     ending: str, fetched: list[int], bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

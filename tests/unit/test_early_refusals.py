@@ -32,6 +32,7 @@ def refusals(tmp_path: Path, *options: dict[str, object]) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.not_quick
 def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").touch()

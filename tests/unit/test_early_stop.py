@@ -69,6 +69,7 @@ def measured_as(losses: list[float]) -> Callable[[Run], None]:
     return loop
 
 
+@pytest.mark.not_quick
 def test_the_best_checkpoint_is_that_with_the_lowest_loss(images: Path, tmp_path: Path) -> None:
     loop = measured_as([0.5, 0.2, 0.3, 0.4])
     train_here(folder_run(images, tmp_path, "run", loop=loop, best="loss", epochs=4, keep_checkpoints=1))

@@ -29,6 +29,8 @@ from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.model import build_model
 from raytrain.training.transfer import initial_model, initial_weights
 
+pytestmark = pytest.mark.not_quick
+
 ANIMALS = ("cat", "dog", "fox")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

@@ -94,6 +94,7 @@ def test_a_run_is_deleted_when_that_is_confirmed(tmp_path: Path, monkeypatch: py
     assert not [path for path in (tmp_path / "first").rglob("*") if path.is_file()]
 
 
+@pytest.mark.not_quick
 def test_a_run_that_trains_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = stored(tmp_path, "first", status="running")
     with claim_run(store, "first"):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.not_quick
+
 TESTS = """
 from pathlib import Path
 import pytest

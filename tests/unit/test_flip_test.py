@@ -21,6 +21,8 @@ from raytrain.training.model import build_model
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
 
+pytestmark = pytest.mark.not_quick
+
 SEVERAL: dict[str, Any] = {"labels": "labels.csv", "label_separator": "|"}
 
 

@@ -13,6 +13,8 @@ import pytest
 from raytrain.backends.ray import fork_client
 from tests.helpers.fork_server import fork_server
 
+pytestmark = pytest.mark.not_quick
+
 FORK_TWO = """
 import os
 from threading import Thread

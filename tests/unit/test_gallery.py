@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -108,6 +109,7 @@ def _on_each_worker(folder: str) -> None:
     shown.close()
 
 
+@pytest.mark.not_quick
 def test_the_workers_put_together_what_each_has_seen(tmp_path: Path) -> None:
     run_in_processes(3, _on_each_worker, str(tmp_path))
     document = written(open_store(str(tmp_path)))

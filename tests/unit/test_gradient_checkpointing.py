@@ -15,6 +15,8 @@ from raytrain.training.gradient_checkpointing import checkpoint_gradients
 from raytrain.training.model import build_model
 from tests.helpers.folder_runs import folder_run, largest_difference, train_here, train_runs
 
+pytestmark = pytest.mark.not_quick
+
 NETWORK: dict[str, Any] = {"model": "tests.unit.test_gradient_checkpointing:network", "epochs": 1, "ema_decay": 0.9}
 
 

@@ -13,6 +13,7 @@ from raytrain.backends.ray.head_watch import HeadWatch
 WAIT_S = 60.0
 
 
+@pytest.mark.not_quick
 def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from raytrain.runs.run_reader import RunReader
 from raytrain.runs.skipped_images import SkippedImage
 from raytrain.storage.local import FolderStore
 from raytrain.storage.open import open_store
+from tests.helpers.waiting import wait_for
 
 
 class Bucket:
@@ -62,13 +62,6 @@ def steps(store: Any) -> list[int]:
     return [row.step for row in read_metrics(store)]
 
 
-def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
-
-
 @pytest.fixture(params=["folder", "bucket"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return open_store(str(tmp_path / "first")) if request.param == "folder" else Bucket()
@@ -77,9 +70,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def test_rows_are_written_during_the_run(store: Any) -> None:
     history = History(store)
     history.record(step_row(1))
-    until(lambda: steps(store) == [1])
+    wait_for(lambda: steps(store) == [1])
     history.record(step_row(2))
-    until(lambda: steps(store) == [1, 2])
+    wait_for(lambda: steps(store) == [1, 2])
     history.close()
 
 
@@ -154,7 +147,7 @@ def test_rows_recorded_during_a_storage_failure_are_written_later(store: Any) ->
     history.flush()
     with broken(store):
         history.record(step_row(2))
-        until(lambda: history.error is not None)
+        wait_for(lambda: history.error is not None)
         with pytest.raises(Exception, match="no space"):
             history.close()
     history.close()

@@ -30,6 +30,7 @@ def test_the_size_grows_in_fours_and_is_the_full_one_in_the_last_fifth() -> None
     assert training_size((20, 30), 0, 2) == (20, 30)
 
 
+@pytest.mark.not_quick
 def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(images: Path, tmp_path: Path) -> None:
     def runs(prefix: str, stop_after: int | None = None) -> list[FolderRun]:
         return [
@@ -44,6 +45,7 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(im
         assert max(largest_difference(one, other) for other in others) < 1e-10, name
 
 
+@pytest.mark.not_quick
 def test_each_epoch_trains_on_its_size_and_all_evaluations_on_the_full_one(images: Path, tmp_path: Path) -> None:
     trained, tested = set[tuple[int, int]](), set[tuple[int, ...]]()
 
@@ -65,6 +67,7 @@ def test_each_epoch_trains_on_its_size_and_all_evaluations_on_the_full_one(image
     assert trained == {(0, 4), (1, 4), (2, 8), (3, 12)} and tested == {(12, 12)}
 
 
+@pytest.mark.not_quick
 def test_a_look_shows_the_first_size(images: Path, tmp_path: Path) -> None:
     shown = raytrain.look(folder_run(images, tmp_path, "run", **GROWING).config).first_images
     assert shown.pixels.shape[1:] == (4, 4, 3)

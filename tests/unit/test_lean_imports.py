@@ -13,6 +13,7 @@ from raytrain.backends.ray.lean_imports import lean, lean_imports
 GRAMMAR = "rfc3987_syntax"
 
 
+@pytest.mark.not_quick
 def test_a_process_of_the_cluster_imports_ray_without_the_grammar_and_finds_the_users_modules(tmp_path) -> None:
     (tmp_path / "users_module.py").touch()
     code = f"import ray, sys, users_module; assert '{GRAMMAR}.syntax_helpers' not in sys.modules"

@@ -8,6 +8,8 @@ import pytest
 from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.errors import UsageError
 
+pytestmark = pytest.mark.not_quick
+
 NODE = """
 import pathlib
 tries = pathlib.Path(__file__).with_name("tries")

@@ -28,6 +28,7 @@ with ProcessLog(run_store(sys.argv[1], "first"), 1):
 """
 
 
+@pytest.mark.not_quick
 def test_what_a_worker_prints_is_kept_without_secrets_and_with_the_reason_of_its_failure(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as errors:
         script, environment = (

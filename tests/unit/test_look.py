@@ -30,6 +30,8 @@ from raytrain.training.gallery import screen_pixels
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.small_runs import CLASSES, config, make_images, put_images
 
+pytestmark = pytest.mark.not_quick
+
 COMMAND = """
 import sys
 from raytrain.cli.main import main

@@ -17,6 +17,8 @@ from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference,
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import weights
 
+pytestmark = pytest.mark.not_quick
+
 LARGEST = 5
 """Images that the small networks here can compute at once."""
 

@@ -115,6 +115,7 @@ def test_the_initial_weights_depend_on_the_seed_only() -> None:
     ("name", "channels", "size"),
     [("resnet18", 3, 64), ("squeezenet1_1", 1, 64), ("googlenet", 3, 64), ("vit_b_16", 1, 224)],
 )
+@pytest.mark.not_quick
 def test_torchvision_networks_are_found_by_name(name: str, channels: int, size: int) -> None:
     model = build_model(name, 7, channels, seed=0).train()
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
@@ -147,6 +148,7 @@ def test_unknown_names_are_refused() -> None:
         build_model("nowhere_at_all.networks:f", 10, 3, seed=0)
 
 
+@pytest.mark.not_quick
 def test_torchvision_is_imported_only_if_it_is_used() -> None:
     program = (
         "import sys; from raytrain.training.model import build_model; build_model('raytrain.models:digits', 10, 1, 0);"

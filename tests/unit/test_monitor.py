@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.snapshot import RowCursor
 from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from tests.helpers.waiting import wait_for
 
 
 class Clock:
@@ -265,11 +265,8 @@ def test_a_storage_failure_and_its_recovery_are_one_event_each(monitor: RunMonit
 
 
 def until_events(monitor: RunMonitor, num_events: int) -> list[Event]:
-    end = time.monotonic() + 20
-    while len(events := events_of(monitor)) < num_events:
-        assert time.monotonic() < end, events
-        time.sleep(0.01)
-    return events
+    wait_for(lambda: len(events_of(monitor)) >= num_events)
+    return events_of(monitor)
 
 
 def test_recording_from_many_threads_loses_nothing(monitor: RunMonitor, store: Store) -> None:

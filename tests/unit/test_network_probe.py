@@ -21,6 +21,8 @@ from raytrain.display.doctor_tables import doctor_page
 from raytrain.errors import UsageError
 from tests.helpers.node_reports import HERE
 
+pytestmark = pytest.mark.not_quick
+
 
 def test_a_node_knows_its_interface_by_its_address() -> None:
     loopback = interface_of("127.0.0.1")
@@ -41,6 +43,7 @@ def test_nodes_add_up_a_tensor_over_the_network(monkeypatch: pytest.MonkeyPatch)
     assert re.search(r"all-reduce +[\d,]+ MB/s between 2 nodes with gloo", console.export_text())
 
 
+@pytest.mark.slow  # gloo's own patience
 def test_nodes_that_cannot_meet_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     found = all_reduce_of(two_nodes_here, monkeypatch)

@@ -46,6 +46,7 @@ def test_it_is_timms_own_with_the_rate_and_decay_of_the_run(name: str, theirs: t
     assert (group["lr"], group["weight_decay"], group.get("max_grad_norm")) == (0.5, 0.02, None)
 
 
+@pytest.mark.not_quick
 def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(images: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"optimizer": "lamb", "learning_rate": 0.01, "weight_decay": 0.05}
     (alone,) = train_runs(1, folder_run(images, tmp_path, "alone", **options))
@@ -54,6 +55,7 @@ def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(im
     assert largest_difference(alone, resumed) < 1e-10
 
 
+@pytest.mark.not_quick
 def test_the_driver_checks_what_learns_at_which_rate_without_torchs_compiler(images: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", CHECKED, str(tmp_path), str(images)], check=True, timeout=250)
 

@@ -29,6 +29,8 @@ from raytrain.training.model import build_model
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
 from tests.unit.test_decode import encoded
 
+pytestmark = pytest.mark.not_quick
+
 DECODER = Path(__file__).parents[1] / "helpers" / "deadly_decoder"
 WITHOUT_RAY = """
 import json, sys

@@ -26,6 +26,7 @@ def test_a_missing_private_api_is_reported_in_one_sentence_with_its_purpose() ->
         gone.load()
 
 
+@pytest.mark.not_quick
 def test_private_modules_of_ray_are_named_in_one_file() -> None:
     found = subprocess.run(
         ["grep", "-rlE", r"ray\._private|ray\._raylet|ray\.\w+(\.\w+)*\._internal", str(PACKAGE), "--include=*.py"],

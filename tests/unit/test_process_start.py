@@ -6,6 +6,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+pytestmark = pytest.mark.not_quick
+
 READ = "from raytrain.cli.process_start import process_started_at; print(process_started_at())"
 
 

@@ -75,6 +75,7 @@ def test_a_run_without_recent_status_updates_is_interrupted(storage: str) -> Non
     assert read_status(store).step == 5
 
 
+@pytest.mark.not_quick
 def test_a_run_whose_process_has_ended_is_interrupted(storage: str) -> None:
     store = make_run(storage, "first", step=5)
     gone = subprocess.Popen([sys.executable, "-c", ""])

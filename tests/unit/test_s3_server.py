@@ -4,8 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +13,7 @@ from obstore.store import S3Store
 
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError
+from tests.helpers.waiting import wait_for
 
 DEADLINE_S = 20.0
 
@@ -29,11 +28,7 @@ def bucket(environment: dict[str, str], **changes: str) -> S3Store:
     return S3Store("bucket", client_options={"allow_http": True}, config={**keys, **changes})  # pyright: ignore[reportArgumentType]
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+pytestmark = pytest.mark.not_quick
 
 
 def listens(url: str) -> bool:
@@ -77,7 +72,7 @@ def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the server with its parent on Linux only")
 def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     start = "from raytrain.demo.s3_server import S3Server; print(S3Server(sys.argv[1]).endpoint_url, flush=True)"
-    program = f"import sys, time; {start}; time.sleep(60)"
+    program = f"import signal, sys; {start}; signal.pause()"
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     url = parent.stdout.readline().strip()
@@ -85,7 +80,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert eventually(lambda: not listens(url))
+    assert wait_for(lambda: not listens(url))
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def test_parquet_restores_a_packed_manifest_and_its_digest_depends_on_the_shards
     assert len({build_manifest(open_store(str(shards))).digest, *others}) == 3
 
 
+@pytest.mark.not_quick
 def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tmp_path: Path) -> None:
     config = TrainConfig(data=str(shards), image_size=(8, 8), batch_size=16, learning_rate=0.1)
     run_store = open_store(str(tmp_path / "run"))
@@ -379,6 +380,7 @@ def test_packed_test_images_are_read(shards: Path, image_set: Callable[[Manifest
     assert greys == [int(keys[sample][-7:-4]) for sample in samples]
 
 
+@pytest.mark.not_quick
 def test_predictions_of_packed_images_are_in_the_order_of_the_manifest(shards: Path) -> None:
     def load_predictor(store: Store, num_threads: int, gpu: int) -> BlockPredictor:
         return lambda images, labels: pa.table({"label": labels})

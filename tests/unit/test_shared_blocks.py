@@ -69,6 +69,7 @@ def _die_while_reading(folder: Path) -> None:
     SharedBlocks(folder, ORDER, SHAPE, die)(1)
 
 
+@pytest.mark.not_quick
 def test_a_block_whose_reader_died_is_read_by_the_next_one(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_die_while_reading, args=(tmp_path / "train",))
     process.start()

@@ -20,6 +20,8 @@ from raytrain.training.shift_test import shift_test
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.unit.test_flip_test import add_run, mirror_pairs, scores_of_pairs
 
+pytestmark = pytest.mark.not_quick
+
 
 def test_an_image_counts_half_and_each_diagonal_neighbour_a_quarter() -> None:
     images = torch.zeros(1, 1, 5, 7)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.not_quick
+
 SCRIPT = Path(__file__).parents[2] / "cluster" / "slurm.sbatch"
 COMMANDS = {
     "scontrol": "printf 'node1\\nnode2\\n'",

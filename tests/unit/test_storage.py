@@ -30,7 +30,10 @@ KEYS = Credentials("AKIATESTKEY1", "secret-one")
 OLD_SESSION, NEW_SESSION = (Credentials(f"ASIA{name}", "secret", "token") for name in ("OLD1", "NEW1"))
 
 
-@pytest.fixture(params=["folder", "s3", "azure", "google"])
+STARTED = [pytest.param(name, marks=pytest.mark.not_quick) for name in ("s3", "azure")]
+
+
+@pytest.fixture(params=["folder", "google", *STARTED])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty store of each kind: all must behave in the same way."""
     url = str(tmp_path / "store") if request.param == "folder" else request.getfixturevalue(f"{request.param}_url")

@@ -25,6 +25,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.small_runs import config
+from tests.helpers.waiting import wait_for
 
 LINES = ["step 1\n", "step 2\n", "step 3\n"]
 
@@ -184,8 +185,7 @@ def interrupt_during_the_log(client: Any, until: Callable[[], bool]) -> None:
     async def tail(self: Any, job: str) -> AsyncIterator[str]:
         yield LINES[0]
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        while not until():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_for, until)
         self.is_over = True
 
     client.tail_job_logs = tail

@@ -10,6 +10,8 @@ import pytest
 
 from raytrain.storage.tempdir import TemporaryFolder
 
+pytestmark = pytest.mark.not_quick
+
 HOLD_A_FOLDER = """
 from raytrain.storage.tempdir import TemporaryFolder
 folder = TemporaryFolder()

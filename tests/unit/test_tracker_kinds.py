@@ -25,6 +25,8 @@ from raytrain.storage.open import open_store
 from tests.helpers.stored_evaluation import evaluation
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
 
+pytestmark = pytest.mark.not_quick
+
 HOSTILE = "<b>[red]\x1b[2J\x9b31m"
 CHECKPOINT = "checkpoints/step-000000006.pt"
 
