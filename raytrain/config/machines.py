@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from raytrain.config.limits import NonNegativeFloat, PositiveInt
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 
 if TYPE_CHECKING:
     from raytrain.config.options import TrainConfig
 
 DeviceType = Literal["auto", "cpu", "cuda"]
 
-_DEVICE = re.compile(r"(?P<type>auto|cpu|cuda)|cuda:((?P<gpus>\d+(,\d+)*)|(?P<accelerator>[A-Za-z][\w-]*))")
+_DEVICE = r"auto|cpu|cuda|cuda:(\d+(,\d+)*|[A-Za-z][\w-]*)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +52,14 @@ class MachineOptions:
     @property
     def gpus(self) -> str | None:
         """The numbers of the GPUs of this machine to train on, such as 0,2; None for all."""
-        return self._part_of_device("gpus")
+        chosen = self.device.partition(":")[2]
+        return chosen if chosen[:1].isdecimal() else None
 
     @property
     def accelerator_type(self) -> str | None:
         """The type of GPU to train on, as Ray names it, such as A100; None for any."""
-        return self._part_of_device("accelerator")
-
-    def _part_of_device(self, name: str) -> str | None:
-        found = _DEVICE.fullmatch(self.device)
-        return found[name] if found else None
+        chosen = self.device.partition(":")[2]
+        return chosen if chosen[:1].isalpha() else None
 
 
 def check_machines(config: TrainConfig) -> None:
@@ -92,7 +90,7 @@ def _check_workers(config: TrainConfig) -> None:
 
 def _check_device(config: TrainConfig) -> None:
     numbers = (config.gpus or "").split(",")
-    if not _DEVICE.fullmatch(config.device) or len(set(numbers)) < len(numbers):
+    if not re.fullmatch(_DEVICE, config.device) or len(set(numbers)) < len(numbers):
         raise UsageError(
             f"--device is {config.device!r}; give auto, cpu, cuda, numbers of GPUs, each once, such as cuda:0,2, or a "
             "type of GPU, such as cuda:A100."
@@ -100,19 +98,17 @@ def _check_device(config: TrainConfig) -> None:
 
 
 def _check_local(config: TrainConfig) -> None:
-    """Raise UsageError for options of a cluster, which the local backend has none of."""
-    if config.elastic_workers is not None:
-        raise UsageError(
-            f"--workers is {config.workers}, and only --backend ray trains on workers that come and go; give a number."
-        )
-    if config.address is not None:
-        raise UsageError(f"--address is {config.address}, and --backend local trains without Ray; omit one of them.")
-    if config.scope_keys:
-        raise UsageError("--scope-keys limits what a Ray cluster is lent; with --backend local, leave it out.")
-    if config.wait_for_machines_s:
-        raise UsageError("--wait-for-machines-s is for a Ray cluster with an autoscaler; omit it with --backend local.")
-    if config.accelerator_type is not None:
-        raise UsageError(
-            f"--device is {config.device}, which chooses among the machines of a Ray cluster; on one, name GPUs by "
-            "their numbers, such as cuda:0,2."
-        )
+    """Raise UsageError for an option of a cluster, of which the local backend has none."""
+    of_cluster = {
+        "workers": config.elastic_workers is not None,
+        "address": config.address is not None,
+        "scope_keys": config.scope_keys,
+        "wait_for_machines_s": config.wait_for_machines_s > 0,
+        "device": config.accelerator_type is not None,
+    }
+    for name, is_of_cluster in of_cluster.items():
+        if is_of_cluster:
+            raise UsageError(
+                f"{flag(name)} is {getattr(config, name)}, which is for a Ray cluster, and --backend is local; change "
+                "one of them."
+            )

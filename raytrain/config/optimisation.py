@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, cast, get_args
 
 from annotated_types import Interval
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 Shape = Literal["constant", "cosine", "linear", "piecewise"]
-SHAPES: tuple[Shape, ...] = ("constant", "cosine", "linear", "piecewise")
+SHAPES: tuple[Shape, ...] = get_args(Shape)
 
+_NUMBER = r"\d*\.?\d+(?:e-?\d+)?"
 _PER_WORKER = "/worker"
 
 
@@ -33,7 +34,7 @@ class Schedule(NamedTuple):
         """The schedule of a text such as ``cosine`` or ``piecewise:0.1/10ep``; raises UsageError."""
         if text in SHAPES:
             return cls(cast(Shape, text))
-        found = re.fullmatch(r"piecewise:(\d*\.?\d+(?:e-?\d+)?)/([1-9]\d*)ep", text)
+        found = re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text)
         if found is None:
             raise UsageError(
                 f"--schedule is {text!r}{did_you_mean(text, SHAPES)}; give constant, cosine, linear, or "
@@ -102,10 +103,10 @@ def check_optimisation(config: TrainConfig) -> None:
     """Raise UsageError if there is no batch size, or options of the optimizer do not fit together."""
     if config.batch_size is None:
         raise UsageError("--batch-size is not given; give 128 for all workers together, or 32/worker.")
-    if isinstance(config.batch_size, str) and not re.fullmatch(r"[1-9]\d*/worker", config.batch_size):
+    if isinstance(config.batch_size, str) and not re.fullmatch(r"[1-9]\d*" + _PER_WORKER, config.batch_size):
         raise UsageError(f"--batch-size is {config.batch_size!r}; give a number of images, such as 128 or 32/worker.")
     rate = config.learning_rate
-    if isinstance(rate, str) and not re.fullmatch(r"\d*\.?\d+(e-?\d+)?/worker", rate):
+    if isinstance(rate, str) and not re.fullmatch(_NUMBER + _PER_WORKER, rate):
         raise UsageError(f"--learning-rate is {rate!r}; give a number of at least 0, such as 0.1 or 0.05/worker.")
     Schedule.parse(config.schedule)
     if config.max_time is not None and config.max_time_s is None:

@@ -1,4 +1,4 @@
-"""All options of a training run, of all sections, checked in one pass, and as they are decided when the run starts."""
+"""All options of a run: its own, those of all other sections, checked in one pass, and as a start decides them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrain.config.augmentation import AugmentationOptions, check_augmentation
 from raytrain.config.checkpoints import CheckpointOptions, check_checkpoints
 from raytrain.config.data import DataOptions, check_data
 from raytrain.config.evaluation import EvaluationOptions, check_evaluation
-from raytrain.config.limits import check_limits
+from raytrain.config.limits import PositiveInt, check_limits
 from raytrain.config.machines import MachineOptions, check_machines
 from raytrain.config.network import (
     DEFAULT_SIZE,
@@ -24,8 +24,36 @@ from raytrain.config.network import (
     check_network,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
-from raytrain.config.run import RunOptions
 from raytrain.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The run and its records."""
+
+    name: str | None = None
+    """Name of the run; by default the recipe's name and the time."""
+    storage: str = "./runs"
+    """Where runs are stored: a folder or a URL (s3://…, gs://…, az://…)."""
+    resume: bool = False
+    """Continue the run called --name from its last checkpoint, with its own options; start it if it does not exist."""
+    recipe: str = "custom"
+    """Name of the recipe that these options started from."""
+    loop: str | None = None
+    """Your own training loop: file.py:function or package.module:function, which is called with the run."""
+    seed: int = 0
+    """Seed of the initial weights, the sample order, the augmentation and the train/test split."""
+    log_every: PositiveInt = 10
+    """Steps between rows of the metrics history."""
+    track: tuple[str, ...] = ()
+    """Where else to send metrics: tensorboard, mlflow, wandb, prometheus, or package.module:Class of your own."""
+    tag: tuple[str, ...] = ()
+    """Words to find the run by, with `raytrain runs --filter tag=WORD`."""
+    note: str | None = None
+    """What the run is about, for whoever looks at it later."""
+    trace: bool = False
+    """Record which samples each worker used in each step, for `raytrain audit`."""
+
 
 SECTIONS = {
     "data": DataOptions,

@@ -1,0 +1,111 @@
+"""Options whose values are written as text: what they mean, and which texts are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
+from raytrain.config.checkpoints import Intervals
+from raytrain.config.optimisation import Schedule
+from raytrain.errors import UsageError
+
+
+def config(**given: Any) -> TrainConfig:
+    return TrainConfig(**{"batch_size": 8, "learning_rate": 0.1, **given})
+
+
+def resolved(num_workers: int, found: str = "cpu", **given: Any) -> ResolvedConfig:
+    three = (0.5, 0.5, 0.5)
+    return config(**given).resolve(name="run", num_workers=num_workers, device=found, mean=three, std=three)
+
+
+@pytest.mark.parametrize(("batch_size", "total"), [(128, 128), ("128/worker", 384)])
+def test_a_batch_size_is_for_all_workers_or_for_each(batch_size: int | str, total: int) -> None:
+    assert resolved(3, batch_size=batch_size).batch_size == total
+
+
+@pytest.mark.parametrize(("rate", "total"), [(0.1, 0.1), ("0.1/worker", 0.3), ("1e-3/worker", 0.003), (None, 0.0)])
+def test_a_learning_rate_is_for_all_workers_or_for_each(rate: float | str | None, total: float) -> None:
+    assert resolved(3, learning_rate=rate).learning_rate == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        ("cosine", Schedule("cosine")),
+        ("piecewise", Schedule("piecewise", 0.1, 10)),
+        ("piecewise:0.5/3ep", Schedule("piecewise", 0.5, 3)),
+    ],
+)
+def test_a_schedule_has_its_parameters_in_its_text(text: str, schedule: Schedule) -> None:
+    assert config(schedule=text).learning_rate_schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("texts", "intervals"),
+    [
+        ((), Intervals()),
+        (("2ep",), Intervals(epochs=2)),
+        (("500st", "1.5m"), Intervals(steps=500, seconds=90)),
+        (("1ep", "7st", "2h"), Intervals(1, 7, 7200)),
+    ],
+)
+def test_checkpoints_are_due_by_epochs_steps_and_time(texts: tuple[str, ...], intervals: Intervals) -> None:
+    assert config(checkpoint_every=texts).checkpoint_intervals == intervals
+    assert config().checkpoint_intervals == Intervals(epochs=1, seconds=600)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "gpus", "accelerator"),
+    [
+        ("auto", "auto", None, None),
+        ("cpu", "cpu", None, None),
+        ("cuda:0,2", "cuda", "0,2", None),
+        ("cuda:A100", "cuda", None, "A100"),
+        ("cuda:AMD-Instinct-MI300X", "cuda", None, "AMD-Instinct-MI300X"),
+    ],
+)
+def test_a_device_may_have_numbers_or_a_type(device: str, kind: str, gpus: str | None, accelerator: str | None) -> None:
+    given = config(device=device)
+    assert (given.device_type, given.gpus, given.accelerator_type) == (kind, gpus, accelerator)
+
+
+@pytest.mark.parametrize(("device", "found", "trains_on"), [("auto", "cuda", "cuda"), ("cuda:0,2", "cuda", "cuda:0,2")])
+def test_a_run_that_starts_keeps_the_gpus_that_were_chosen(device: str, found: str, trains_on: str) -> None:
+    assert resolved(2, found, device=device).device == trains_on
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"batch_size": None}, "--batch-size is not given; give 128 for all workers together, or 32/worker."),
+        ({"batch_size": "0/worker"}, "--batch-size is '0/worker'; give a number of images, such as 128 or 32/worker."),
+        ({"batch_size": "32/gpu"}, "--batch-size is '32/gpu'; give"),
+        ({"learning_rate": "x"}, "--learning-rate is 'x'; give a number of at least 0, such as 0.1 or 0.05/worker."),
+        ({"learning_rate": "-1/worker"}, "--learning-rate is '-1/worker'; give"),
+        ({"schedule": "cosin"}, "--schedule is 'cosin' (did you mean cosine?); give constant, cosine, linear, or"),
+        ({"schedule": "piecewise:0.1/0ep"}, "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10"),
+        ({"checkpoint_every": ("1 ep",)}, "--checkpoint-every is '1 ep'; give epochs, steps or a time, such as 1ep,"),
+        ({"checkpoint_every": ("0s",)}, "--checkpoint-every is '0s'; give"),
+        ({"checkpoint_every": "1ep"}, "checkpoint_every is the text '1ep'; give a tuple"),
+        ({"max_time": "2"}, "--max-time is '2'; give a number and s, m, h or d, such as 90s or 2h."),
+        ({"device": "gpu"}, "--device is 'gpu'; give auto, cpu, cuda, numbers of GPUs, each once, such as cuda:0,2"),
+        ({"device": "cpu:0"}, "--device is 'cpu:0'; give"),
+        ({"device": "cuda:A100", "backend": "local"}, "--device is cuda:A100, which is for a Ray cluster"),
+        (
+            {"workers": "1..4", "backend": "local"},
+            "--workers is 1..4, which is for a Ray cluster",
+        ),
+    ],
+)
+def test_a_text_that_is_malformed_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        config(**given)
+    assert sentence in str(refused.value)
+
+
+def test_each_option_is_in_one_section() -> None:
+    names = [name for section in SECTIONS.values() for name in vars(section())]
+    assert sorted(names) == sorted(vars(config()))
