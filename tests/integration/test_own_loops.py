@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -385,6 +387,21 @@ def test_layers_that_their_author_keeps_in_evaluation_mode_stay_so(tmp_path: Pat
         run.step(optimizer)
         assert (model.training, norm.training, teacher.training) == (True, False, False)
     assert torch.equal(norm.running_mean, before)  # pyright: ignore[reportArgumentType]
+
+
+def test_mixed_precision_is_that_of_the_loop_for_methods_copies_and_nested_outputs(tmp_path: Path) -> None:
+    run = make_run(config(batch_size=7, precision="bfloat16"), images(NUM_IMAGES), str(tmp_path), Recorder())
+    model = run.prepare(TwoPaths(run.num_classes))
+    for batch in run.batches():
+        outputs = model(batch.images)
+        assert outputs["logits"].dtype == torch.float32 and outputs["step"] == 1
+        assert model.encode(batch.images).dtype == torch.bfloat16
+        other = copy.deepcopy(model)
+        nn.init.zeros_(other.head.weight)
+        assert torch.equal(other(batch.images)["logits"], other.head.bias.bfloat16().expand(7, -1).float())
+        break
+    assert isinstance(run.prepare(nn.BatchNorm2d(3)), nn.BatchNorm2d)
+    assert pickle.loads(pickle.dumps(run.models.trained[1])).training
 
 
 def test_a_scheduler_beside_the_schedule_of_the_options_is_refused(tmp_path: Path) -> None:
