@@ -176,10 +176,12 @@ def sharpness_aware(run: Run) -> None:
     for batch in run.batches():
         run.backward(cross_entropy(model(batch.images), batch.labels))
         gradients = [0.05 * each.grad for each in model.parameters() if each.grad is not None]
-        torch._foreach_add_(list(model.parameters()), gradients)
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), gradients)
         optimizer.zero_grad()
         run.backward(cross_entropy(model(batch.images), batch.labels))
-        torch._foreach_sub_(list(model.parameters()), gradients)
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), gradients)
         run.step(optimizer)
 
 
