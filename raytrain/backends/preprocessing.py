@@ -18,7 +18,7 @@ def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
     name = timm_name(config.model)
     if name is None or config.weights != DEFAULT:
         return config
-    from raytrain.training.timm_models import preprocessing  # imports torch and timm
+    from raytrain.training.model import preprocessing  # imports torch and timm
 
     wanted = preprocessing(name, config.channels)
     return dataclasses.replace(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class JoinedGradients:
         self._world_size = world_size
         # A group of its own: in a backward, the collectives of batch norm come in another order on a worker that lacks
         # a gradient.
-        self._group = dist.new_group() if world_size > 1 else None
+        self._group: Any = dist.new_group() if world_size > 1 else None
         self._parameters: list[Tensor] = []
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -106,7 +107,7 @@ class _Bucket:
         return self.flat[-len(self.parameters) :]
 
     @torch.no_grad()
-    def send(self, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def send(self, world_size: int, group: Any) -> None:
         """Start to average the gradients."""
         has = [id(each) in self.arrived for each in self.parameters]
         if all(has):

@@ -1,11 +1,11 @@
-"""Build the network that ``--model`` names, with weights that depend on the seed or are those of its library."""
+"""The network that ``--model`` names: torchvision's, timm's or the user's own, new or with its library's weights."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +13,16 @@ from torch import nn
 from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
 from raytrain.config.user_function import load_function
-from raytrain.errors import StorageError, UsageError
-from raytrain.training.model_names import unknown_classifier
-from raytrain.training.timm_models import build_pretrained_timm_model, build_timm_model
+from raytrain.errors import StorageError, UsageError, did_you_mean
+from raytrain.training.model_names import unknown_classifier, unknown_timm_model
+
+if TYPE_CHECKING:
+    from timm.models import PretrainedCfg
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
+_RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}
+"""timm's ``crop_mode`` as ``--resize``."""
 
 
 def build_model(
@@ -33,11 +37,11 @@ def build_model(
     """
     in_timm = timm_name(name)
     if in_timm is not None:
-        build = partial(build_timm_model, in_timm, num_classes, channels, image_size)
+        build = partial(_build_timm, in_timm, num_classes, channels, image_size)
     elif ":" in name:
         build = _own_builder(name, num_classes, channels)
     else:
-        build = _builder(name, num_classes, channels)
+        build = _torchvision_builder(name, num_classes, channels)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = build()
@@ -50,7 +54,7 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
     """The network ``name`` with the weights that its library calls the default, and with the classes of those weights.
 
     torchvision keeps its downloads below TORCH_HOME, timm below HF_HOME. Raises UsageError if the network is of neither
-    library, StorageError if the weights cannot be downloaded.
+    library, or timm has no weights for it; StorageError if the weights cannot be downloaded.
     """
     in_timm = timm_name(name)
     if in_timm is None and ":" in name:
@@ -58,10 +62,33 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
             f"--weights DEFAULT are torchvision's or timm's, and --model {name} is your own; give a file of its "
             "weights."
         )
-    with torch.random.fork_rng(devices=[]):
-        if in_timm is not None:
-            return build_pretrained_timm_model(in_timm, channels, image_size)
-        return _build_pretrained_classifier(name)
+    make = _pretrained_timm(in_timm, channels, image_size) if in_timm is not None else _pretrained_torchvision(name)
+    library = "torchvision" if in_timm is None else "timm"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return make()
+    except (OSError, RuntimeError) as error:
+        raise StorageError(
+            f"{library}'s weights for {in_timm or name} cannot be downloaded ({error}); save them on a machine with a "
+            "network connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
+        ) from None
+
+
+def preprocessing(name: str, channels: int) -> dict[str, Any]:
+    """The options of a run with which images are as those that timm's weights for ``name`` were trained on.
+
+    Grey images get the mean over the colours.
+    """
+    pretrained = _find_pretrained(name)
+    mean, std = pretrained.mean, pretrained.std
+    return {
+        "image_size": pretrained.input_size[1:],
+        "resize": _RESIZE.get(pretrained.crop_mode, "crop"),
+        "crop_fraction": min(pretrained.crop_pct, 1.0),
+        "interpolation": pretrained.interpolation,
+        "mean": mean if channels == 3 else (sum(mean) / 3,),
+        "std": std if channels == 3 else (sum(std) / 3,),
+    }
 
 
 @torch.no_grad()
@@ -80,17 +107,6 @@ def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
         ) from None
 
 
-def _build_pretrained_classifier(name: str) -> nn.Module:
-    make = _torchvision_classifier(name)
-    try:
-        return make(weights="DEFAULT", progress=False)
-    except (OSError, RuntimeError) as error:
-        raise StorageError(
-            f"torchvision's weights for {name} cannot be downloaded ({error}); save them on a machine with a network "
-            "connection with torch.save(model.state_dict(), FILE), and give --weights FILE."
-        ) from None
-
-
 def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
     """The user's function ``package.module:function`` with its arguments."""
     function = load_function("--model", name)
@@ -103,7 +119,7 @@ def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any
     return lambda: function(num_classes=num_classes, channels=channels)
 
 
-def _builder(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:
+def _torchvision_builder(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:
     """torchvision's function for the classifier ``name`` with its arguments."""
     make = _torchvision_classifier(name)
 
@@ -124,6 +140,10 @@ def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
     return models.get_model_builder(name)
 
 
+def _pretrained_torchvision(name: str) -> Callable[[], nn.Module]:
+    return partial(_torchvision_classifier(name), weights="DEFAULT", progress=False)
+
+
 def _with_channels(model: nn.Module, channels: int) -> nn.Module:
     """Replace the first convolution, which takes RGB, by one that takes ``channels``."""
     name, conv = next((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
@@ -133,3 +153,58 @@ def _with_channels(model: nn.Module, channels: int) -> nn.Module:
     replacement = nn.Conv2d(channels, conv.out_channels, bias=conv.bias is not None, **options)
     setattr(model.get_submodule(parent), attribute, replacement)
     return model
+
+
+def _build_timm(
+    name: str, num_classes: int, channels: int, image_size: tuple[int, int] | None = None, **options: Any
+) -> nn.Module:
+    """timm's network ``name``, newly initialised: images (B, channels, H, W) -> logits (B, num_classes).
+
+    If it takes images of one size only, it is made for ``image_size``, by default its own. ``options`` go to
+    ``timm.create_model``. Raises UsageError if timm is missing, or has no such network.
+    """
+    pretrained = _find_pretrained(name)
+    import timm
+
+    if pretrained.fixed_input_size and image_size not in (None, pretrained.input_size[1:]):
+        options = {**options, "img_size": image_size}
+    try:
+        return timm.create_model(name, num_classes=num_classes, in_chans=channels, **options)
+    except (AssertionError, ValueError) as error:  # such as an image size that the network cannot have
+        raise UsageError(
+            f"timm cannot build {name} for --image-size {_shown(image_size)}: {error}; its own size is "
+            f"{_shown(pretrained.input_size[1:])}."
+        ) from None
+
+
+def _pretrained_timm(name: str, channels: int, image_size: tuple[int, int] | None) -> Callable[[], nn.Module]:
+    pretrained = _find_pretrained(name)
+    if not pretrained.has_weights:
+        raise UsageError(f"--weights DEFAULT: timm has no weights for {name}; leave --weights out, or give a file.")
+    return partial(_build_timm, name, pretrained.num_classes, channels, image_size, pretrained=True)
+
+
+def _find_pretrained(name: str) -> PretrainedCfg:
+    """What timm knows of the weights for its network ``name``, whose tag may be omitted. Raises UsageError."""
+    try:
+        from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models
+    except ModuleNotFoundError as error:
+        if error.name != "timm":
+            raise
+        raise unknown_timm_model(name, None) from None
+    architecture, _, tag = name.partition(".")
+    if not is_model(architecture):
+        raise unknown_timm_model(name, list_models())
+    try:
+        return get_pretrained_cfg(name) or PretrainedCfg()
+    except RuntimeError:
+        tags = [each.partition(".")[2] for each in list_models(f"{architecture}.*", include_tags=True)]
+        hint = did_you_mean(tag, tags)
+        raise UsageError(
+            f"--model timm:{name}: timm has no weights {tag} for {architecture}{hint}; it has {', '.join(tags)}."
+        ) from None
+
+
+def _shown(image_size: tuple[int, ...] | None) -> str:
+    """A size as it is typed."""
+    return " ".join(map(str, image_size or ()))

@@ -175,13 +175,15 @@ def sharpness_aware(run: Run) -> None:
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in run.batches():
         run.backward(cross_entropy(model(batch.images), batch.labels))
-        gradients = [0.05 * each.grad for each in model.parameters() if each.grad is not None]
+        ascents = [(each, 0.05 * each.grad) for each in model.parameters() if each.grad is not None]
         with torch.no_grad():
-            torch._foreach_add_(list(model.parameters()), gradients)
+            for parameter, ascent in ascents:
+                parameter += ascent
         optimizer.zero_grad()
         run.backward(cross_entropy(model(batch.images), batch.labels))
         with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), gradients)
+            for parameter, ascent in ascents:
+                parameter -= ascent
         run.step(optimizer)
 
 
