@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from raytrain.runs.outcome import StopReason
+from typing import Any
 
 
 class RaytrainError(Exception):
@@ -61,16 +58,12 @@ class TrainingFailed(RaytrainError):
 
 
 class CoordinatorLost(TrainingFailed):
-    """The process that coordinates a run died, and the run's workers with it; the run can resume from its checkpoint.
+    """The process that coordinates the run ``name`` died, and its workers with it; it can resume from a checkpoint."""
 
-    ``name`` is the run's, ``stop_reason`` that of a stop request that it had not carried out yet.
-    """
-
-    def __init__(self, sentence: str, name: str, run_dir: str, stop_reason: StopReason | None) -> None:
+    def __init__(self, sentence: str, name: str, run_dir: str) -> None:
         super().__init__(sentence, {"name": name, "status": "failed", "run_dir": run_dir})
-        self.args = (sentence, name, run_dir, stop_reason)  # what it is unpickled from
+        self.args = (sentence, name, run_dir)  # what it is unpickled from
         self.name = name
-        self.stop_reason = stop_reason
 
 
 def option_name(name: str) -> str:

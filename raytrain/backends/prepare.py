@@ -1,15 +1,18 @@
-"""What every backend does before it trains: checks the options, opens the data, and puts the run together."""
+"""Prepares a run, whoever trains it: options and functions, then places, images and the claim, cheap checks first."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrain.backends.fastest_precision import fastest_precision
+from raytrain.backends.placement import Placement
 from raytrain.backends.preprocessing import with_preprocessing_of_weights
+from raytrain.backends.stop_signals import StopSignals
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.network import Precision
 from raytrain.errors import UsageError, flag
@@ -17,9 +20,10 @@ from raytrain.runs.checkpoint_files import newest_step
 from raytrain.runs.claim import RunClaim, claim_run
 from raytrain.runs.documents import check_name, new_name, read_config, run_store
 from raytrain.runs.identity import Identity
-from raytrain.runs.layout import CONFIG
+from raytrain.runs.layout import CONFIG, SWEEP
 from raytrain.runs.logs import DriverLog
 from raytrain.runs.skipped_images import SkipLimit
+from raytrain.runs.snapshot import View
 from raytrain.runs.startup_log import STARTUP
 from raytrain.storage.lent_credentials import Scope
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain.data.dataset import Dataset
+    from raytrain.runs.trackers.tracker_thread import NamedTracker
     from raytrain.storage.base import Store
     from raytrain.training.run import Run
     from raytrain.training.run_spec import RunSpec
@@ -41,13 +46,27 @@ Loop = Callable[["Run"], None]
 """A training loop: called on every worker with its part of the run."""
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run that may start: its place in storage is its own, and its data can be read.
+@dataclass(frozen=True, kw_only=True)
+class RunGroup:
+    """What several runs of this process share that train at once, each with one worker.
 
-    ``restarting`` says that this process started it before, and lost it: requests to stop it are still valid. ``claim``
-    makes this process the run's owner until the context manager is left, and ``log`` keeps what the owner prints; None
-    for the other processes of the run.
+    ``placement`` is each run's part of the machines. ``images`` are those of ``data``, as the backend keeps them
+    decoded for all runs; None if each run reads its own.
+    """
+
+    placement: Placement
+    data: Dataset
+    images: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that may start: its place in storage is its own until the context manager is left, and its data is there.
+
+    Beside that it holds what the caller of :func:`raytrain.train` wants: ``loop`` is his own function, if any, and
+    ``started_at`` when the user started the run, as ``time.monotonic()`` tells the time. ``restarting`` says that this
+    process started it before, and lost it: requests to stop it are still valid. ``log`` keeps what this process prints;
+    None if the run trains beside others of a ``group``.
     """
 
     config: TrainConfig
@@ -55,9 +74,15 @@ class PreparedRun:
     store: Store
     data: Dataset
     first_step: int
-    restarting: bool = False
-    claim: RunClaim | None = None
-    log: DriverLog | None = None
+    claim: RunClaim
+    log: DriverLog | None
+    loop: Loop | None
+    view: View | None
+    signals: StopSignals
+    trackers: Sequence[NamedTracker]
+    started_at: float
+    restarting: bool
+    group: RunGroup | None
 
     def __enter__(self) -> PreparedRun:
         if self.log is not None:
@@ -69,8 +94,11 @@ class PreparedRun:
     ) -> None:
         if self.log is not None:
             self.log.__exit__(kind, error, trace)
-        if self.claim is not None:
-            self.claim.close()
+        self.claim.close()
+
+    def load_loop(self) -> Loop | None:
+        """The training loop to use; None for the built-in one."""
+        return load_loop(self.config, self.loop)
 
     def copy_log(self) -> None:
         """Copy what the run's owner has printed: the run is about to end, and those who follow it with it."""
@@ -102,57 +130,88 @@ class PreparedRun:
         return SkipLimit.of(self.config, len(self.data.train) + len(self.data.test))
 
 
-def prepare(
-    config: TrainConfig, *, restarting: bool = False, owns_run: bool = True, shared: Dataset | None = None
-) -> PreparedRun:
-    """Check all that can be checked without a cluster: the run's place in storage, and that its data can be read.
+def check_asked(config: TrainConfig, loop: Loop | None = None) -> None:
+    """Raise UsageError for options that no run can start with, as far as they alone show it. Reads nothing."""
+    check_named(config)
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
+    check_functions(config, loop)
 
-    With ``resume``, a run that does not exist yet is started. The run is then this process's own, unless another of its
-    processes owns it. Writes nothing else to it. ``restarting``: this process started the run before. ``shared``: the
-    images, if the run trains beside others of this process, whose log is kept for all of them together.
+
+def check_places(config: TrainConfig) -> TrainConfig:
+    """The same options with a name; those of a run that resumes keep what it started with.
+
+    Raises UsageError or StorageError if storage cannot be written, the name is taken, the run was made with other
+    options, or there are no images: all that few requests tell, before a cluster starts.
     """
     from raytrain.storage.open import open_store
 
     name = config.name or new_name(config.recipe)
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
-    _check_place(config, name, store)
+    _check_free(config, name, store)
+    for url in filter(None, (config.data, config.test_data)):
+        open_store(url).check_readable()
+    config = dataclasses.replace(config, name=name)
     if config.resume and not store.exists(CONFIG):
         _LOG.warning("There is no run %r in %s yet; it starts from the beginning.", name, config.storage)
     elif config.resume:
         before = read_config(store)
         config = _resumed(config, before)
         check_options(config, before, f"Run {name!r}")
-    if shared is None:
+    return config
+
+
+def prepare(
+    config: TrainConfig,
+    *,
+    loop: Loop | None = None,
+    view: View | None = None,
+    signals: StopSignals | None = None,
+    trackers: Sequence[NamedTracker] = (),
+    started_at: float | None = None,
+    restarting: bool = False,
+    group: RunGroup | None = None,
+) -> PreparedRun:
+    """List the images of a run whose options :func:`check_places` has returned, and make the run this process's own.
+
+    Writes nothing to it but the claim. Raises UsageError if the images are other ones than before, or if another
+    process owns the run.
+    """
+    assert config.name
+    store = run_store(config.storage, config.name)
+    if group is None:
         config = with_preprocessing_of_weights(config)
-    data = shared or _listed(config, name, store)
-    prepared = PreparedRun(config, name, store, data, newest_step(store), restarting)
-    return _own(prepared, keeps_log=shared is None) if owns_run else prepared
+    data = group.data if group else _listed(config, store)
+    claim, first_step = _own(config, store)
+    return PreparedRun(
+        config=config,
+        name=config.name or "",
+        store=claim.owned_store,
+        data=data,
+        first_step=first_step,
+        claim=claim,
+        log=None if group else DriverLog(claim.owned_store),
+        loop=loop,
+        view=view,
+        signals=signals or StopSignals(),
+        trackers=trackers,
+        started_at=time.monotonic() if started_at is None else started_at,
+        restarting=restarting,
+        group=group,
+    )
 
 
-def _listed(config: TrainConfig, name: str, store: Store) -> Dataset:
+def _listed(config: TrainConfig, store: Store) -> Dataset:
     from raytrain.data.dataset import open_dataset
 
     STARTUP.info("listing the images …")
     data = open_dataset(config, store)
-    _check_images(config, data, f"Run {name!r}")
+    _check_images(config, data, f"Run {config.name!r}")
     return data
 
 
-def check_places(config: TrainConfig) -> None:
-    """Raise UsageError or StorageError if the name is taken or the images cannot be read, as few requests tell.
-
-    :func:`prepare` checks more, beside a cluster that starts, and would have to end again.
-    """
-    from raytrain.storage.open import open_store
-
-    if config.name:
-        _check_place(config, config.name, run_store(config.storage, config.name))
-    for url in filter(None, (config.data, config.test_data)):
-        open_store(url).check_readable()
-
-
-def _check_place(config: TrainConfig, name: str, store: Store) -> None:
+def _check_free(config: TrainConfig, name: str, store: Store) -> None:
     """Raise UsageError if a new run exists already."""
     if store.exists(CONFIG) and not config.resume:
         raise UsageError(
@@ -160,26 +219,16 @@ def _check_place(config: TrainConfig, name: str, store: Store) -> None:
         )
 
 
-def _own(prepared: PreparedRun, *, keeps_log: bool) -> PreparedRun:
-    """The same run, which this process now owns. Whoever owned it until now may have written a checkpoint since."""
-    claim = claim_run(prepared.store, prepared.name)
+def _own(config: TrainConfig, store: Store) -> tuple[RunClaim, int]:
+    """Own the run, from its newest step on. Whoever owned it until now may have written a checkpoint since."""
+    name = config.name or ""
+    claim = claim_run(store, name)
     try:
-        _check_place(prepared.config, prepared.name, prepared.store)
-        first_step = newest_step(prepared.store)
+        _check_free(config, name, store)
+        return claim, newest_step(store)
     except BaseException:
         claim.close()
         raise
-    store = claim.owned_store
-    log = DriverLog(store) if keeps_log else None
-    return dataclasses.replace(prepared, store=store, first_step=first_step, claim=claim, log=log)
-
-
-def check(config: TrainConfig, loop: Loop | None = None) -> None:
-    """Raise UsageError for options that no run can start with, as far as they alone show it."""
-    check_named(config)
-    if loop is None and config.loop is None:
-        config.check_learning_rate()
-    check_functions(config, loop)
 
 
 def check_functions(config: TrainConfig, loop: Loop | None) -> None:
@@ -219,6 +268,14 @@ def check_named(config: TrainConfig) -> None:
         raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
     if config.name:
         check_name(config.name)
+
+
+def refuse_sweep(config: TrainConfig) -> None:
+    """Raise UsageError if a sweep is to be resumed as if it were a run."""
+    if config.resume and config.name and run_store(config.storage, config.name).exists(SWEEP):
+        raise UsageError(
+            f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
+        )
 
 
 def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:

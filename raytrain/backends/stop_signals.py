@@ -16,19 +16,17 @@ _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward
 class StopSignals:
     """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`.
 
-    Signals within a second of the request belong to it. A later one raises KeyboardInterrupt. Opened in a thread other
+    Signals within a second of the first belong to it. A later one raises KeyboardInterrupt. Opened in a thread other
     than the main one, where Python allows no signal handlers, it receives no signals; others may still call
     :meth:`request_stop`.
     """
 
     stop_request: StopReason | None = None
-    _requested_at_s = 0.0
+    _signalled_at_s: float | None = None
 
     def request_stop(self, request: StopReason) -> None:
-        """Ask the run to stop with a checkpoint; the first request counts."""
-        if self.stop_request is None:
-            self._requested_at_s = monotonic()
-            self.stop_request = request
+        """Ask the run to stop with a checkpoint; the first request counts. From any thread, whatever storage does."""
+        self.stop_request = self.stop_request or request
 
     def __enter__(self) -> StopSignals:
         self._before: dict[int, Any] = {}
@@ -41,6 +39,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_request is not None and monotonic() - self._requested_at_s >= _ONE_STOP_S:
+        if self._signalled_at_s is None:
+            self._signalled_at_s = monotonic()
+        elif monotonic() - self._signalled_at_s >= _ONE_STOP_S:
             raise KeyboardInterrupt
         self.request_stop(StopReason("signal", signal.Signals(number).name))

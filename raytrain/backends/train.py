@@ -14,19 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrain.backends.gpus import visible_gpus
 from raytrain.backends.machine import machine_hardware
 from raytrain.backends.placement import Hardware, check_room
-from raytrain.backends.prepare import check, check_places, load_loop, prepare
+from raytrain.backends.prepare import Loop, PreparedRun, RunGroup, check_asked, check_places, prepare, refuse_sweep
 from raytrain.backends.ray.connection import connection, is_connected
+from raytrain.backends.session import RunSession
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train_request import TrainRequest
 from raytrain.config import TrainConfig
-from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
-from raytrain.runs.documents import run_store
-from raytrain.runs.layout import SWEEP
+from raytrain.errors import CoordinatorLost, TrainingFailed
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.snapshot import View
 from raytrain.runs.startup_log import STARTUP
@@ -38,6 +36,8 @@ from raytrain.runs.trackers.protocol import Tracker
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
+Prepare = Callable[[TrainConfig], PreparedRun]
+"""Lists the images of a run, and makes it this process's own."""
 _LOG = logging.getLogger("raytrain")
 
 
@@ -68,36 +68,59 @@ def train(
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the run ended early; the sentence says why and how to resume.
     """
-    started_at = time.monotonic() if started_at is None else started_at
-    check(config, loop)
-    if config.resume and config.name and run_store(config.storage, config.name).exists(SWEEP):
-        raise UsageError(
-            f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
-        )
-    signals = signals or StopSignals()
-    opened = open_trackers([*config.track, *trackers])
-    request = TrainRequest(config=config, loop=loop, view=view, signals=signals, trackers=opened, started_at=started_at)
-    return train_request(request, trackers)
+    check_asked(config, loop)
+    refuse_sweep(config)
+    return train_group(
+        config,
+        None,
+        loop=loop,
+        view=view,
+        signals=signals,
+        trackers=trackers,
+        started_at=started_at or time.monotonic(),
+    )
 
 
-def train_request(request: TrainRequest, trackers: Sequence[str | Tracker] = ()) -> TrainResult:
-    """Train, again in more parts as long as the memory does not suffice; ``trackers`` are those of the caller.
+def train_group(
+    config: TrainConfig,
+    group: RunGroup | None,
+    *,
+    loop: Loop | None = None,
+    signals: StopSignals | None = None,
+    trackers: Sequence[str | Tracker] = (),
+    **options: Any,
+) -> TrainResult:
+    """Train, again in more parts as long as the memory does not suffice.
 
-    Several threads may do so at once for runs of one :class:`RunGroup`. Raises what :func:`train` raises.
+    Several threads may do so at once for runs of one ``group``. Takes and raises what :func:`train` does.
     """
-    fits_by_trial = request.config.accumulate == "auto"
+    asked = partial(prepare, group=group, loop=loop, signals=signals or StopSignals(), **options)
+    fits_by_trial = config.accumulate == "auto"
     while True:
+        opened = open_trackers([*config.track, *trackers])
         try:
-            return _train(request)
+            return _train(config, partial(asked, trackers=opened))
         except TrainingFailed as failed:
             if not fits_by_trial or failed.summary.get("accumulate") is None:
                 raise
-            config = _in_more_parts(request.config, failed)
-            request = dataclasses.replace(request, config=config, trackers=open_trackers([*config.track, *trackers]))
+            config = _in_more_parts(config, failed)
 
 
-def _train(request: TrainRequest) -> TrainResult:
-    return _train_locally(request) if request.config.backend == "local" else _train_on_ray(request)
+def _train(config: TrainConfig, prepare: Prepare) -> TrainResult:
+    """Train, and start the run again if its coordinator is lost, as long as that may help."""
+    attempts_left = 1 + config.max_failures
+    train_once = _train_locally if config.backend == "local" else _train_on_ray
+    while True:
+        config = check_places(config)
+        try:
+            return train_once(config, prepare)
+        except CoordinatorLost as lost:
+            attempts_left -= 1
+            if not attempts_left or is_connected():  # what is left of the run is in a cluster that stays
+                mark_failed(config.storage, lost.name)
+                raise
+            config = dataclasses.replace(config, resume=True)
+            prepare = partial(prepare, restarting=True)
 
 
 def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
@@ -143,8 +166,8 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
     if config.backend == "local":
         yield partial(machine_hardware, config.gpus)
         return
-    with connection(config.address, config.gpus, partial(check_places, config)) as cluster:
-        importing = import_in_background("raytrain.backends.ray.session")
+    with connection(config.address, config.gpus) as cluster:
+        importing = import_in_background("raytrain.backends.ray.ray_launch")
 
         def join() -> Hardware:
             importing.join()
@@ -156,58 +179,33 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
         yield join
 
 
-def _train_locally(request: TrainRequest) -> TrainResult:
+def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
     from raytrain.backends.local.agent_process import AgentProcess
 
-    gpus = request.config.gpus
-    check_room(request.config, machine_hardware(gpus))
-    agent = AgentProcess(visible_gpus(gpus) if gpus else {})
-    with closing(agent), prepare(request.config, shared=request.group and request.group.data) as prepared:
-        from raytrain.backends.local.session import LocalSession
+    check_room(config, machine_hardware(config.gpus))
+    agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
+    with closing(agent), prepare(config) as prepared:
+        from raytrain.backends.local.local_launch import LocalLaunch
 
-        with request.signals, LocalSession(prepared, request, agent) as session:
+        with prepared.signals, RunSession(prepared, LocalLaunch(prepared, agent)) as session:
             return session.watch()
 
 
-def _train_on_ray(request: TrainRequest) -> TrainResult:
-    """Train, and start the run again if its coordinator is lost, as long as that may help."""
-    attempts_left = 1 + request.config.max_failures
-    restarting = False
-    while True:
-        try:
-            return _attempt(request, restarting=restarting)
-        except CoordinatorLost as lost:
-            attempts_left -= 1
-            restarting = True
-            if not attempts_left or is_connected():  # what is left of the run is in a cluster that stays
-                mark_failed(request.config.storage, lost.name)
-                raise
-            config = dataclasses.replace(request.config, name=lost.name, resume=True)
-            request = dataclasses.replace(request, config=config)
-            if lost.stop_reason is not None:
-                request.signals.request_stop(lost.stop_reason)
-
-
-def _attempt(request: TrainRequest, *, restarting: bool) -> TrainResult:
-    config, signals = request.config, request.signals
-
-    def check_before_start() -> None:
-        check_room(config, machine_hardware(config.gpus))
-        check_places(config)
-
-    with connection(config.address, config.gpus, check_before_start) as cluster:
-        importing = import_in_background("raytrain.backends.ray.session")
-        with prepare(config, restarting=restarting, shared=request.group and request.group.data) as prepared:
+def _train_on_ray(config: TrainConfig, prepare: Prepare) -> TrainResult:
+    """Train on a Ray cluster. It starts, and Ray and torch are imported, while the data is listed."""
+    check = partial(check_room, config, machine_hardware(config.gpus))
+    with connection(config.address, config.gpus, check) as cluster:
+        importing = import_in_background("raytrain.backends.ray.ray_launch")
+        with prepare(config) as prepared:
             STARTUP.info("importing Ray and torch …")
             importing.join()
-            request = dataclasses.replace(request, loop=load_loop(config, request.loop))
             cluster.connect()
-            from raytrain.backends.ray.session import RunSession
+            from raytrain.backends.ray.ray_launch import RayLaunch
             from raytrain.backends.ray.wait_for_machines import wait_for_machines
 
-            with signals:
+            with prepared.signals as signals:
                 STARTUP.info("starting the workers …")
                 wait_for_machines(config, lambda: signals.stop_request is not None)
-                with RunSession(prepared, request, cluster) as session:
+                with RunSession(prepared, RayLaunch(prepared, cluster)) as session:
                     return session.watch()

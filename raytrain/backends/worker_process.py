@@ -19,9 +19,9 @@ from raytrain.training.protocols import Reporter
 
 
 class WorkerReporter(Reporter, Protocol):
-    """What a worker tells whoever keeps the documents of its run."""
+    """A reporter that is also told whether a worker can train, and which images it cannot use."""
 
-    def begin(self) -> None:
+    def checked(self) -> None:
         """The network and its weights fit together: the run may be written down. Only worker 0 says so."""
         ...
 
@@ -42,7 +42,7 @@ def train_worker(task: WorkerTask, loop: Loop | None, device: torch.device, repo
     source = MachineBatches(task.data, spec.plan, rank, loads, task.cache, reporter.skip, isolated=isolated)
     weights = load_initial_weights(spec, task.first_step)
     if rank == 0:
-        reporter.begin()
+        reporter.checked()
     return spec.train(spec.make_run(source, reporter, device, weights))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.backends.placement import place
-from raytrain.backends.prepare import check
+from raytrain.backends.prepare import check_asked
 from raytrain.backends.train import open_machines
 from raytrain.backends.train import train as train_run
 from raytrain.config import TrainConfig
@@ -129,7 +129,7 @@ def runs_of(config: TrainConfig, workers: Sequence[int]) -> dict[int, TrainConfi
         size: dataclasses.replace(config, name=f"{config.name}-{size}", workers=size) for size in sorted(set(workers))
     }
     for each in configs.values():
-        check(each)
+        check_asked(each)
     return configs
 
 

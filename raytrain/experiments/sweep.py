@@ -18,10 +18,18 @@ from typing import TYPE_CHECKING, Any
 from raytrain.backends.cache_choice import keeps_shared
 from raytrain.backends.gpus import gpus
 from raytrain.backends.placement import Hardware, Placement, place
-from raytrain.backends.prepare import Loop, PreparedRun, check_named, check_options, load_loop, prepare
+from raytrain.backends.prepare import (
+    Loop,
+    PreparedRun,
+    RunGroup,
+    check_named,
+    check_options,
+    check_places,
+    load_loop,
+    prepare,
+)
 from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import open_machines, train_request
-from raytrain.backends.train_request import RunGroup, TrainRequest
+from raytrain.backends.train import open_machines, train_group
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
 from raytrain.experiments.early_stopping import EarlyStopping
@@ -97,6 +105,7 @@ def sweep(
     trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
     if loop is None and config.loop is None:
         _check_learning_rates(planned, config)
+    config = check_places(config)
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
         (check_trials if config.resume else check_names_free)(runs)
@@ -253,16 +262,8 @@ class _TrialRun:
         if self.aborted or self._signals.stop_request is not None:
             return
         try:
-            request = TrainRequest(
-                config=dataclasses.replace(config, resume=self.trial.store.exists(CONFIG)),
-                loop=loop,
-                view=self._look,
-                signals=self._signals,
-                trackers=(),
-                started_at=time.monotonic(),
-                group=group,
-            )
-            train_request(request)
+            config = dataclasses.replace(config, resume=self.trial.store.exists(CONFIG))
+            train_group(config, group, loop=loop, view=self._look, signals=self._signals)
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:

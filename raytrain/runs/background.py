@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 Argument = TypeVar("Argument")
@@ -29,6 +29,7 @@ class Background(Generic[Argument, Result]):
         self._running = self._executor.submit(self._function, argument)
         return before.result() if before is not None else None
 
-    def close(self) -> None:
-        """Wait until the last call has ended."""
-        self._executor.shutdown()
+    def close(self, within_s: float | None = None) -> bool:
+        """Wait until the last call has ended, however long that takes by default; returns whether it has."""
+        self._executor.shutdown(wait=within_s is None)
+        return self._running is None or not wait([self._running], within_s).not_done

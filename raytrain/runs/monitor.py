@@ -9,20 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from raytrain.monitor.events import (
-    DocumentLost,
-    Evaluated,
-    Event,
-    HistoryDamaged,
-    ImageSkipped,
-    LossNotFinite,
-    RequestsRetried,
-    StopRequested,
-    StorageBack,
-    StorageWaits,
-    TimedEvent,
-    TrainingStarted,
-)
+from raytrain.monitor import events
+from raytrain.monitor.events import Event, TimedEvent
 from raytrain.runs.history import History
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
@@ -38,17 +26,9 @@ _NUM_DIVERGED_ROWS = 3
 class RunMonitor:
     """Collects the metrics of a run, keeps its history, answers with snapshots, and passes on the stop request.
 
-    A plain class, safe to call from several threads. Nothing here waits for storage or for the training, except for the
-    first look at a history that exists already.
-
-    Args:
-        run_name: the run's name, for the views.
-        num_steps: steps of the whole run, including those before a resume.
-        steps_per_epoch: steps of one epoch.
-        history: where rows go; on a resume it holds the earlier rows.
-        clock: seconds, monotonic.
-        skip_limit: how many images may be skipped; any number by default.
-        started_at: when the user started the run, as ``clock`` tells the time; now by default.
+    Safe to call from several threads. Nothing here waits for storage or for the training, except for the first look at
+    a history that exists already. ``num_steps`` are those of the whole run, ``skip_limit`` says how many images may be
+    skipped (any number by default), and ``started_at`` when the user started the run, by ``clock``.
     """
 
     def __init__(
@@ -100,7 +80,7 @@ class RunMonitor:
             self._continue_clock()
             self._restore(step)
             self._status = "running"
-            self.event(TrainingStarted(num_workers, step))
+            self.event(events.TrainingStarted(num_workers, step))
 
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics, stamped with the seconds of training so far."""
@@ -110,7 +90,7 @@ class RunMonitor:
             self._step = max(self._step, row.step)
             if row.kind == "evaluation":
                 self._evaluation = row
-                self.event(Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
+                self.event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
             else:
                 self._latest = row
                 self._last_timed = self._clock(), row.step
@@ -131,7 +111,7 @@ class RunMonitor:
             first = not self._history.skipped_images
             new = self._history.skip(images)
             if first and new:
-                self.event(ImageSkipped(new[0].key, new[0].reason))
+                self.event(events.ImageSkipped(new[0].key, new[0].reason))
             if self._skip_limit and self._failure is None:
                 self._failure = self._skip_limit.exceeded(self._history.skipped_images)
                 if self._failure:
@@ -141,7 +121,7 @@ class RunMonitor:
         """Note requests for images that failed and were retried."""
         with self._lock:
             if not self._num_retries:
-                self.event(RequestsRetried())
+                self.event(events.RequestsRetried())
             self._num_retries += num_requests
 
     def event(self, event: Event) -> None:
@@ -161,7 +141,7 @@ class RunMonitor:
         with self._lock:
             if self._stop_request is None and self._ended_s is None:
                 self._stop_request = request
-                self.event(StopRequested(request))
+                self.event(events.StopRequested(request))
                 self._stop_requested.set()
 
     @property
@@ -192,7 +172,7 @@ class RunMonitor:
         try:
             self._history.close()
         except Exception as error:  # the outcome of the run is valid whatever storage says
-            self.event(DocumentLost("the history", str(error)))
+            self.event(events.DocumentLost("the history", str(error)))
 
     def snapshot(self, since: RowCursor = START) -> Snapshot:
         """How the run stands, with the rows that a viewer at ``since`` lacks: all of them if a failure undid some."""
@@ -225,10 +205,10 @@ class RunMonitor:
 
     def _report_storage_errors(self) -> None:
         for problem in self._history.take_problems():
-            self.event(HistoryDamaged(problem))
+            self.event(events.HistoryDamaged(problem))
         error = self._history.error
         if error != self._reported_error:
-            self.event(StorageWaits(error) if error else StorageBack())
+            self.event(events.StorageWaits(error) if error else events.StorageBack())
             self._reported_error = error
 
     def _continue_clock(self) -> None:
@@ -259,7 +239,7 @@ class RunMonitor:
             return
         self._num_diverged += 1
         if self._num_diverged == 1:
-            self.event(LossNotFinite(str(row.loss), row.step))
+            self.event(events.LossNotFinite(str(row.loss), row.step))
         elif self._num_diverged == _NUM_DIVERGED_ROWS and self._failure is None:
             rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
             self._failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"

@@ -30,11 +30,7 @@ _logger = logging.getLogger(__name__)
 class RunRecorder:
     """Keeps the documents of the run in ``store`` up to date, for whichever process started it.
 
-    Args:
-        store: the run's place in storage.
-        num_steps: steps of the whole run.
-        first_step: the step that it starts, or resumes, after.
-        started_at: when the user started it, as ``time.monotonic()`` tells the time; now by default.
+    The run has ``num_steps`` in all and begins after ``first_step``; its time counts from ``started_at``.
     """
 
     def __init__(self, store: Store, num_steps: int, first_step: int = 0, started_at: float | None = None) -> None:
@@ -130,19 +126,12 @@ class RunRecorder:
 
     def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
         """Write the status with what ``snapshot`` knows."""
-        if snapshot is None:
-            known = RunStatus(status=status, step=self._step, num_steps=self._num_steps)
-        else:
+        known = {"num_steps": self._num_steps}
+        if snapshot is not None:
             self._step = max(self._step, snapshot.step)
-            known = RunStatus(
-                status=status,
-                step=self._step,
-                num_steps=snapshot.num_steps,
-                epoch=snapshot.epoch,
-                num_epochs=snapshot.num_epochs,
-                num_workers=snapshot.num_workers,
-            )
-        write_status(self._store.fail_fast() if fail_fast else self._store, known)
+            known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
+        store = self._store.fail_fast() if fail_fast else self._store
+        write_status(store, RunStatus(status=status, step=self._step, **known))
 
     def log_events(self, snapshot: Snapshot) -> None:
         """Log the events that are new."""

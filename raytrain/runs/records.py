@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain.config import TrainConfig
-from raytrain.errors import StorageError, UsageError
+from raytrain.errors import StorageError
 from raytrain.runs.checkpoint_files import list_checkpoints
-from raytrain.runs.documents import open_run, parse_config, read_config, read_json, run_names
+from raytrain.runs.documents import open_run, parse_config, read_json, run_names
 from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.json_lines import Report, parse_object, plain
 from raytrain.runs.layout import CONFIG, STATUS, SUMMARY
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.skipped_images import SkippedImage
-from raytrain.runs.status import RunStatus, parse_status, read_status
+from raytrain.runs.status import RunStatus, parse_status
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store, StoredObject
+    from raytrain.storage.base import StoredObject
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class RunInfo:
     name: str
     config: TrainConfig | None
     status: RunStatus
-    test_accuracy: float | None
+    test_accuracy: float | None = None
     problems: tuple[str, ...] = ()
 
     @property
@@ -45,20 +45,13 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """Everything that storage holds of a run, apart from its manifests.
+class RunRecord(RunInfo):
+    """Everything that storage holds of a run, apart from its manifests."""
 
-    ``problems`` says what of it cannot be used; ``config`` is None if it is among that.
-    """
-
-    name: str
-    config: TrainConfig | None
-    status: RunStatus
     summary: dict[str, Any]
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
     skipped: list[SkippedImage]
-    problems: tuple[str, ...] = ()
 
 
 def list_runs(storage: str) -> list[RunInfo]:
@@ -81,25 +74,16 @@ def list_runs(storage: str) -> list[RunInfo]:
 def read_run(storage: str, name: str) -> RunRecord:
     """All documents of a run, as far as they are whole; raises UsageError if there is no such run."""
     store = open_run(storage, name)
-    problems: list[str] = []
-    return RunRecord(
-        name=name,
-        config=_config(store, problems.append),
-        status=read_status(store, problems.append),
-        summary=read_json(store, SUMMARY, problems.append),
-        metrics=read_metrics(store, problems.append),
-        checkpoints=list_checkpoints(store),
-        skipped=read_skipped(store, problems.append),
-        problems=tuple(problems),
-    )
-
-
-def _config(store: Store, report: Report) -> TrainConfig | None:
-    try:
-        return read_config(store, report)
-    except UsageError as error:
-        report(str(error).rstrip("."))
-        return None
+    info = _run_info(name, *store.get_many([CONFIG, STATUS, SUMMARY]))
+    problems = [*info.problems]
+    more: dict[str, Any] = {
+        "summary": read_json(store, SUMMARY),
+        "metrics": read_metrics(store, problems.append),
+        "checkpoints": list_checkpoints(store),
+        "skipped": read_skipped(store, problems.append),
+        "problems": tuple(problems),
+    }
+    return RunRecord(**vars(info) | more)
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.backends.prepare import prepare
+from raytrain.backends.prepare import check_places, prepare
 from raytrain.backends.ray.connection import connection
-from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train_request import TrainRequest
+from raytrain.backends.session import RunSession
 from raytrain.config import TrainConfig
 from raytrain.training.run import Run
 
 
 def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]], loop: Callable[[Run], None]) -> None:
     """Train like ``raytrain.train`` on the images with the indices ``choose(num_images)``, which may repeat."""
-    with connection(config.address) as cluster:
-        prepared = prepare(config)
+    config = check_places(config)
+    with connection(config.address) as cluster, prepare(config, loop=loop) as prepared:
         manifest = prepared.data.train
         data = dataclasses.replace(prepared.data, train=manifest.select(choose(len(manifest))))
         cluster.connect()
-        from raytrain.backends.ray.session import RunSession
+        from raytrain.backends.ray.ray_launch import RayLaunch
 
-        with StopSignals() as signals:
-            request = TrainRequest(
-                config=config, loop=loop, view=None, signals=signals, trackers=(), started_at=time.monotonic()
-            )
-            prepared = dataclasses.replace(prepared, data=data)
-            with RunSession(prepared, request, cluster) as session:
-                session.watch()
+        prepared = dataclasses.replace(prepared, data=data)
+        with prepared.signals, RunSession(prepared, RayLaunch(prepared, cluster)) as session:
+            session.watch()

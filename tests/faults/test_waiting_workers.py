@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.skipped_images import SkipLimit
+from raytrain.storage.open import open_store
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 
@@ -20,19 +20,11 @@ ANSWER_S = 120.0
 def test_300_waiting_workers_hinder_neither_keys_nor_data_nor_a_stop(tmp_path: Path) -> None:
     import ray
 
-    from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
+    from raytrain.backends.ray.coordinator import start_coordinator, stop_coordinator
     from raytrain.backends.ray.stream_queues import Stream
 
-    run = RunInStorage(
-        name="run",
-        url=str(tmp_path / "run"),
-        cloud=None,
-        num_steps=10,
-        steps_per_epoch=5,
-        skip_limit=SkipLimit(num_images=10),
-        owner=None,
-    )
-    coordinator: Any = start_coordinator(run, NUM_WORKERS)
+    store = open_store(str(tmp_path / "run"))
+    coordinator: Any = start_coordinator("run", store, num_steps=10, steps_per_epoch=5, num_workers=NUM_WORKERS)
     try:
         streams = [Stream(0, 0, dataset, 0, NUM_WORKERS) for dataset in ("train", "test")]
         ray.get([coordinator.open_stream.remote(stream) for stream in streams], timeout=ANSWER_S)

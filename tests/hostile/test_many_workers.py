@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 
 from raytrain.backends.ray import coordinator
-from raytrain.runs.skipped_images import SkipLimit
+from raytrain.storage.open import open_store
 
 NUM_WORKERS = 300
-RUN = coordinator.RunInStorage(
-    name="run",
-    url="runs/run",
-    cloud=None,
-    num_steps=10,
-    steps_per_epoch=5,
-    skip_limit=SkipLimit(num_images=10),
-    owner=None,
-)
 
 
 @pytest.fixture
@@ -29,17 +20,18 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def remote(**options: Any) -> Any:
         asked.update(options)
-        actor = SimpleNamespace(remote=lambda run: None)
+        actor = SimpleNamespace(remote=lambda *run: None)
         return lambda kind: SimpleNamespace(options=lambda **more: actor)
 
     monkeypatch.setattr("ray.remote", remote)
     monkeypatch.setattr(coordinator, "on_this_node", dict)
-    coordinator.start_coordinator(RUN, NUM_WORKERS)
+    store = open_store("runs/run")
+    coordinator.start_coordinator("run", store, num_steps=10, steps_per_epoch=5, num_workers=NUM_WORKERS)
     return asked["concurrency_groups"]
 
 
 def group_of(method: str) -> str:
-    return getattr(coordinator.Coordinator, method).__ray_concurrency_group__
+    return getattr(coordinator.RayCoordinator, method).__ray_concurrency_group__
 
 
 def test_each_worker_may_wait_for_training_and_test_images_while_others_wait_for_a_stop(

@@ -24,7 +24,7 @@ import torch
 from moto.server import ThreadedMotoServer
 
 import raytrain
-from raytrain.backends.prepare import prepare
+from raytrain.backends.prepare import check_places, prepare
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.runs import claim as claims
@@ -364,7 +364,7 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_one_trains(ima
     def start_another(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if (run.rank, batch.step) == (0, 2):
             try:
-                prepare(dataclasses.replace(local(images, tmp_path), resume=True))
+                prepare(check_places(dataclasses.replace(local(images, tmp_path), resume=True)))
             except UsageError as error:
                 refused.write_text(str(error))
 
@@ -394,7 +394,7 @@ def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: P
     with claim_run(run_store(str(tmp_path), "run"), "run"):
         status.write_text(json.dumps(ahead | {"heartbeat_at": "2000-01-01T00:00:00+00:00"}))
         with pytest.raises(UsageError, match="is training at this moment"):
-            prepare(dataclasses.replace(local(images, tmp_path, epochs=3), resume=True))
+            prepare(check_places(dataclasses.replace(local(images, tmp_path, epochs=3), resume=True)))
 
 
 def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:

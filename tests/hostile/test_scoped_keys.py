@@ -15,7 +15,7 @@ from botocore.client import BaseClient
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from raytrain.backends.prepare import prepare
+from raytrain.backends.prepare import check_places, prepare
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.errors import UsageError
 from raytrain.storage import lent_credentials
@@ -177,8 +177,8 @@ def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.Mon
 
 
 def test_the_scope_of_a_run_is_its_images_and_itself(images: Path, tmp_path: Path) -> None:
-    with prepare(config(images, tmp_path, scope_keys=True)) as prepared:
+    with prepare(check_places(config(images, tmp_path, scope_keys=True))) as prepared:
         scope = prepared.scope(f"{prepared.store.url}/")
     assert scope == Scope((f"{images}/", f"{images}/"), (f"{tmp_path}/run/",))
-    with prepare(config(images, tmp_path, name="other")) as prepared:
+    with prepare(check_places(config(images, tmp_path, name="other"))) as prepared:
         assert prepared.scope(f"{prepared.store.url}/") is None

@@ -15,7 +15,6 @@ import pytest
 import raytrain
 from raytrain import UsageError
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.skipped_images import SkipLimit
 from raytrain.runs.snapshot import START, Snapshot
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, put_images
@@ -70,26 +69,14 @@ def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path)
     import ray
 
     from raytrain.backends.ray.coordinator import (
-        RunInStorage,
         request_stop_in_cluster,
         start_coordinator,
         stop_coordinator,
     )
 
     def start(storage: str) -> Any:
-        url = str(tmp_path / storage / "first")
-        return start_coordinator(
-            RunInStorage(
-                name="first",
-                url=url,
-                cloud=None,
-                num_steps=10,
-                steps_per_epoch=5,
-                skip_limit=SkipLimit(num_images=10),
-                owner=None,
-            ),
-            num_workers=1,
-        )
+        store = open_store(str(tmp_path / storage / "first"))
+        return start_coordinator("first", store, num_steps=10, steps_per_epoch=5, num_workers=1)
 
     def stop_request(coordinator: Any) -> StopReason | None:
         snapshot: Snapshot = ray.get(coordinator.snapshot.remote(START))
@@ -120,9 +107,9 @@ def fail(*_: object, **__: object) -> None:
 
 
 RUN_STAGES = [
-    "raytrain.backends.ray.session.lend_credentials",
+    "raytrain.backends.ray.ray_launch.lend_credentials",
     "raytrain.backends.ray.data_feed.DataFeed.connect",
-    "raytrain.backends.ray.session.TrainerThread",
+    "raytrain.backends.ray.ray_launch.TrainerThread",
     "raytrain.backends.ray.data_feed.CacheFiller",
     "raytrain.data.dataset.Dataset.write",
     "raytrain.runs.recorder.RunRecorder.begin",
@@ -161,7 +148,7 @@ def left_behind() -> list[str]:
 def test_an_error_while_a_run_is_opened_leaves_nothing(
     stage: str, nothing_left: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.backends.ray.session  # pyright: ignore[reportUnusedImport] ; so that its names can be replaced
+    import raytrain.backends.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; so that its names can be replaced
 
     monkeypatch.setattr(stage, fail)
     with pytest.raises(Injected):
@@ -182,7 +169,7 @@ def test_an_error_while_a_sweep_is_opened_leaves_nothing(
 def test_the_next_try_of_a_run_that_could_not_be_opened_succeeds(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.backends.ray.session  # pyright: ignore[reportUnusedImport] ; see above
+    import raytrain.backends.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; see above
 
     with monkeypatch.context() as broken:
         broken.setattr("raytrain.runs.recorder.RunRecorder.begin", fail)

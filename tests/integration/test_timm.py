@@ -19,7 +19,7 @@ from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
 import raytrain
-from raytrain.backends.prepare import prepare
+from raytrain.backends.prepare import check_places, prepare
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.training import batchnorm
@@ -110,7 +110,7 @@ def test_the_head_has_a_learning_rate_of_its_own() -> None:
 
 def prepared(images: Path, storage: Path, **values: Any) -> TrainConfig:
     base = {"model": "timm:test_vit", "weights": "DEFAULT", "image_size": None, "workers": 1, "translate": 0}
-    with prepare(config(images, storage, **{**base, **values})) as run:
+    with prepare(check_places(config(images, storage, **{**base, **values}))) as run:
         return run.resolve(1, "cpu")
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from raytrain.backends.prepare import prepare
+from raytrain.backends.prepare import check_places, prepare
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
@@ -446,4 +446,4 @@ def test_a_run_cannot_be_resumed_with_other_frozen_layers(cifar10_folder: Path, 
     run_on(cifar10_folder / "test", tmp_path, "run", "--freeze", "conv1", "--max-steps", "1")
     settings = read_config(run_store(str(tmp_path), "run"))
     with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was started with \('conv1',\)"):
-        prepare(dataclasses.replace(settings, resume=True, freeze=("layer1",)))
+        prepare(check_places(dataclasses.replace(settings, resume=True, freeze=("layer1",))))

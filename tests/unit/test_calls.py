@@ -12,23 +12,29 @@ from raytrain.backends.local.calls import Caller, CallServer
 from raytrain.errors import UsageError
 
 
-def refuse() -> None:
-    raise UsageError("--model is wrong")
+class Target:
+    """What is called."""
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def refuse(self) -> None:
+        raise UsageError("--model is wrong")
 
 
 def test_a_call_returns_what_the_function_returns_or_raises_what_it_raises(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, {"add": lambda a, b: a + b, "refuse": refuse})
+    server = CallServer(tmp_path, Target())
     call = Caller(server.address)
     assert call("add", 2, 3) == 5
     with pytest.raises(UsageError, match="--model is wrong"):
         call("refuse")
-    with pytest.raises(KeyError):
+    with pytest.raises(AttributeError):
         call("anything else")
     server.close()
 
 
 def test_a_stranger_is_turned_away_and_hurts_nobody(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, {"add": lambda a, b: a + b})
+    server = CallServer(tmp_path, Target())
     with pytest.raises(AuthenticationError):
         Caller(dataclasses.replace(server.address, key=b"guessed"))
     assert Caller(server.address)("add", 1, 1) == 2
@@ -36,7 +42,7 @@ def test_a_stranger_is_turned_away_and_hurts_nobody(tmp_path: Path) -> None:
 
 
 def test_a_server_that_just_stopped_accepting_closes(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, {})
+    server = CallServer(tmp_path, Target())
     server._closed = True  # pyright: ignore[reportPrivateUsage] ; as close() does, when a connection was just accepted
     Caller(server.address)
     server._thread.join()  # pyright: ignore[reportPrivateUsage]
@@ -44,6 +50,6 @@ def test_a_server_that_just_stopped_accepting_closes(tmp_path: Path) -> None:
 
 
 def test_the_key_is_not_shown(tmp_path: Path) -> None:
-    server = CallServer(tmp_path, {})
+    server = CallServer(tmp_path, Target())
     assert str(server.address.key) not in repr(server.address)
     server.close()

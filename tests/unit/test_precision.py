@@ -10,7 +10,7 @@ import torch
 
 from raytrain.backends import fastest_precision as fastest
 from raytrain.backends.gpus import Gpu
-from raytrain.backends.prepare import prepare
+from raytrain.backends.prepare import check_places, prepare
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision
@@ -73,7 +73,7 @@ def test_a_run_holds_the_precision_that_was_decided_and_a_resume_keeps_it(
     options = {"data": str(make_images(tmp_path / "images")), "storage": str(tmp_path), "name": "run"}
     wanted = custom(**options, batch_size=8, learning_rate=0.1)
     have(monkeypatch, FLAGS["AMX"])
-    with prepare(wanted) as prepared:
+    with prepare(check_places(wanted)) as prepared:
         started = prepared.resolve(1, "cpu")
         assert prepared.resolve(1, "cpu", lambda device: "float32").precision == "float32"
         chosen = dataclasses.replace(prepared, config=dataclasses.replace(wanted, precision="float64"))
@@ -81,9 +81,9 @@ def test_a_run_holds_the_precision_that_was_decided_and_a_resume_keeps_it(
     assert started.precision == "bfloat16"
     write_config(run_store(str(tmp_path), "run"), started)
     have(monkeypatch, FLAGS["AVX-512 without bfloat16"])
-    with prepare(dataclasses.replace(wanted, resume=True)) as prepared:
+    with prepare(check_places(dataclasses.replace(wanted, resume=True))) as prepared:
         assert prepared.resolve(1, "cpu").precision == "bfloat16"
-    with prepare(dataclasses.replace(wanted, resume=True, precision="float32")) as prepared:
+    with prepare(check_places(dataclasses.replace(wanted, resume=True, precision="float32"))) as prepared:
         assert prepared.resolve(1, "cpu").precision == "float32"
 
 

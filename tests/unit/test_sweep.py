@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raytrain.backends.train_request import TrainRequest
 
 import raytrain
 from raytrain import TrainConfig, UsageError
-from raytrain.backends.train_request import TrainRequest
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.backends.local.calls import Caller
-from raytrain.backends.local.job import Job
 from raytrain.backends.local.worker import work
+from raytrain.backends.worker_task import WorkerTask
 
 _SHUTDOWN_S = 5
 
@@ -32,9 +32,9 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said once, in our words
     folder = pickle.load(sys.stdin.buffer)
     os.chdir(folder)
-    job: Job = pickle.load(sys.stdin.buffer)
+    task: WorkerTask = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    _Agent(job).run()
+    _Agent(task).run()
 
 
 def _end_with_starter() -> None:
@@ -44,29 +44,29 @@ def _end_with_starter() -> None:
 
 
 class _Agent(LocalElasticAgent):
-    """Starts the workers of ``job``, and starts them again if one fails, up to ``--max-failures`` times."""
+    """Starts the workers of ``task``, and starts them again if one fails, up to ``--max-failures`` times."""
 
-    def __init__(self, job: Job) -> None:
-        store = f"{job.folder}/agent"  # a file: a TCPStore would listen on all interfaces
+    def __init__(self, task: WorkerTask) -> None:
+        store = f"{task.folder}/agent"  # a file: a TCPStore would listen on all interfaces
         parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
         spec = WorkerSpec(
             role="worker",
-            local_world_size=job.num_workers,
+            local_world_size=task.num_workers,
             rdzv_handler=get_rendezvous_handler(parameters),
             entrypoint=work,
-            args=(job,),
-            max_restarts=job.task.config.max_failures,
+            args=(task,),
+            max_restarts=task.config.max_failures,
             local_addr="localhost",
         )
-        logs = DefaultLogsSpecs(log_dir=job.folder, redirects=Std.ALL, tee=Std.ALL)
+        logs = DefaultLogsSpecs(log_dir=task.folder, redirects=Std.ALL, tee=Std.ALL)
         super().__init__(spec=spec, logs_specs=logs, start_method="fork", shutdown_timeout=_SHUTDOWN_S)
-        self._call = Caller(job.calls)
+        self._call = Caller(task.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         killed = _killed(worker_group.workers)  # before the agent takes note of them
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
         if result.is_failed():
-            self._call("workers_failed", killed)
+            self._call("workers_lost", killed)
         return result
 
 

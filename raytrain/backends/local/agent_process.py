@@ -16,13 +16,13 @@ from contextlib import suppress
 
 import cloudpickle
 
-from raytrain.backends.local.job import Job
+from raytrain.backends.worker_task import WorkerTask
 
 _AGENT = "raytrain.backends.local.agent"
 
 
 class AgentProcess:
-    """Starts to import torch when it is made, and starts workers when it is given a job.
+    """Starts to import torch when it is made, and starts workers when it is given a task.
 
     ``environment`` is added to this process's. The agent and its workers end with this process, however it ends.
     """
@@ -38,12 +38,12 @@ class AgentProcess:
             start_new_session=True,  # a Ctrl-C is for this process, which asks the workers to stop
         )
 
-    def start_workers(self, job: Job) -> None:
-        """Start the workers of ``job``."""
+    def start_workers(self, task: WorkerTask) -> None:
+        """Start the workers of ``task``."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which whoever waits for it will see
             pickle.dump(os.getcwd(), self._process.stdin)
-            cloudpickle.dump(job, self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
+            cloudpickle.dump(task, self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
             self._process.stdin.flush()
 
     @property

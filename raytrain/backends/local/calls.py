@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
@@ -23,14 +22,14 @@ class CallAddress:
 
 
 class CallServer:
-    """Answers ``calls`` by name, each connection in a thread of its own, until it is closed.
+    """Answers calls of the methods of ``target``, each connection in a thread of its own, until it is closed.
 
     The socket lies in ``folder``.
     """
 
-    def __init__(self, folder: Path, calls: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, folder: Path, target: object) -> None:
         self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
-        self._calls = calls
+        self._target = target
         self._closed = False
         self._listener = Listener(self.address.path, family="AF_UNIX", backlog=64, authkey=self.address.key)
         self._thread = threading.Thread(target=self._accept, daemon=True, name="calls")
@@ -59,7 +58,7 @@ class CallServer:
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
         try:
-            return self._calls[name](*arguments), None
+            return getattr(self._target, name)(*arguments), None
         except Exception as error:
             return None, error
 
@@ -72,7 +71,7 @@ class Caller:
         self._lock = threading.Lock()
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """The answer of the function ``name`` to ``arguments``. Raises what it raises."""
+        """The answer of the method ``name`` to ``arguments``. Raises what it raises."""
         with self._lock:
             self._connection.send((name, arguments))
             answer, error = self._connection.recv()

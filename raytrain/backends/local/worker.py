@@ -10,9 +10,9 @@ import traceback
 import torch.distributed as dist
 
 from raytrain.backends.local.calls import CallAddress, Caller
-from raytrain.backends.local.job import Job
 from raytrain.backends.prepare import load_loop
 from raytrain.backends.worker_process import collective_backend, train_worker, worker_device
+from raytrain.backends.worker_task import WorkerTask
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_use import MachineUse
@@ -23,52 +23,51 @@ from raytrain.runs.skipped_images import SkippedImage
 _POLL_S = 20.0
 
 
-def work(job: Job) -> None:
+def work(task: WorkerTask) -> None:
     """Train on this worker until the run ends or stops. An error of the user's ends the run, any other one is retried.
 
     Called in a process that the agent has forked.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
     rank = int(os.environ["RANK"])
-    reporter = CallingReporter(job.calls, watch=rank == 0)
+    call = Caller(task.calls)
     try:
-        outcome = _train(job, reporter)
+        outcome = _train(task, rank, SocketReporter(task.calls, watch=rank == 0))
     except RaytrainError as error:
-        reporter.give_up(error)
+        call("give_up", error)
         return
     except Exception as error:
         last_line = (str(error).strip().splitlines() or ["no message"])[-1]
-        reporter.failed(rank, f"{type(error).__name__}: {last_line}", traceback.format_exc())
+        call("worker_failed", rank, f"{type(error).__name__}: {last_line}", traceback.format_exc())
         os._exit(1)  # the agent starts all workers again
     if rank == 0:
-        reporter.conclude(outcome)
+        call("conclude", outcome)
 
 
-def _train(job: Job, reporter: CallingReporter) -> Outcome:
-    config = job.task.config
-    device = worker_device(config)
-    if job.num_workers > 1:
-        store = f"file://{job.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        rank = int(os.environ["RANK"])
-        dist.init_process_group(collective_backend(device), store, rank=rank, world_size=job.num_workers)
-    return train_worker(job.task, load_loop(config, job.loop), device, reporter)
+def _train(task: WorkerTask, rank: int, reporter: SocketReporter) -> Outcome:
+    device = worker_device(task.config)
+    if task.num_workers > 1:
+        store = f"file://{task.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        dist.init_process_group(collective_backend(device), store, rank=rank, world_size=task.num_workers)
+    return train_worker(task, load_loop(task.config, task.loop), device, reporter)
 
 
-class CallingReporter:
-    """A :class:`raytrain.backends.worker_process.WorkerReporter` that calls the process that started the run.
+class SocketReporter:
+    """A :class:`raytrain.training.protocols.Reporter` that calls the coordinator in the process that started the run.
 
     With ``watch``, it waits there for a stop request.
     """
 
     def __init__(self, calls: CallAddress, *, watch: bool) -> None:
         self._call = Caller(calls)
+        self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
         self._stop_requested = threading.Event()
         if watch:
             threading.Thread(target=self._watch, args=(Caller(calls),), daemon=True, name="stop-watch").start()
 
-    def begin(self) -> None:
-        """The run may be written down."""
-        self._call("begin")
+    def checked(self) -> None:
+        """The network and its weights fit together: the run may be written down."""
+        self._call("checked")
 
     def started(self, num_workers: int, step: int) -> None:
         """The workers start, or resume, after ``step`` steps."""
@@ -92,7 +91,7 @@ class CallingReporter:
 
     def flush(self) -> None:
         """Wait until all rows so far are in storage."""
-        self._call("flush")
+        self._call_slowly("flush")
 
     def stop_requested(self) -> bool:
         """Whether the run should stop."""
@@ -101,18 +100,6 @@ class CallingReporter:
     def checkpoint_requested(self) -> bool:
         """Never: there are only the checkpoints that the options ask for."""
         return False
-
-    def conclude(self, outcome: Outcome) -> None:
-        """The run is over."""
-        self._call("conclude", outcome)
-
-    def give_up(self, error: RaytrainError) -> None:
-        """The run cannot continue, on whichever workers."""
-        self._call("give_up", error)
-
-    def failed(self, rank: int, reason: str, trace: str) -> None:
-        """This worker cannot continue."""
-        self._call("failed", rank, reason, trace)
 
     def _watch(self, call: Caller) -> None:
         while not self._stop_requested.is_set():

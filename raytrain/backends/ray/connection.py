@@ -98,9 +98,9 @@ class OwnRay:
 
     def end(self) -> None:
         """Leave it and end it."""
-        for trainer in self._trainers:
-            trainer.abort()
-        if self.is_joined:
+        if self.is_joined:  # and the user has not left it
+            for trainer in self._trainers:
+                trainer.abort()
             _leave()
         self._opened.close()
         self._cluster.close()

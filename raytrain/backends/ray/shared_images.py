@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 
 from raytrain.backends.placement import Placement
 from raytrain.backends.prepare import PreparedRun
-from raytrain.backends.ray.coordinator import RunInStorage, start_coordinator, stop_coordinator
+from raytrain.backends.ray.coordinator import start_coordinator, stop_coordinator
 from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.backends.ray.data_feed import DataFeed
 from raytrain.backends.ray.hardware import cluster_hardware
@@ -36,8 +36,14 @@ class SharedImages:
         kept = dataclasses.replace(config, cache="memory")
         self.feed = DataFeed(kept, data, plan, data.test_plan(1), 0, room)
         with ExitStack() as opened:
-            in_storage = RunInStorage.of(prepared, num_steps, plan.steps_per_epoch)
-            self.coordinator = start_coordinator(in_storage, placement.num_workers)
+            self.coordinator = start_coordinator(
+                prepared.name,
+                prepared.store,
+                num_steps=num_steps,
+                steps_per_epoch=plan.steps_per_epoch,
+                num_workers=placement.num_workers,
+                skip_limit=prepared.skip_limit(),
+            )
             opened.callback(stop_coordinator, self.coordinator)
             stores = prepared.store, data.train_store, data.test_store
             scope = prepared.scope(f"{prepared.store.url}/")
@@ -62,7 +68,7 @@ class SharedImages:
         """
         try:
             snapshot: Snapshot = ray.get(self.coordinator.snapshot.remote(START))
-            failure: str | None = ray.get(self.coordinator.failure.remote())
+            failure = ray.get(self.coordinator.ending.remote()).failure
             if self._lender is not None:
                 self._lender.lend_if_due()
         except RayActorError:
@@ -71,7 +77,7 @@ class SharedImages:
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that no run can use."""
-        return ray.get(self.coordinator.skipped_images.remote())
+        return ray.get(self.coordinator.list_skipped.remote())
 
     def finish(self, status: EndStatus) -> None:
         """End the list of skipped images: it is in storage when this returns."""
@@ -83,4 +89,4 @@ class SharedImages:
             f"Sweep {name!r} failed: the process that coordinates its trials has died. Resume it with --name {name} "
             f"--storage {storage} --resume."
         )
-        return CoordinatorLost(sentence, name, self._prepared.store.url, None)
+        return CoordinatorLost(sentence, name, self._prepared.store.url)

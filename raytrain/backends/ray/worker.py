@@ -19,7 +19,6 @@ from ray.exceptions import RayActorError
 
 from raytrain.backends.ray.block_cache import RemoteBlocks
 from raytrain.backends.ray.coordinator import CoordinatorHandle
-from raytrain.backends.ray.failures import root_cause
 from raytrain.backends.ray.ingest import ImageSet
 from raytrain.backends.ray.private_api import announced_preemption
 from raytrain.backends.ray.stream_queues import Stream
@@ -29,12 +28,11 @@ from raytrain.data.blocks import CachedBlocks
 from raytrain.data.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.partition import Partition
-from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.errors import RaytrainError
 from raytrain.monitor.events import Event, NodeLeaving
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_use import MachineUse
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training.run_spec import RunSpec
 
 _POLL_S = 20.0
@@ -72,10 +70,7 @@ def work(spec: WorkerSpec) -> None:
         with ProcessLog(spec.run.store, rank):
             outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
     except RaytrainError as error:
-        # The driver ends the run: trying again would end the same way.
-        parts = error.accumulate if isinstance(error, OutOfMemory) else None
-        failed = Outcome(status="failed", progress=Progress(), error=root_cause(error), accumulate=parts)
-        ray.get(spec.coordinator.conclude.remote(failed))
+        ray.get(spec.coordinator.give_up.remote(error))  # the driver ends the run
         raise
     if dist.is_initialized():
         dist.barrier()  # every worker's log must be there before the driver ends them
@@ -144,7 +139,7 @@ class RayReporter:
 
     def measured(self, use: MachineUse) -> None:
         """Note how this worker's machine is used."""
-        self._coordinator.measured.remote(use, ray.get_runtime_context().get_node_id())
+        self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
 
     def event(self, event: Event) -> None:
         """Note something worth a line."""

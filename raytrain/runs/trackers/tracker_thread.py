@@ -51,15 +51,9 @@ class End(NamedTuple):
 
 
 class TrackerThread:
-    """Opens a tracker and sends it what is new to it, until the end.
+    """Opens a tracker of the run in ``store`` and sends it what is new to it, until the end.
 
-    Args:
-        tracker: the tracker.
-        run: the name of the run.
-        store: the run's place in storage, which keeps how far the tracker is.
-        params: the options of the run.
-        report: gets an event if the tracker fails, once, and one with where the tracker shows the run.
-        clock: a monotonic clock, in seconds.
+    ``report`` gets an event with where the tracker shows the run, and one if the tracker fails.
     """
 
     def __init__(
@@ -153,19 +147,13 @@ class TrackerThread:
         """Send rows after the position ``before``. The new one is written first: nothing is sent twice, even after a
         kill.
         """
-        self._move(self._position)
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
-        sent = before
-        try:
+        with self._moved(self._position, before) as sent:
             for row in rows:
                 tracker.log_metrics(row_metrics(row), row.step)
-                sent = sent if save else sent.after(row)
+                sent[0] = sent[0] if save else sent[0].after(row)
             if save is not None:
                 save()
-        except BaseException:
-            with suppress(RaytrainError):
-                self._move(sent)
-            raise
 
     def _take_new(self) -> Iterator[MetricRow]:
         """The rows in the queue that the tracker lacks; a failure of workers brings some of them again."""
@@ -183,17 +171,12 @@ class TrackerThread:
             return
         from raytrain.runs.trackers.pictures import read_pictures
 
-        before = self._position
-        found = read_pictures(self._store, after=before.picture_step)
-        if found.groups:
-            self._move(dataclasses.replace(before, picture_step=found.step))  # first, as with rows
-        try:
+        found = read_pictures(self._store, after=self._position.picture_step)
+        if not found.groups:
+            return
+        with self._moved(dataclasses.replace(self._position, picture_step=found.step), self._position):
             for group in found.groups:
                 tracker.log_image(group.key, group.images, found.step, caption=group.captions)
-        except BaseException:
-            with suppress(RaytrainError):
-                self._move(before)
-            raise
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
         if checkpoint == self._position.network:
@@ -201,6 +184,18 @@ class TrackerThread:
         with _as_file(self._store, checkpoint) as file:
             tracker.log_network(file)
         self._move(dataclasses.replace(self._position, network=checkpoint))
+
+    @contextmanager
+    def _moved(self, position: Position, sent: Position) -> Generator[list[Position]]:
+        """Write ``position`` first; if sending fails, how far it came, which the sender puts in place of ``sent``."""
+        reached = [sent]
+        self._move(position)
+        try:
+            yield reached
+        except BaseException:
+            with suppress(RaytrainError):
+                self._move(reached[0])
+            raise
 
     def _move(self, position: Position) -> None:
         self._position = position
