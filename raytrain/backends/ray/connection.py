@@ -137,7 +137,7 @@ def _use_own_ray(gpus: str | None) -> OwnRay:
     global _own
     with _own_lock:
         if _own is None or not _own.fits(gpus):
-            _require_unused("start another one with other --gpus or variables")
+            _require_unused("start another one with other GPUs or variables")
             end_own_ray()
             _own = OwnRay(gpus)
         _own.num_users += 1
