@@ -27,7 +27,8 @@ class Event:
 
     def __str__(self) -> str:
         """The kind and the fields, as logs have them: ``checkpoint_written path=… step=20``."""
-        return " ".join([self.kind, *(f"{name}={value}" for name, value in self.fields().items())])
+        known = (f"{name}={value}" for name, value in vars(self).items() if value is not None)
+        return " ".join([self.kind, *known])
 
     def fields(self) -> dict[str, Any]:
         """The fields that are known, as plain values."""

@@ -90,7 +90,7 @@ def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Co
     if unknown := sorted(set(document) - set(hints)):
         names = ", ".join(repr(name) for name in unknown[:_MOST_NAMES]) + (" …" if len(unknown) > _MOST_NAMES else "")
         report(f"{CONFIG} has options that this version of raytrain does not know and ignores: {names}")
-    options = {
+    options: dict[str, Any] = {
         name: tuple(cast(list[Any], value)) if isinstance(value, list) else value
         for name, value in document.items()
         if name in hints

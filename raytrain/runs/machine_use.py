@@ -51,5 +51,5 @@ def read_machines(store: Store) -> tuple[MachineUse, ...]:
     """What :func:`write_machines` wrote last; what is damaged is left out."""
     workers = read_json(store, MACHINES).get("workers")
     documents = cast(list[Any], workers) if isinstance(workers, list) else []
-    known = [known_fields(MachineUse, each) for each in documents if isinstance(each, dict)]
+    known = [known_fields(MachineUse, cast("dict[str, Any]", each)) for each in documents if isinstance(each, dict)]
     return tuple(MachineUse(**each) for each in known if len(each) == len(fields(MachineUse)))

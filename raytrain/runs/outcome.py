@@ -40,6 +40,9 @@ class StopReason:
     value: float | None = None
     count: int | None = None
 
+    def __str__(self) -> str:
+        return "/".join(map(str, self.to_json().values()))
+
     def to_json(self) -> dict[str, Any]:
         """The fields that are known."""
         return {name: value for name, value in vars(self).items() if value is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from typing import Any
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import StorageError
@@ -126,7 +127,7 @@ class RunRecorder:
 
     def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
         """Write the status with what ``snapshot`` knows."""
-        known = {"num_steps": self._num_steps}
+        known: dict[str, Any] = {"num_steps": self._num_steps}
         if snapshot is not None:
             self._step = max(self._step, snapshot.step)
             known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}

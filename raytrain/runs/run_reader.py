@@ -204,7 +204,8 @@ def _result(store: Store) -> TrainResult | None:
     """The summary of a run that is over; None if it has none, or a damaged one."""
     document = read_json(store, SUMMARY)
     with suppress(TypeError):
-        return TrainResult(**known_fields(TrainResult, document) | {"stop_reason": stop_reason_of(document)})
+        known = known_fields(TrainResult, document) | {"stop_reason": stop_reason_of(document)}
+        return TrainResult(**cast("dict[str, Any]", known))
     return None
 
 

@@ -43,7 +43,11 @@ def _by_name(name: str) -> NamedTracker:
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
     own = load_function("--track", name)
-    return NamedTracker(name, lambda run: own())
+
+    def make(run: TrackedRun) -> Tracker:
+        return own()
+
+    return NamedTracker(name, make)
 
 
 def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
@@ -58,4 +62,8 @@ def _of_object(tracker: object) -> NamedTracker:
             f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
             "finalize."
         )
-    return NamedTracker(type(tracker).__name__, lambda run: tracker)
+
+    def make(run: TrackedRun) -> Tracker:
+        return tracker
+
+    return NamedTracker(type(tracker).__name__, make)

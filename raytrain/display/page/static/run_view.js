@@ -128,7 +128,7 @@ export class RunView {
     this.banner.dataset.status = status;
     if (!over) return;
     const checkpoint = result?.checkpoint ? el("span", {}, "Checkpoint: ", el("code", {}, result.checkpoint)) : null;
-    const reason = result?.error ?? (result?.stop_reason ? `Asked by ${result.stop_reason}.` : null);
+    const reason = result?.error ?? (result?.stop_reason ? `Reason: ${result.stop_reason}.` : null);
     const words = { finished: "Finished", stopped: "Stopped with a checkpoint", failed: "Failed", interrupted: "Interrupted" };
     fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, checkpoint);
   }
