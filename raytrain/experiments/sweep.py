@@ -102,9 +102,9 @@ def sweep(
     if config.track:
         raise UsageError("--track is for single runs; `raytrain track TRIAL --track …` sends a trial that is over.")
     planned = plan_sweep(config, vary, trials, trust=trust)
-    trials_of(planned, config, config.name or new_name(config.recipe))  # raises UsageError before anything starts
-    if loop is None and config.loop is None:
-        _check_learning_rates(planned, config)
+    for trial in trials_of(planned, config, config.name or new_name(config.recipe)):  # before anything starts
+        if loop is None and config.loop is None:
+            trial.config.check_learning_rate()
     config = check_places(config)
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
@@ -343,12 +343,6 @@ class _Recorder:
             num_steps=self._num_steps,
             num_workers=sum(trial.status == "running" for trial in trials),
         )
-
-
-def _check_learning_rates(planned: Sweep, config: TrainConfig) -> None:
-    for point in planned.points:
-        values: dict[str, Any] = {**point}
-        dataclasses.replace(config, **values).check_learning_rate()
 
 
 def check_trials(trials: Sequence[Trial]) -> None:
