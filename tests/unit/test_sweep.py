@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raytrain.backends.train_request import TrainRequest
 
 import raytrain
 from raytrain import TrainConfig, UsageError
+from raytrain.backends.stop_signals import StopSignals
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult
@@ -21,6 +21,7 @@ from raytrain.runs.layout import METRICS, SUMMARY
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import StopReason, TrainResult
+from raytrain.runs.snapshot import View
 from raytrain.runs.status import read_status
 from tests.helpers.small_runs import config as small_config
 
@@ -37,27 +38,28 @@ class Trainer:
         self.started: list[tuple[str | None, bool]] = []
         self.lock = threading.Lock()  # one trial after the other, so that the order is known
 
-    def __call__(self, request: TrainRequest) -> TrainResult:
+    def __call__(
+        self, config: TrainConfig, group: object, *, view: View, signals: StopSignals, **_: Any
+    ) -> TrainResult:
         with self.lock:
-            return self.train(request)
+            return self.train(config, view, signals)
 
-    def train(self, request: TrainRequest) -> TrainResult:
-        config, name = request.config, request.config.name or ""
+    def train(self, config: TrainConfig, view: View, signals: StopSignals) -> TrainResult:
+        name = config.name or ""
         self.started.append((name, config.resume))
         store = run_store(config.storage, name)
         write_config(store, config)
         monitor = RunMonitor(name, EPOCHS, 1, History(store))
         monitor.started(1, 0)
-        assert request.view is not None
         for epoch in range(1, EPOCHS + 1):
             measured = {"accuracy": self.accuracy(config, epoch)}
             row = MetricRow(kind="evaluation", step=epoch, epoch=epoch, metrics=measured)
             monitor.record(row)
-            request.view(monitor.snapshot())
-            if request.signals.stop_request is not None:
+            view(monitor.snapshot())
+            if signals.stop_request is not None:
                 break
-        request_made = request.signals.stop_request
-        status = "stopped" if request_made else "finished"
+        request = signals.stop_request
+        status = "stopped" if request else "finished"
         result = TrainResult(
             name=name,
             status=status,
@@ -70,11 +72,11 @@ class Trainer:
             run_dir=store.url,
             seconds=1.0,
             num_workers=1,
-            stop_reason=request_made,
+            stop_reason=request,
         )
         write_json(store, SUMMARY, result.summary())
         monitor.finish(status, result)
-        request.view(monitor.snapshot())
+        view(monitor.snapshot())
         return result
 
 
@@ -84,7 +86,7 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Accuracy], Trainer]
 
     def use(accuracy: Accuracy) -> Trainer:
         trainer = Trainer(accuracy)
-        monkeypatch.setattr(sweep_module, "train_request", trainer)
+        monkeypatch.setattr(sweep_module, "train_group", trainer)
         return trainer
 
     return use
@@ -146,7 +148,7 @@ def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_ar
     images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
 ) -> None:
     trainer = train_with(by_seed)
-    signals = sweep_module.StopSignals()
+    signals = StopSignals()
 
     def accuracy(config: TrainConfig, epoch: int) -> float:
         if config.seed == 1:
