@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pandas
@@ -18,18 +16,9 @@ from s3fs import S3FileSystem
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.credentials import Credentials
-from raytrain.storage.filesystem import BucketFileSystem
 from raytrain.storage.open import open_store, read_input, write_output
 from tests.helpers.key_issuer import Issuer, issuing_s3
-from tests.helpers.scripted_s3 import Answer, refusal, scripted_s3
-
-EXPIRED = datetime(2020, 1, 1, tzinfo=timezone.utc)
-
-
-def scripted(endpoint_url: str, source: Callable[[], Credentials | None]) -> BucketFileSystem:
-    return BucketFileSystem(source, S3(endpoint_url, "us-east-1"))
+from tests.helpers.scripted_s3 import refusal, scripted_s3
 
 
 def test_pandas_pyarrow_and_fsspec_read_a_runs_documents(s3_url: str) -> None:
@@ -57,16 +46,7 @@ def test_a_file_that_was_written_meanwhile_is_listed(s3_url: str) -> None:
     assert len(files.ls(s3_url)) == 2
 
 
-def test_renewed_credentials_reach_it() -> None:
-    keys = iter([Credentials("ASIAOLD", "s", "t", EXPIRED), Credentials("ASIANEW", "s", "t")])
-    with scripted_s3(lambda request: Answer(body=b"content" if request.method == "GET" else b"")) as (url, requests):
-        files = scripted(url, lambda: next(keys))
-        for _ in range(3):
-            files.cat_file("bucket/a.txt")
-    assert [request.access_key_id for request in requests] == ["ASIAOLD", *["ASIANEW"] * (len(requests) - 1)]
-
-
-def test_credentials_that_a_program_issues_are_accepted(
+def test_credentials_that_a_program_issues_are_accepted_and_renewed(
     s3_server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_store(s3_url).put("a.txt", b"content")
@@ -76,8 +56,10 @@ def test_credentials_that_a_program_issues_are_accepted(
             monkeypatch.delenv(name)
         for name, value in issuer.environment(endpoint_url).items():
             monkeypatch.setenv(name, value)
-        assert raytrain.filesystem(s3_url).cat_file(f"{s3_url}/a.txt") == b"content"
-    assert issuer.issued()
+        files = raytrain.filesystem(s3_url)
+        assert files.cat_file(f"{s3_url}/a.txt") == b"content"  # these are in their last minutes, and so renewed
+        assert files.cat_file(f"{s3_url}/a.txt") == b"content"
+    assert len(issuer.issued()) > 1
 
 
 def test_no_secret_is_in_its_text_its_pickle_or_its_json(s3: S3Server, s3_url: str) -> None:
@@ -86,9 +68,7 @@ def test_no_secret_is_in_its_text_its_pickle_or_its_json(s3: S3Server, s3_url: s
     secret = s3.environment()["AWS_SECRET_ACCESS_KEY"]
     pickled = pickle.dumps(files)
     assert secret not in repr(files) + repr(vars(files)) and secret.encode() not in pickled
-    assert pickle.loads(pickled) == files
-    with pytest.raises(TypeError):
-        files.to_json()
+    assert pickle.loads(pickled).ls(s3_url.rpartition("/")[0]) is not None and secret not in files.to_json()
 
 
 def test_its_errors_are_sentences_when_a_command_reads_or_writes(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
