@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timezone
 from functools import lru_cache
@@ -202,7 +202,7 @@ def _configured(_: object) -> S3:
         found = session.client("s3", aws_access_key_id="none", aws_secret_access_key="none").meta
     except (BotoCoreError, ValueError) as error:  # ValueError: an endpoint that is no URL
         sentence, detail = explained(error) or (_BAD_CONFIGURATION, _detail(error))
-        raise StorageError(sentence.format(detail=detail)) from error
+        raise StorageError(sentence.format(url="S3", detail=detail)) from error
     return S3(
         endpoint_url=None if _AMAZON.fullmatch(found.endpoint_url) else found.endpoint_url,
         region=session.region_name,
@@ -243,9 +243,7 @@ def own_role() -> Credentials | None:
     Returns at once if there can be no role: the metadata service is asked only on EC2, and never if
     AWS_EC2_METADATA_DISABLED is true. Raises botocore's exceptions if a role gives no credentials.
     """
-    if not any(may_apply() for may_apply in _ROLES.values()):
-        return None
-    found = _chain(_aws_configuration())
+    found = _chain(_aws_configuration()) if _may_have_role() else None
     return _frozen(found) if found is not None and found.method in _ROLES else None
 
 
@@ -273,12 +271,9 @@ def _frozen(found: Any) -> Credentials | None:
     return Credentials(keys.access_key, keys.secret_key, keys.token, expires_at and expires_at.astimezone(timezone.utc))
 
 
-def _has_web_identity() -> bool:
-    return "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ and "AWS_ROLE_ARN" in os.environ
-
-
-def _has_container_role() -> bool:
-    return any(f"AWS_CONTAINER_CREDENTIALS_{kind}_URI" in os.environ for kind in ("RELATIVE", "FULL"))
+def _may_have_role() -> bool:
+    """Whether to look for a role: outside AWS, the metadata service would not answer."""
+    return not os.environ.keys().isdisjoint(_ROLE_VARIABLES) or _is_ec2()
 
 
 def _is_ec2() -> bool:
@@ -300,12 +295,13 @@ _EC2_MARKS = (
 )
 """Files that exist on EC2 instances, and how their content starts."""
 
-_ROLES: dict[str, Callable[[], bool]] = {
-    "assume-role-with-web-identity": _has_web_identity,
-    "container-role": _has_container_role,
-    "iam-role": _is_ec2,
-}
-"""What boto3 calls credentials of roles, each with whether there may be one here."""
+_ROLE_VARIABLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")
+"""What boto3 calls credentials of roles."""
 
 
 # Errors.
