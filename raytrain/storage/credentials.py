@@ -167,7 +167,7 @@ class CredentialCache:
         self.failure: Exception | None = None
         """Why the source failed the last time, if it did; obstore passes on only the text."""
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Any:
         """The credentials as obstore wants them."""
         return self.current().for_obstore()
 

@@ -66,9 +66,11 @@ class ObstoreFileSystem(FsspecStore):
     cachable = False  # a new one sees the configuration as it is now
 
     def __init__(self, cloud: Azure | Google, **options: Any) -> None:
+        scheme: Any = cloud.name
+        config: Any = cloud.obstore_config("")
         super().__init__(
-            cloud.name,
-            config=cloud.obstore_config(""),
+            scheme,
+            config=config,
             client_options=client_options(cloud),
             retry_config=RETRIES,
             credential_provider=CredentialCache(cloud.credentials),

@@ -68,7 +68,7 @@ class Azure(Cloud):
     name = "az"
     sentences = _SENTENCES
     account: str
-    endpoint_url: str
+    endpoint_url: str  # pyright: ignore[reportIncompatibleVariableOverride] ; never None
 
     @classmethod
     def configured(cls, url: str) -> Azure:

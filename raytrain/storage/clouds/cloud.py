@@ -43,7 +43,7 @@ class CloudSentences:
     """Likewise with the reason as ``{detail}``."""
     refuses_credentials: str
     no_permission: str
-    by_code: Mapping[str, str] = field(default_factory=dict)
+    by_code: Mapping[str, str] = field(default_factory=dict[str, str])
     """Sentences for its own codes of what went wrong."""
 
 
