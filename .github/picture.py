@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from raytrain.display.dashboard import dashboard
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import History
-from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.records import RunRecord, read_run
-from raytrain.runs.snapshot import Snapshot
 from raytrain.storage.open import open_store
 
 

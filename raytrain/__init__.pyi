@@ -1,9 +1,6 @@
 """What ``import raytrain`` gives: ``__init__.py`` imports these names lazily, and type checkers read them here."""
 
 from . import recipes as recipes
-from .backends.handle import RunHandle as RunHandle
-from .backends.train import stop as stop
-from .backends.train import train as train
 from .config import TrainConfig as TrainConfig
 from .diagnostics.audit import audit as audit
 from .diagnostics.profile import profile as profile
@@ -24,10 +21,13 @@ from .inference.evaluate import evaluate as evaluate
 from .inference.export import export as export
 from .inference.predict import predict as predict
 from .inference.serve import serve as serve
+from .launch.train import RunHandle as RunHandle
+from .launch.train import stop as stop
+from .launch.train import train as train
 from .runs.outcome import TrainResult as TrainResult
-from .runs.trackers.protocol import Tracker as Tracker
-from .runs.trackers.send_history import track as track
 from .storage.filesystem import filesystem as filesystem
+from .trackers.open_trackers import track as track
+from .trackers.tracker import Tracker as Tracker
 from .training.batch import Batch as Batch
 from .training.run import Run as Run
 

@@ -13,9 +13,9 @@ import pytest
 
 import raytrain
 from raytrain import TrainResult
-from raytrain.backends.ray.connection import end_own_ray
-from raytrain.backends.ray.lean_imports import lean, lean_imports
 from raytrain.demo.s3_server import S3Server
+from raytrain.launch.ray.connection import end_own_ray
+from raytrain.launch.ray.own_cluster import lean, lean_imports
 from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.google_storage import GoogleStorage, google_storage
 from tests.helpers.quick import is_quick, no_processes
@@ -100,7 +100,7 @@ def _start_ray() -> Callable[[], None]:
     """Connect to a new cluster; returns what ends it."""
     import ray
 
-    from raytrain.backends.ray.local_cluster import TOO_SLOW
+    from raytrain.launch.ray.own_cluster import TOO_SLOW
 
     for tries_left in (2, 1, 0):  # Ray gives it 30 s to start, which is little on a busy machine
         try:

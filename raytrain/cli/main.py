@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import NoReturn
 
-from raytrain.cli.command_result import CommandResult
+from raytrain.cli.command import CommandResult
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
 from raytrain.errors import RaytrainError
-from raytrain.runs.json_lines import plain
-from raytrain.runs.printable import one_line, printable
+from raytrain.runs.documents import plain
+from raytrain.runs.redact import one_line, printable
 
 
 def run() -> NoReturn:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end_ray() -> None:
     """End the Ray of this process, if it has started one."""
-    connection = sys.modules.get("raytrain.backends.ray.connection")
+    connection = sys.modules.get("raytrain.launch.ray.connection")
     if connection is not None:
         connection.end_own_ray()
 

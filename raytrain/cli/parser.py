@@ -18,7 +18,7 @@ from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
-from raytrain.runs.layout import CONFIG
+from raytrain.runs.documents import CONFIG
 
 C = TypeVar("C")
 T = TypeVar("T")

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.packing import Packing
-from raytrain.data.permutation import permute
-from raytrain.storage.base import Store
+from raytrain.data.plan.permutation import permute
+from raytrain.data.plan.shard_shuffle import Packing
+from raytrain.storage.store import Store
 
 SHARD_BYTES = 1 << 20
 """Approximate bytes of images in a shard: large enough for full speed, small enough to keep many in memory."""

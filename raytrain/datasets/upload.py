@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store, StoredObject
-from raytrain.storage.fetch_many import threads
-from raytrain.storage.local import refuse_links_out
+from raytrain.storage.folder import refuse_links_out
+from raytrain.storage.hedged_requests import threads
 from raytrain.storage.open import URL_FORMS, open_store
+from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
 

@@ -1,24 +1,107 @@
-"""The demo on one machine: draw digits, upload them to a local S3 server, train on them with two workers, and test."""
+"""`raytrain demo`: draws digits, serves them from S3, trains on them and tests the result."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from raytrain.demo.digits import render_digits
 from raytrain.errors import UsageError
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.temporary_files import TemporaryFolder
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
     from raytrain.runs.outcome import TrainResult
+
+SIZE = 28  # pixels a side
+NUM_CLASSES = 10
+MAX_ROTATION_DEGREES = 45.0
+FONTS = (
+    *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSansMono{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
+    *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
+    *("cmb10", "cmr10", "cmss10", "cmtt10"),
+)
+
+_OVERSAMPLE = 4  # digits are rotated at this multiple of SIZE and then averaged down, for smooth edges
+_CANVAS = SIZE * _OVERSAMPLE
+_DIGIT_HEIGHT = 20 * _OVERSAMPLE
+
+
+def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: float = 0.1, seed: int = 0) -> Path:
+    """Write grey 28x28 PNG images into class folders: ``train/<digit>/0001.png`` and ``test/<digit>/0001.png``.
+
+    Every class gets ``num_images / 10`` images, rounded down, of which ``test_fraction`` go to ``test``. The same
+    arguments give the same pixels. Returns ``directory`` as a path. Raises UsageError if a class would have no training
+    or no test image.
+    """
+    num_per_class = num_images // NUM_CLASSES
+    num_test = round(num_per_class * test_fraction)
+    if not 0 < num_test < num_per_class:
+        raise UsageError(
+            f"num_images {num_images} and test_fraction {test_fraction} leave {num_test} of a class's {num_per_class} "
+            "images for testing; each class needs at least one image for training and one for testing."
+        )
+    root = Path(directory)
+    rng = np.random.default_rng(seed)
+    for split, count in (("train", num_per_class - num_test), ("test", num_test)):
+        for digit in range(NUM_CLASSES):
+            folder = root / split / str(digit)
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(1, count + 1):
+                Image.fromarray(draw_digit(digit, rng)).save(folder / f"{number:04d}.png", compress_level=1)
+    return root
+
+
+def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
+    """One image of a digit, uint8 (28, 28), light on dark, with random font, pose, contrast and noise."""
+    coverage = (
+        np.asarray(_transformed(_glyph(str(rng.choice(FONTS)), digit), rng), dtype=np.float32) / 255
+    )  # (28, 28), 1 is ink
+    paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
+    noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
+    return np.clip(paper + (ink - paper) * coverage + noise, 0, 255).astype(np.uint8)
+
+
+def _transformed(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """The glyph rotated by up to 45 degrees either way, scaled and shifted, at its final size."""
+    angle = math.radians(rng.uniform(-MAX_ROTATION_DEGREES, MAX_ROTATION_DEGREES))
+    scale = rng.uniform(0.85, 1.1)
+    shift_x, shift_y = rng.uniform(-2.0, 2.0, size=2) * _OVERSAMPLE
+    cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
+    centre = _CANVAS / 2
+    x, y = centre + shift_x, centre + shift_y
+    # Maps a point of the result back to the glyph.
+    inverse = (cos, sin, centre - cos * x - sin * y, -sin, cos, centre + sin * x - cos * y)
+    rotated = glyph.transform(glyph.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR)
+    return rotated.reduce(_OVERSAMPLE)
+
+
+@cache
+def _glyph(font: str, digit: int) -> Image.Image:
+    """A digit upright in the middle of the oversampled canvas, white on black, of the same height in every font."""
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
+    canvas = Image.new("L", (3 * _CANVAS, 3 * _CANVAS))
+    ImageDraw.Draw(canvas).text((_CANVAS, _CANVAS), str(digit), fill=255, font=ImageFont.truetype(str(path), _CANVAS))
+    ink = canvas.crop(canvas.getbbox())
+    ink = ink.resize((round(ink.width * _DIGIT_HEIGHT / ink.height), _DIGIT_HEIGHT), Image.Resampling.LANCZOS)
+    glyph = Image.new("L", (_CANVAS, _CANVAS))
+    glyph.paste(ink, ((_CANVAS - ink.width) // 2, (_CANVAS - ink.height) // 2))
+    return glyph
+
 
 IMAGES = "demo-images"
 URL = "s3://demo/digits"
@@ -28,12 +111,12 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
     """Train on digits from a local S3 server, which stops with the run; takes about a minute on two cores.
 
     The digits stay in the folder ``images``, and the run in the folder ``storage``, as ``demo``, ``demo-2``, …
-    Raises UsageError if ``storage`` is not a folder, and what :func:`raytrain.backends.train.train` raises.
+    Raises UsageError if ``storage`` is not a folder, and what :func:`raytrain.launch.train.train` raises.
     """
-    from raytrain.backends.train import train
     from raytrain.datasets.upload import upload
     from raytrain.demo.s3_server import S3Server
     from raytrain.display.terminal import TerminalView
+    from raytrain.launch.train import train
 
     config = _config(_unused_name(storage), storage, workers)
     console = Console()
@@ -100,8 +183,7 @@ def _config(name: str, storage: str, workers: int) -> TrainConfig:
 
 def _unused_name(storage: str) -> str:
     """``demo``, or the first of ``demo-2``, ``demo-3``, … that does not exist yet."""
-    from raytrain.runs.documents import run_store
-    from raytrain.runs.layout import CONFIG
+    from raytrain.runs.documents import CONFIG, run_store
 
     if "://" in storage:
         raise UsageError(f"--storage is {storage}; the demo stores its run in a folder, such as ./runs.")

@@ -12,15 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 
-from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.dataset import training_plan
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.permutation import Int64s
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.runs.documents import open_run, read_resolved_config
+from raytrain.runs.documents import MANIFEST, TRACE, open_run, read_resolved_config
 from raytrain.runs.history import read_skipped
-from raytrain.runs.layout import MANIFEST, TRACE
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 
 
 @dataclass(frozen=True)

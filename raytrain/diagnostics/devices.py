@@ -6,10 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.backends.gpus import Gpu
-from raytrain.backends.ray.connection import connection
-from raytrain.diagnostics.cluster_probe import Node, probe_nodes
-from raytrain.diagnostics.node_probe import ProbeRequest
+from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_nodes
+from raytrain.launch.placement import Gpu
+from raytrain.launch.ray.connection import connection
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.dataset import Dataset
-from raytrain.data.decode import BadImage
-from raytrain.data.image_reader import read_contents, require_bytes
+from raytrain.data.images.decode import BadImage
+from raytrain.data.images.image_reader import read_contents, require_bytes
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.permutation import Int64s
-from raytrain.storage.base import Store
+from raytrain.data.plan.permutation import Int64s
+from raytrain.storage.store import Store
 
 _BLOCK = 64  # images that are read at once
 _MD5 = re.compile(r"[0-9a-f]{32}")

@@ -8,18 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.backends.prepare import load_transforms
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.dataset import Dataset
-from raytrain.data.decode import Pixels
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import Pixels
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.local_batch import LocalBatch
-from raytrain.data.permutation import Int64s
-from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, to_batch
+from raytrain.data.plan.permutation import Int64s
+from raytrain.launch.prepare import load_transforms
+from raytrain.training.augment import Augment, build_transforms
+from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.gallery import screen_pixels
-from raytrain.training.mixing import mix_batch
-from raytrain.training.transforms import build_transforms
 
 _MAX_SIDE = 256
 """Height and width, in pixels, beyond which images are made smaller."""
@@ -36,7 +34,7 @@ class FirstImages:
 def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
     """At most so many images from the start of the first global batch, without those that cannot be read.
 
-    Raises what :meth:`raytrain.data.image_reader.ImageReader.read` raises, and UsageError if a transform is unfit.
+    Raises what :meth:`ImageReader.read` raises, and UsageError if a transform is unfit.
     """
     workers = config.workers if isinstance(config.workers, int) else 1
     resolved = replace(config, worker_load=None).resolve(

@@ -1,4 +1,4 @@
-"""The network between the nodes of a cluster: each node's interface, and how fast all of them add up tensors."""
+"""The network between the nodes, by an all-reduce over all of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,59 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 
-from raytrain.backends.ray.on_each_node import ClusterNode, NodeResult, run_on_each_node
 from raytrain.errors import UsageError
+from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult, run_on_each_node
+
+_MEET_WITHIN = timedelta(seconds=30)
+_WARM_UP_BYTES = 1 << 20
+_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+_ROUNDS = 3
+
+
+def main() -> None:
+    """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens, and measure."""
+    rank, num_ranks, host, port, device = sys.argv[1:]
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=int(rank),
+        world_size=int(num_ranks),
+        timeout=_MEET_WITHIN,
+    )
+    try:
+        print(_bytes_per_s(torch.device(device), int(num_ranks)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _bytes_per_s(device: torch.device, num_ranks: int) -> float:
+    _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first one connects
+    tensor = torch.ones(_BYTES[device.type] // 4, device=device)
+    seconds = min(_seconds(tensor) for _ in range(_ROUNDS))
+    return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / seconds
+
+
+def _seconds(tensor: torch.Tensor) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
 
 _TIMEOUT_S = 90.0  # torch alone may take 30 s to import
 _OPEN_THE_PORTS = (
@@ -87,7 +132,7 @@ class _Part:
         words = [str(rank), str(len(self.node_ids)), host, str(port), self.device]
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         done = subprocess.run(
-            [sys.executable, "-m", "raytrain.diagnostics.all_reduce_check", *words],
+            [sys.executable, "-m", "raytrain.diagnostics.network_probe", *words],
             env=environment,
             capture_output=True,
             text=True,

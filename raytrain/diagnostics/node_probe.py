@@ -1,7 +1,4 @@
-"""What a node finds out about itself: its GPUs, and whether it can read the data and write to the run storage.
-
-Runs on the node as a task. Imports neither Ray nor torch, so that it works even if these are broken there.
-"""
+"""Probes nodes: one on that node, or all of a cluster."""
 
 from __future__ import annotations
 
@@ -22,18 +19,17 @@ from typing import TypeVar
 
 import psutil
 
-from raytrain.backends.fastest_precision import fastest_precision
-from raytrain.backends.gpus import Gpu, gpus
-from raytrain.backends.ray.on_each_node import ClusterNode
 from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
-from raytrain.data.packing import Packing
+from raytrain.data.plan.shard_shuffle import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.storage.base import Store
+from raytrain.launch.placement import Gpu, fastest_precision, gpus
+from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.storage.clouds.s3 import S3, own_role
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.request_errors import explain
+from raytrain.storage.store import Store
 
 T = TypeVar("T")
 
@@ -226,3 +222,38 @@ def _check_torch() -> None:
         raise UsageError(
             f"torch cannot compute on the GPUs ({reason}); install an NVIDIA driver and a torch that fit each other."
         )
+
+
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Node(ClusterNode):
+    """A node of the cluster and what it reported. Without a report, ``error`` is a sentence that says why."""
+
+    report: NodeReport | None = None
+    error: str | None = None
+    clock_ahead_s: float = 0.0
+    """By how much the node's clock is ahead of this machine's, at least; below 0 if it is behind."""
+
+
+def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
+    """Probe all nodes at the same time: a broken node delays no other, and training reads on all nodes at once too."""
+    asked = time.time()
+    results = run_on_each_node(lambda node: probe_node(request, node), _TIMEOUT_S)
+    answered = time.time()
+    return tuple(
+        Node(
+            **vars(each.node),
+            report=each.result,
+            error=each.error,
+            clock_ahead_s=_clock_ahead(each.result, asked, answered) if each.result else 0.0,
+        )
+        for each in results
+    )
+
+
+def _clock_ahead(report: NodeReport, asked: float, answered: float) -> float:
+    """The check took place between two moments of this machine's clock: the least that explains a node's clock."""
+    started, ended = report.clock_s
+    return min(0.0, started - asked) + max(0.0, ended - answered)

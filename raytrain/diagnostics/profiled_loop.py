@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import profile, record_function, schedule
 
-from raytrain.diagnostics.step_phases import Interval, Ranges, phase_seconds
+from raytrain.diagnostics.profile import Interval, Ranges, phase_seconds
 from raytrain.training import loop as built_in
 from raytrain.training.batch import Batch
 from raytrain.training.run import WAIT_FOR_DATA, Run

@@ -9,13 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.curve_plots import comparison_plots
+from raytrain.display.console import run_styles
+from raytrain.display.curves import comparison_plots
 from raytrain.display.formatting import UNKNOWN, format_option
 from raytrain.display.run_tables import problem_lines
-from raytrain.display.styles import run_styles
 from raytrain.experiments.compare import compare_records
-from raytrain.runs.printable import one_line
 from raytrain.runs.records import RunRecord
+from raytrain.runs.redact import one_line
 
 _MAX_HEADINGS = 44
 """Characters of all names together that 80 columns have room for."""

@@ -1,14 +1,34 @@
-"""The console that everything is printed on: no text from outside can control the terminal."""
+"""The console, which no text from outside can control, and its colours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from raytrain.runs.printable import printable
+from raytrain.runs.redact import printable
+
+_STATUS_STYLES = {
+    "waiting": "dim",
+    "starting": "yellow",
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "failed": "red",
+}
+_RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
+
+
+def status_style(status: str) -> str:
+    """The colour of a status; red for one that nobody wishes, such as interrupted."""
+    return _STATUS_STYLES.get(status, "red")
+
+
+def run_styles(runs: Sequence[object]) -> list[str]:
+    """A colour for each of ``runs``; from the seventh on, colours repeat."""
+    return [_RUN_STYLES[number % len(_RUN_STYLES)] for number in range(len(runs))]
 
 
 class PlainConsole(Console):

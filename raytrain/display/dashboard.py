@@ -1,4 +1,4 @@
-"""The picture of a run that trains: heading, progress bar, curves, measurements and the last events."""
+"""The picture of a run that trains: progress, loss and accuracy, machines, events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,45 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.curve_plots import curve_heading, curve_plots
+from raytrain.display.console import status_style
+from raytrain.display.curves import curve_heading, curve_plots
 from raytrain.display.event_text import event_text
 from raytrain.display.formatting import format_count, format_duration
-from raytrain.display.progress_line import measurements
-from raytrain.display.styles import status_style
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.printable import one_line
-from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.redact import one_line
+
+_MEASUREMENTS = {
+    "images_per_s": "{:,.0f} images/s",
+    "learning_rate": "learning rate {:.3g}",
+    "data_wait_fraction": "waiting for data {:.0%}",
+}
+
+
+def progress_line(snapshot: Snapshot) -> str:
+    """Step, epoch, loss, accuracy, speed and time left, as far as they are known."""
+    parts = [f"step {snapshot.step:,}/{snapshot.num_steps:,}", f"epoch {snapshot.epoch}/{snapshot.num_epochs}"]
+    measured = snapshot.latest.metrics if snapshot.latest else {}
+    parts += [f"{name} {_decimal(measured[name])}" for name in ("loss", "accuracy") if name in measured]
+    parts += measurements(snapshot)
+    if snapshot.time_left_s is not None:
+        parts.append(f"{format_duration(snapshot.time_left_s)} left")
+    return "  ".join(parts)
+
+
+def measurements(snapshot: Snapshot) -> list[str]:
+    """Speed, learning rate, waiting time, skipped images and retries, as far as they are known and not zero."""
+    latest = snapshot.latest
+    values = {name: latest.value(name) for name in _MEASUREMENTS} if latest else {}
+    texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
+    counts = {"skipped": snapshot.num_skipped, "retries": snapshot.num_retries}
+    return texts + [f"{number:,} {what}" for what, number in counts.items() if number]
+
+
+def _decimal(value: float | None) -> str:
+    """A metric is None if it was not finite when it was written."""
+    return "nan" if value is None else f"{value:.3f}"
+
 
 CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"
 """What Ctrl-C does to a run of this process."""

@@ -1,11 +1,15 @@
-"""Numbers, times and options as text."""
+"""Numbers, times and options as text, and tables of names and values."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import cast
 
-from raytrain.runs.printable import one_line
+from rich.console import RenderableType
+from rich.table import Table
+
+from raytrain.runs.redact import one_line
 
 UNKNOWN = "–"
 
@@ -54,3 +58,13 @@ def format_count(number: float, noun: str) -> str:
 def format_gigabytes(num_bytes: int) -> str:
     """As in 1.5 GB, 143 GB."""
     return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 100e9 else f"{num_bytes / 1e9:,.1f} GB"
+
+
+def key_value_table(values: Mapping[str, object]) -> RenderableType:
+    """The plain values among ``values``. None, lists, tuples and dictionaries are left out: ``--json`` has those."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    for name, value in values.items():
+        if value is not None and not isinstance(value, (list, tuple, dict)):
+            grid.add_row(one_line(name.removeprefix("num_").replace("_", " ")), format_value(value))
+    return grid

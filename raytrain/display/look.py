@@ -1,18 +1,127 @@
-"""`raytrain.look`: what a data set has, also below the cell of a notebook."""
+"""`raytrain look` in the terminal, as a figure, and in a notebook."""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich import box
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from raytrain.diagnostics.look import LookResult, look_at
-from raytrain.display.look_figure import look_figure
-from raytrain.display.look_tables import look_page
+from raytrain.display.curves import GREY, png_bytes
+from raytrain.display.formatting import UNKNOWN, format_count, key_value_table
 from raytrain.display.notebook import as_html, is_notebook
-from raytrain.display.png import png_bytes
+from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from raytrain.config import TrainConfig
+    from raytrain.diagnostics.duplicates import Duplicate, Duplicates
+    from raytrain.diagnostics.look import ClassCount, ImageSample, Range
+
+_NUM_CLASSES_SHOWN = 20
+_NUM_FILES_SHOWN = 5
+_BAR_WIDTH = 16
+
+
+def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
+    """The images, the classes from the smallest on, and the problems. ``picture`` is the file of the figure, if any."""
+    sample = result.sample
+    num_images = result.training_images + result.test_images
+    about = {
+        "data": result.data,
+        "test data": result.test_data,
+        "training images": result.training_images,
+        "test images": result.test_images,
+        "other files": result.ignored_files,
+        "bytes": _range(result.size_bytes),
+        "width": _range(sample.width),
+        "height": _range(sample.height),
+        "formats": ", ".join(f"{name} {count:,}" for name, count in sample.formats.items()),
+        "decoded": f"{sample.images:,} of {num_images:,} images, at random",
+        "compared": f"{result.duplicates.compared:,} of {num_images:,} images, for duplicates",
+        "picture": picture,
+    }
+    return Group(key_value_table(about), _class_table(result.classes), *_problems(sample, result.duplicates))
+
+
+def _range(values: Range | None) -> str:
+    return UNKNOWN if values is None else f"{values.min:,} to {values.max:,}, median {values.median:,}"
+
+
+def _class_table(classes: Sequence[ClassCount]) -> RenderableType:
+    table = Table("class", box=box.SIMPLE_HEAD)
+    for heading in ("training", "test"):
+        table.add_column(heading, justify="right")
+    table.add_column(width=_BAR_WIDTH)
+    largest = max(1, *(each.training for each in classes))
+    for each in sorted(classes, key=lambda each: each.training)[:_NUM_CLASSES_SHOWN]:
+        bar = Bar(largest, 0, each.training, width=_BAR_WIDTH, color="cyan")
+        table.add_row(Text(one_line(each.name)), f"{each.training:,}", f"{each.test:,}", bar)
+    num_more = len(classes) - _NUM_CLASSES_SHOWN
+    if num_more <= 0:
+        return table
+    return Group(table, Text(f" and {num_more:,} larger classes; --json lists them all", style="dim"))
+
+
+def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[RenderableType]:
+    """A sentence for each kind of problem, with the first files; one that there is none otherwise."""
+    unreadable = [f"{one_line(key)}: {one_line(reason)}" for key, reason in sample.unreadable]
+    found = {
+        f"{format_count(len(unreadable), 'image')} of {sample.images:,} cannot be read": unreadable,
+        f"{format_count(len(duplicates.test), 'test image')} with the content of a training image": _pairs(
+            duplicates.test
+        ),
+        f"{format_count(len(duplicates.contradicting), 'training image')} with the content of another class": _pairs(
+            duplicates.contradicting
+        ),
+    }
+    for sentence, files in found.items():
+        if files:
+            yield Text(f"{sentence}:", "bold yellow")
+            yield Text("\n".join(f"  {file}" for file in files[:_NUM_FILES_SHOWN]))
+            if len(files) > _NUM_FILES_SHOWN:
+                yield Text(f"  and {len(files) - _NUM_FILES_SHOWN:,} more; --json lists them all", "dim")
+    if not any(found.values()):
+        yield Text("No image that cannot be read and no duplicate was found.", "dim")
+
+
+def _pairs(duplicates: Iterable[Duplicate]) -> list[str]:
+    pairs = (((each.key, each.label), (each.training_key, each.training_label)) for each in duplicates)
+    return [" = ".join(f"{one_line(key)} ({one_line(label)})" for key, label in pair) for pair in pairs]
+
+
+_COLUMNS = 8
+_WIDTH, _HEADING, _ROW = 11.0, 0.5, 1.55  # inches
+_MAX_LETTERS = 24  # of a label
+
+
+def look_figure(result: LookResult) -> Figure:
+    """A grid of images after augmentation, with the label of each above it."""
+    from matplotlib.figure import Figure
+
+    shown = result.first_images
+    num_rows = max(1, -(-len(shown.labels) // _COLUMNS))
+    figure = Figure(figsize=(_WIDTH, _HEADING + _ROW * num_rows), layout="constrained")
+    cells = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
+    for cell in cells:
+        cell.set_axis_off()
+    for cell, pixels, label in zip(cells, shown.pixels, shown.labels, strict=False):
+        cell.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        cell.set_title(_shortened(one_line(label)), fontsize=8, color=GREY, pad=3, parse_math=False)
+    title = f"{result.title}    the first images of epoch 1, as the network sees them"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=10, parse_math=False)
+    return figure
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_LETTERS else f"{text[: _MAX_LETTERS - 1]}…"
 
 
 def look(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:

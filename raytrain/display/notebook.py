@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.handle import RunHandle
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
+from raytrain.launch.train import RunHandle
+from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.runs.history import sample_of_rows
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.snapshot import Snapshot, View
-from raytrain.runs.trackers.protocol import Tracker
+from raytrain.trackers.tracker import Tracker
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

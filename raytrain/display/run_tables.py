@@ -1,9 +1,10 @@
-"""Runs as the commands print them: the list of runs, the page of one run, and the result of training."""
+"""The list of runs, a run's page and its log, and runs as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,16 +12,55 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.config import TrainConfig
-from raytrain.display.curve_plots import curve_heading, curve_plots
-from raytrain.display.event_text import shown_summary
-from raytrain.display.formatting import UNKNOWN, format_count, format_time, format_value
-from raytrain.display.key_value_table import key_value_table
-from raytrain.display.styles import status_style
-from raytrain.runs.outcome import TrainResult
-from raytrain.runs.printable import one_line
+from raytrain.display.console import status_style
+from raytrain.display.curves import curve_heading, curve_plots
+from raytrain.display.event_text import event_text, shown_summary
+from raytrain.display.formatting import (
+    UNKNOWN,
+    format_count,
+    format_duration,
+    format_time,
+    format_value,
+    key_value_table,
+)
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.logs import StoredLog
+from raytrain.runs.outcome import TrainResult, train_command
 from raytrain.runs.records import RunInfo, RunRecord
+from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus
-from raytrain.runs.train_command import train_command
+
+
+def run_info_json(run: RunInfo) -> dict[str, Any]:
+    """One run of the list."""
+    status = dataclasses.asdict(run.status)
+    return {
+        "name": run.name,
+        "recipe": run.recipe,
+        **status,
+        "test_accuracy": run.test_accuracy,
+        "tags": run.tags,
+        "note": run.config and run.config.note,
+        "problems": run.problems,
+    }
+
+
+def run_record_json(record: RunRecord) -> dict[str, Any]:
+    """Everything about one run."""
+    return {
+        "name": record.name,
+        "config": record.config and dataclasses.asdict(record.config),
+        "status": dataclasses.asdict(record.status),
+        "summary": record.summary,
+        "metrics": [row.to_json() for row in record.metrics],
+        "checkpoints": [
+            {"path": stored.path, "size_bytes": stored.size_bytes, "modified": stored.modified}
+            for stored in record.checkpoints
+        ],
+        "skipped": [dataclasses.asdict(image) for image in record.skipped],
+        "problems": record.problems,
+    }
+
 
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
@@ -132,3 +172,50 @@ def _skipped(record: RunRecord) -> RenderableType:
         lines.append(f"and {num_more:,} more in skipped.jsonl")
     title = Text(f"{format_count(len(record.skipped), 'image')} skipped", style="yellow")
     return Group(title, *(Text(f"  {one_line(line)}") for line in lines))
+
+
+_STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
+
+
+def event_lines(snapshot: Snapshot) -> list[str]:
+    """The events of a run with their seconds of training, and why it failed."""
+    lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
+    error = snapshot.result and snapshot.result.error
+    return [*lines, one_line(error)] if error else lines
+
+
+class LogLines:
+    """Prints the lines of logs that grow: each line once, below a heading that says whose it is."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._seen: dict[str, list[str]] = {}
+        self._last = ""
+
+    def events(self, snapshot: Snapshot) -> None:
+        """Print what happened since the last call."""
+        self._print("", event_lines(snapshot))
+
+    def printed(self, whose: str, logs: Sequence[StoredLog]) -> None:
+        """Print what a process has printed since the last call, apart from a line that is still growing."""
+        for log in logs:
+            whole = log.text[: log.text.rfind("\n") + 1].replace("\r\n", "\n").split("\n")[:-1]
+            shown = [one_line(line.rpartition("\r")[2]) for line in whole]  # a progress bar shows its last state
+            self._print(f"== {whose}, started {log.started}, {_STREAMS[log.stream]}", shown)
+
+    def _print(self, heading: str, lines: list[str]) -> None:
+        new = lines[_num_seen(self._seen.get(heading, []), lines) :]
+        if new and heading != self._last:
+            self._write(heading)
+            self._last = heading
+        for line in new:
+            self._write(line)
+        self._seen[heading] = lines
+
+
+def _num_seen(before: list[str], now: list[str]) -> int:
+    """How many of the lines were there before; the oldest ones may have been dropped since."""
+    for dropped in range(len(before)):
+        if before[dropped:] == now[: len(before) - dropped]:
+            return len(before) - dropped
+    return 0

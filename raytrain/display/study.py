@@ -10,11 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.curve_plots import side_by_side
+from raytrain.display.console import run_styles
+from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side
 from raytrain.display.formatting import UNKNOWN, format_count, format_duration, format_optional
-from raytrain.display.png import BLUE, GREY, plain_axes
 from raytrain.display.run_tables import rows_table
-from raytrain.display.styles import run_styles
 from raytrain.experiments.scaling import curve
 from raytrain.runs.metric_row import MetricRow
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from raytrain.display.curves import GREY, ORANGE, plain_axes
 from raytrain.display.event_text import reason_text
 from raytrain.display.formatting import UNKNOWN, format_optional
-from raytrain.display.live_view import LiveView
-from raytrain.display.png import GREY, ORANGE, plain_axes
 from raytrain.display.run_tables import Column, rows_table, status_text
+from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
-from raytrain.runs.printable import one_line
+from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,26 +1,86 @@
-"""A run, or the runs of a study, in the terminal: a live picture on a screen, otherwise a plain line now and then."""
+"""A run in the terminal: redrawn in place, or a line at a time."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
 from raytrain.display.console import PlainConsole
-from raytrain.display.dashboard import CTRL_C, dashboard, plot_height
+from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_line
 from raytrain.display.event_text import event_text
 from raytrain.display.formatting import format_duration
-from raytrain.display.live_view import LiveView
-from raytrain.display.progress_line import progress_line
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import sample_of_rows
-from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.logs import STARTUP
+from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+
+class LiveView:
+    """Base class of the views of a run and of a sweep: a context manager that owns a part of the terminal.
+
+    Args:
+        console: where to print, by default standard output. If it is a terminal, the view redraws a picture in place;
+            otherwise, it prints plain lines.
+        waiting: what is shown until there is a picture, or something else to wait for.
+    """
+
+    def __init__(self, console: Console | None, waiting: str) -> None:
+        self._console = console or PlainConsole()
+        self._live: Live | None = None
+        spinner = Spinner("dots", waiting)
+        self._startup_line = _StartupLine(spinner)
+        if self._console.is_terminal:
+            self._live = Live(spinner, console=self._console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start(refresh=True)
+            STARTUP.setLevel(logging.INFO)
+            STARTUP.addHandler(self._startup_line)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            STARTUP.removeHandler(self._startup_line)
+            STARTUP.setLevel(logging.NOTSET)
+            self._live.stop()
+
+    def _print(self, line: str) -> None:
+        """Print a line as it is, without wrapping it; a live picture stays below it."""
+        self._console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
+
+    def _draw(self, picture: RenderableType, *, keep: bool) -> None:
+        """Draw ``picture`` in place of the last one; with ``keep``, it stays on the screen when the view ends."""
+        assert self._live is not None
+        self._live.transient = not keep
+        self._live.update(picture, refresh=True)
+
+
+class _StartupLine(logging.Handler):
+    """Shows what the command waits for beside a spinner."""
+
+    def __init__(self, spinner: Spinner) -> None:
+        super().__init__()
+        self._spinner = spinner
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by ``logging``."""
+        self._spinner.update(text=Text(one_line(record.getMessage())))
+
 
 _NUM_ROWS = 2**12  # more than a terminal has dots
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, did_you_mean, option_name
-from raytrain.runs.stored_values import matches
+from raytrain.runs.documents import matches
 
 Value = float | int | bool | str
 Point = dict[str, Value]

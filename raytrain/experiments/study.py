@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.placement import place
-from raytrain.backends.prepare import check_asked
-from raytrain.backends.train import open_machines
-from raytrain.backends.train import train as train_run
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.experiments.compare import differing_options
 from raytrain.experiments.scaling import SizeScaling, scaling
-from raytrain.runs.documents import read_config, run_store
+from raytrain.launch.placement import place
+from raytrain.launch.prepare import check_asked
+from raytrain.launch.train import open_machines
+from raytrain.launch.train import train as train_run
+from raytrain.monitor.snapshot import View
+from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.history import read_metrics
-from raytrain.runs.layout import CONFIG
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.snapshot import View
 from raytrain.runs.status import RunStatus, read_status
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+    from raytrain.storage.store import Store
 
 Trainer = Callable[[Sequence[TrainConfig]], None]
 """Trains runs one after the other."""

@@ -15,21 +15,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from raytrain.backends.cache_choice import keeps_shared
-from raytrain.backends.gpus import gpus
-from raytrain.backends.placement import Hardware, Placement, place
-from raytrain.backends.prepare import (
-    Loop,
-    PreparedRun,
-    RunGroup,
-    check_named,
-    check_options,
-    check_places,
-    load_loop,
-    prepare,
-)
-from raytrain.backends.stop_signals import StopSignals
-from raytrain.backends.train import open_machines, train_group
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
 from raytrain.experiments.early_stopping import EarlyStopping
@@ -46,14 +31,25 @@ from raytrain.experiments.trials import (
     trials_of,
     write_sweep,
 )
-from raytrain.runs.background import Background
-from raytrain.runs.documents import new_name, read_config, write_config, write_json
-from raytrain.runs.layout import CONFIG, SUMMARY
+from raytrain.launch.cache_choice import keeps_shared
+from raytrain.launch.placement import Hardware, Placement, gpus, place
+from raytrain.launch.prepare import (
+    Loop,
+    PreparedRun,
+    RunGroup,
+    check_named,
+    check_options,
+    check_places,
+    load_loop,
+    prepare,
+)
+from raytrain.launch.train import open_machines, train_group
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import StopSignals, clear_stop_request, read_stop_request
+from raytrain.runs.background import Background, Throttle
+from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_config, write_json
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
-from raytrain.runs.stop_request import clear_stop_request, read_stop_request
-from raytrain.runs.throttle import Throttle
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -381,9 +377,9 @@ def _shared_images(
     if not keeps_shared(prepared.config, prepared.data, found.object_store_bytes):
         return nullcontext()
     if config.backend == "local":
-        from raytrain.backends.image_cache import SharedImages
+        from raytrain.launch.cache_choice import SharedImages
 
         return SharedImages(prepared, config, num_steps)
-    from raytrain.backends.ray.shared_images import SharedImages
+    from raytrain.launch.ray.feed.shared_images import SharedImages
 
     return SharedImages(prepared, config, placement, num_steps)

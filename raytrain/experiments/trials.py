@@ -11,15 +11,23 @@ from raytrain.config import TrainConfig
 from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.search_space import Choices, Point, Space, are_points, parse, points
-from raytrain.runs.documents import check_name, open_run, read_json, run_store, write_json
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.documents import (
+    CONFIG,
+    SUMMARY,
+    SWEEP,
+    check_name,
+    matches,
+    open_run,
+    read_json,
+    run_store,
+    write_json,
+)
 from raytrain.runs.history import read_metrics
-from raytrain.runs.layout import CONFIG, SUMMARY, SWEEP
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
-from raytrain.runs.snapshot import Snapshot
-from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+    from raytrain.storage.store import Store
 
 WAITING = "waiting"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.training.class_metrics import balanced_accuracy, macro_f1
+from raytrain.training.evaluation_metrics import balanced_accuracy, macro_f1
 
 Int64s = npt.NDArray[np.int64]
 
@@ -44,7 +44,7 @@ class Scores:
     """Metrics of the predictions for ``images`` images. ``accuracy`` and ``loss`` are means, None without images.
 
     ``balanced_accuracy`` and ``macro_f1`` give every class the same weight (see
-    :mod:`raytrain.training.class_metrics`).
+    :mod:`raytrain.training.evaluation_metrics`).
     """
 
     images: int

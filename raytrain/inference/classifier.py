@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
 from raytrain.data.dataset import evaluation_format
-from raytrain.data.decode import decode
-from raytrain.inference.trusted_config import read_trusted_config
+from raytrain.data.images.decode import decode
+from raytrain.inference.trained_run import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
 from raytrain.runs.documents import open_run
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
-from raytrain.training.label_metrics import DEFAULT_THRESHOLD
+from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
-from raytrain.training.shift_test import with_views
+from raytrain.training.test_views import with_views
 
 
 class Classifier(nn.Module):

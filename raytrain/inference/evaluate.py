@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config.evaluation import TestView
-from raytrain.data.arrow_arrays import numbers
+from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.labelled_images import evaluated_images
@@ -16,8 +16,8 @@ from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import Scores, score
 from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds, score_labels
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raytrain.data.decode import Pixels
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import Pixels
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load

@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain.data.arrow_arrays import numbers, string_array
+from raytrain.data.blocks import numbers, string_array
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
 from raytrain.runs.checkpoint_files import stored_thresholds
-from raytrain.training.class_metrics import macro_f1
-from raytrain.training.label_metrics import DEFAULT_THRESHOLD, average_precisions, mean_of_known
+from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD, average_precisions, macro_f1, mean_of_known
 
 _MIN_PROBABILITY = 1e-30
 

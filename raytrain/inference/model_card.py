@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import timm_name
-from raytrain.runs.printable import one_line
-from raytrain.runs.train_command import train_command
+from raytrain.runs.outcome import train_command
+from raytrain.runs.redact import one_line
 from raytrain.training.checkpoint import Checkpoint
 
 _CARD = """---

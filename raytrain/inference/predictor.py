@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.config.evaluation import TestView
-from raytrain.data.arrow_arrays import number_array, string_array
-from raytrain.data.decode import Pixels
-from raytrain.storage.base import Store
+from raytrain.data.blocks import number_array, string_array
+from raytrain.data.images.decode import Pixels
+from raytrain.storage.store import Store
 
 _BATCH_SIZE = 256
 _MIN_PROBABILITY = 1e-30

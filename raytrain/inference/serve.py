@@ -9,18 +9,18 @@ from functools import partial
 from importlib.util import find_spec
 
 from raytrain import recipes
-from raytrain.backends.placement import place
-from raytrain.backends.predict_request import ServedModel
-from raytrain.backends.ray.connection import connection
-from raytrain.backends.ray.hardware import cluster_hardware
-from raytrain.backends.stop_signals import StopSignals
 from raytrain.data.dataset import evaluation_format
 from raytrain.errors import UsageError
 from raytrain.inference.label_predictions import Floats, chosen_thresholds
 from raytrain.inference.predictor import Predictor
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
-from raytrain.storage.base import Store
+from raytrain.launch.placement import place
+from raytrain.launch.predict_request import ServedModel
+from raytrain.launch.ray.connection import connection
+from raytrain.launch.ray.hardware import cluster_hardware
+from raytrain.monitor.stop_request import StopSignals
 from raytrain.storage.lent_credentials import Scope
+from raytrain.storage.store import Store
 
 _LOOK_EVERY_S = 0.5
 
@@ -67,8 +67,8 @@ def serve(
     thresholds = chosen_thresholds(trained, threshold)
     with connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
-        from raytrain.backends.ray.credential_server import serving_credentials  # these import Ray
-        from raytrain.backends.ray.model_server import serving
+        from raytrain.launch.ray.credential_server import serving_credentials  # these import Ray
+        from raytrain.launch.ray.model_server import serving
 
         found = cluster_hardware()
         placement = place(recipes.custom(workers=workers, threads_per_worker=trained.config.threads_per_worker), found)

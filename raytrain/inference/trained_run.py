@@ -1,4 +1,4 @@
-"""A run that has a checkpoint, and its predictions for the images of a manifest, on this machine or on a cluster."""
+"""A run that has a checkpoint, and options of a stored run that may be turned into a network."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from typing import cast
 import pyarrow as pa
 
 from raytrain import recipes
-from raytrain.backends.machine import machine_hardware
-from raytrain.backends.placement import Hardware, Placement, place
-from raytrain.backends.predict_request import PredictRequest, predict_here
-from raytrain.backends.ray.connection import connection, uses_cluster
-from raytrain.backends.ray.hardware import cluster_hardware
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
+from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
-from raytrain.inference.trusted_config import read_trusted_config
+from raytrain.launch.placement import Hardware, Placement, machine_hardware, place
+from raytrain.launch.predict_request import PredictRequest, predict_here
+from raytrain.launch.ray.connection import connection, uses_cluster
+from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
-from raytrain.runs.documents import open_run
-from raytrain.runs.layout import CLASSES
-from raytrain.runs.stored_values import matches
-from raytrain.storage.base import Store
+from raytrain.runs.documents import CLASSES, CONFIG, matches, open_run, read_resolved_config
+from raytrain.storage.store import Store
+
+
+def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
+    """The run's options. Raises UsageError if they name code of the run's author, unless the user says ``trust``."""
+    config = read_resolved_config(store)
+    if not trust and names_own_function(config.model):
+        raise stored_function_error("model", config.model, f"{store.url}/{CONFIG}", may_be_named=False)
+    return config
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class TrainedRun:
     def _predict_on_cluster(self, request: PredictRequest, workers: int | None, address: str | None) -> pa.Table:
         with connection(address) as cluster:
             cluster.connect()
-            from raytrain.backends.ray.predict_images import predict_images  # imports Ray
+            from raytrain.launch.ray.predict_images import predict_images  # imports Ray
 
             placement = self._place(workers or "auto", cluster_hardware())
             return pa.concat_tables(predict_images(request, placement, scope_keys=self.config.scope_keys))

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
+from raytrain.runs.documents import matches
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.redact import redact
-from raytrain.runs.stored_values import matches
 
 _WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
 

@@ -1,10 +1,27 @@
-"""Calls that may hang, made in a thread beside a loop that must not wait for them."""
+"""Calls to storage beside a loop that must not wait, and limits on how often something is done."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
+
+
+class Throttle:
+    """Remembers when each thing was done last."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def due(self, what: str, every_s: float) -> bool:
+        """Whether to do ``what`` now: the first time, and whenever ``every_s`` seconds have passed since the last."""
+        now = time.monotonic()
+        if now - self._last.get(what, -every_s) < every_s:
+            return False
+        self._last[what] = now
+        return True
+
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")

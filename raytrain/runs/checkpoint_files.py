@@ -1,18 +1,61 @@
-"""The checkpoint files of a run, by name alone: torch is not needed to find the newest or the best one."""
+"""Checkpoints by name, and what a resumed run must have in common with them."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, cast
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, cast
 
+from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs.documents import read_json
-from raytrain.runs.layout import CHECKPOINTS
-from raytrain.runs.stored_values import matches
+from raytrain.runs.documents import CHECKPOINTS, matches, read_json
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store, StoredObject
+    from raytrain.storage.store import Store, StoredObject
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run and its checkpoints are made of.
+
+    ``batch_size`` is the global batch's; None if the number of workers is yet to decide it.
+    """
+
+    model: str
+    classes: tuple[str, ...]
+    manifest_digest: str
+    batch_size: int | None
+    seed: int
+    sampling: str = "uniform"
+
+    @classmethod
+    def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), manifest_digest: str = "") -> Identity:
+        """The identity of a run with these options and images; without images, as far as the options show it."""
+        return cls(config.model, classes, manifest_digest, config.batch_size, config.seed, config.sampling)
+
+    def check(self, other: Identity, what: str) -> None:
+        """Raise UsageError with the first difference if ``what``, a run or a checkpoint, has the identity ``other``."""
+        for name, mine in asdict(self).items():
+            theirs = getattr(other, name)
+            if theirs != mine:
+                raise UsageError(
+                    f"{what} was made with {_difference(name, theirs, mine)}: resume with the options that it was made "
+                    "with, or start a new run under another --name."
+                )
+
+
+def _difference(name: str, theirs: Any, mine: Any) -> str:
+    if name == "classes":
+        pairs = enumerate(zip_longest(theirs, mine, fillvalue="none"))
+        place, their, my = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+        numbers = f"{len(theirs):,} classes, and this run has {len(mine):,}"
+        return f"{numbers}, of which number {place} is {their} there and {my} here"
+    if name == "manifest_digest":
+        return f"other images (manifest {theirs[:8]}…), and this run has those of manifest {mine[:8]}…"
+    return f"{name.replace('_', ' ')} {theirs}, and this run has {mine}"
+
 
 _CHECKPOINT = re.compile(r"step-(\d{9})\.pt$")
 

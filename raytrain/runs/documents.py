@@ -1,23 +1,121 @@
-"""The documents of a run in storage: where they lie, and how they are read and written."""
+"""A run's documents: their names, and how they are opened, read and written."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import secrets
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.runs.json_lines import Report, ignore, parse_object, plain
-from raytrain.runs.layout import CONFIG, SWEEP
-from raytrain.runs.stored_values import matches
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+    from raytrain.storage.store import Store
+
+CONFIG = "config.json"
+CLAIM = "claim.json"
+CLASSES = "classes.json"
+MANIFEST = "manifest.parquet"
+TEST_MANIFEST = "test-manifest.parquet"
+METRICS = "metrics.jsonl"
+SKIPPED = "skipped.jsonl"
+EVENTS = "events.jsonl"
+EVALUATION = "evaluation.json"
+STATUS = "status.json"
+MACHINES = "machines.json"
+MACHINE_HISTORY = "machine-history.json"
+SUMMARY = "summary.json"
+SWEEP = "sweep.json"
+STOP_REQUEST = "stop-request.json"
+CHECKPOINTS = "checkpoints/"
+LOGS = "logs/"
+TRACE = "trace/"
+TRACKERS = "trackers/"
+
+T = TypeVar("T")
+Report = Callable[[str], None]
+"""Gets a line about each document, or part of one, that cannot be used."""
+
+
+def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:
+    """JSON lines of ``documents``; a number that is not finite becomes null."""
+    return b"".join(json.dumps(plain(document), allow_nan=False).encode() + b"\n" for document in documents)
+
+
+def ignore(problem: str) -> None:
+    """The report of a caller that continues with what is whole."""
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``; raises ValueError with what is wrong with it."""
+    if not data.strip(b"\0"):
+        raise ValueError("it is empty")
+    try:
+        document = json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    return cast(dict[str, Any], document)
+
+
+def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """What ``parse`` makes of a line; None if it is damaged, or ``parse`` raises KeyError, TypeError or ValueError."""
+    with suppress(KeyError, TypeError, ValueError):
+        return parse(plain(parse_object(line)))
+    return None
+
+
+def plain(value: Any) -> Any:
+    """``value``, made of lists and dictionaries, with None in place of every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in cast(dict[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in cast(list[Any], value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``document`` that the dataclass ``kind`` has a field for, if they are of the field's type."""
+    hints = get_type_hints(kind)
+    return {name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
+
+
+def matches(value: object, hint: Any) -> bool:
+    """Whether ``value``, of JSON and tuples, is of the type ``hint``. A float may be a whole number, but not NaN."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return matches(value, parts[0])
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin in (Union, types.UnionType):
+        return any(matches(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(matches(each, parts[0]) for each in cast(list[object], value))
+    if origin is dict:
+        values = cast(dict[str, object], value).values() if isinstance(value, dict) else None
+        return values is not None and all(matches(each, parts[1]) for each in values)
+    if origin is tuple:
+        return isinstance(value, tuple) and _match(cast(tuple[object, ...], value), parts)
+    if hint is float:
+        return type(value) in (int, float) and value == value
+    return hint is Any or type(value) is hint
+
+
+def _match(values: tuple[object, ...], hints: tuple[Any, ...]) -> bool:
+    """Whether each value matches its hint; ``hints`` may end in an ellipsis."""
+    if hints[-1] is Ellipsis:
+        hints = hints[:1] * len(values)
+    return len(values) == len(hints) and all(matches(value, hint) for value, hint in zip(values, hints, strict=True))
+
 
 Config = TypeVar("Config", bound=TrainConfig)
 

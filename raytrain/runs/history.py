@@ -8,15 +8,13 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raytrain.runs.json_lines import Report, ignore, parse_line
-from raytrain.runs.layout import EVENTS, METRICS, SKIPPED
+from raytrain.runs.documents import EVENTS, METRICS, SKIPPED, Report, ignore, parse_line
 from raytrain.runs.line_file import LineFile, StoredLines
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.sample import SAMPLE_SIZE, Sample
-from raytrain.runs.skipped_images import SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.stored_rows import SAMPLE_SIZE, Sample
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+    from raytrain.storage.store import Store
 
 T = TypeVar("T")
 

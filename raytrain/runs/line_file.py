@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from raytrain.runs.json_lines import encode_lines, parse_line
+from raytrain.runs.documents import encode_lines, parse_line
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+    from raytrain.storage.store import Store
 
 T = TypeVar("T")
 

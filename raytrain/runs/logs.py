@@ -1,4 +1,4 @@
-"""Logs of a run: output of the driver and of the workers, copied to storage while it trains."""
+"""Logs of a run: what its driver and its workers print, copied to storage while it trains."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
 from raytrain.errors import RaytrainError
-from raytrain.runs.layout import CONFIG, LOGS
+from raytrain.runs.documents import CONFIG, LOGS
 from raytrain.runs.redact import redact
-from raytrain.storage.base import Store
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.store import Store
+from raytrain.storage.temporary_files import TemporaryFolder
+
+STARTUP = logging.getLogger("raytrain.startup")
 
 COPY_EVERY_S = 10.0
 MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
-_INFORMING = "raytrain.startup", "raytrain.runs.recorder"  # what they log is of level INFO
+_INFORMING = "raytrain.startup", "raytrain.monitor.recorder"  # what they log is of level INFO
 _MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
 
 

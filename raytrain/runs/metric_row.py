@@ -1,13 +1,14 @@
-"""The rows of a run's metrics history, ``metrics.jsonl``: one for each logged step and one for each evaluation."""
+"""A row of the metrics history, and images that could not be used."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from raytrain.runs.json_lines import plain
+from raytrain.config import TrainConfig
+from raytrain.runs.documents import plain
 
 Kind = Literal["step", "evaluation"]
 
@@ -78,3 +79,46 @@ def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
     It is exact if a row lies at the end of an epoch, as evaluations do, and too small during the first epoch.
     """
     return max((math.ceil(row.step / row.epoch) for row in rows), default=1)
+
+
+@dataclass(frozen=True)
+class SkippedImage:
+    """An image that could not be used, by its ``key`` in the manifest, and why."""
+
+    key: str
+    reason: str
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> SkippedImage:
+        """The image of a line of skipped.jsonl. Raises KeyError or ValueError if the line is something else."""
+        key, reason = document["key"], document["reason"]
+        if not (isinstance(key, str) and isinstance(reason, str)):
+            raise ValueError("key and reason must be text")
+        return cls(key, reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipLimit:
+    """How many of the ``num_images`` images of a run, training and test images together, may be skipped."""
+
+    num_images: int
+    max_bad_fraction: float = 0.01
+
+    @classmethod
+    def of(cls, config: TrainConfig, num_images: int) -> SkipLimit:
+        """What ``config`` allows."""
+        return cls(num_images=num_images, max_bad_fraction=config.max_bad_fraction)
+
+    def exceeded(self, skipped: Sequence[SkippedImage]) -> str | None:
+        """Why a run that skipped these images must end, without a full stop; None if it may continue."""
+        if not skipped:
+            return None
+        fraction = len(skipped) / self.num_images
+        if fraction <= self.max_bad_fraction:
+            return None
+        first = f"{skipped[0].key} ({skipped[0].reason})"
+        return (
+            f"{len(skipped):,} of {self.num_images:,} images ({100 * fraction:.2g} %) cannot be used, such as {first}, "
+            f"and --max-bad-fraction is {self.max_bad_fraction:g}; skipped.jsonl lists them: repair or remove them and "
+            "start a new run, or allow more"
+        )

@@ -1,15 +1,18 @@
-"""How far a run is, how its workers ended, and the result that its summary holds."""
+"""Progress, outcome and result of a run, and the command that resumes it."""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from raytrain.errors import TrainingFailed
-from raytrain.runs.stored_values import known_fields
+from raytrain.config import TrainConfig
+from raytrain.errors import TrainingFailed, option_name
+from raytrain.recipes import RECIPES
+from raytrain.runs.documents import known_fields
 
 EndStatus = Literal["finished", "stopped", "failed"]
 StopKind = Literal[
@@ -133,3 +136,28 @@ def failure_sentence(name: str, storage: str, reason: str) -> str:
         f"Run {name!r} failed: {reason.rstrip('.')}. Its last checkpoint is kept: resume with --name {name} "
         f"--storage {storage} --resume."
     )
+
+
+_NO_FLAGS = ("recipe", "resume")
+
+
+def train_command(config: TrainConfig) -> str:
+    """``raytrain train RECIPE`` with a flag for each option that differs from the recipe.
+
+    Options that were written in Python belong to no recipe: then the flags alone.
+    """
+    recipe = RECIPES.get(config.recipe)
+    command = ["raytrain", "train", config.recipe] if recipe else []
+    defaults = vars(recipe()) if recipe else {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    for field in dataclasses.fields(TrainConfig):
+        value = getattr(config, field.name)
+        if value != defaults[field.name] and value is not None and field.name not in _NO_FLAGS:
+            command += _flag(option_name(field.name), value)
+    return shlex.join(command)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    return [f"--{name}", *map(str, values)]

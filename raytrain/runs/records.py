@@ -1,24 +1,38 @@
-"""All about one run, and the list of all runs, read from storage."""
+"""Stored runs: the list of them, filtered and sorted; tags, notes, deletion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from raytrain.config import TrainConfig
-from raytrain.errors import StorageError
+from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
 from raytrain.runs.checkpoint_files import list_checkpoints
-from raytrain.runs.documents import open_run, parse_config, read_json, run_names
+from raytrain.runs.documents import (
+    CLAIM,
+    CONFIG,
+    STATUS,
+    SUMMARY,
+    Report,
+    open_run,
+    parse_config,
+    parse_object,
+    plain,
+    read_config,
+    read_json,
+    run_names,
+    write_config,
+)
 from raytrain.runs.history import read_metrics, read_skipped
-from raytrain.runs.json_lines import Report, parse_object, plain
-from raytrain.runs.layout import CONFIG, STATUS, SUMMARY
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.skipped_images import SkippedImage
+from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.ownership import claim_run
 from raytrain.runs.status import RunStatus, parse_status
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import StoredObject
+    from raytrain.storage.store import StoredObject
 
 T = TypeVar("T")
 
@@ -110,3 +124,79 @@ def _parsed(path: str, found: bytes | Exception, parse: Callable[[bytes], T], re
     except (StorageError, ValueError) as error:
         report(f"{path} cannot be used ({str(error).rstrip('.')})")
         return None
+
+
+SortKey = Literal["heartbeat", "name", "recipe", "status", "step", "accuracy"]
+
+_KEYS: dict[SortKey, Callable[[RunInfo], Any]] = {
+    "heartbeat": lambda run: run.status.heartbeat_at,
+    "name": lambda run: run.name,
+    "recipe": lambda run: run.recipe,
+    "status": lambda run: run.status.status,
+    "step": lambda run: run.status.step,
+    "accuracy": lambda run: -1.0 if run.test_accuracy is None else run.test_accuracy,
+}
+_DESCENDING = ("heartbeat", "step", "accuracy")
+_OPTIONS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}
+
+
+def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str], sort: SortKey) -> list[RunInfo]:
+    """The runs that match all ``conditions``, such as ``status=finished`` or ``learning-rate=0.1``, sorted.
+
+    Raises UsageError if a condition is not understood.
+    """
+    wanted = [_parse(condition) for condition in conditions]
+    found = [run for run in runs if all(_matches(run, name, value) for name, value in wanted)]
+    return sorted(found, key=_KEYS[sort], reverse=sort in _DESCENDING)
+
+
+def _parse(condition: str) -> tuple[str, str]:
+    name, equals, value = condition.partition("=")
+    if not equals:
+        raise UsageError(f"--filter {condition!r} has no =; write status=finished, tag=WORD or learning-rate=0.1.")
+    if name != "status" and name not in _OPTIONS:
+        hint = did_you_mean(name, ["status", *_OPTIONS])
+        raise UsageError(f"--filter {condition!r}: {name!r} is neither status nor an option of a run{hint}.")
+    return name, value
+
+
+def _matches(run: RunInfo, name: str, value: str) -> bool:
+    if name == "status":
+        return run.status.status == value
+    found: object = getattr(run.config, _OPTIONS[name], None)
+    parts = cast(tuple[object, ...], found) if isinstance(found, tuple) else (found,)
+    return any(_equals(part, value) for part in parts)
+
+
+def _equals(found: object, value: str) -> bool:
+    """Whether an option is ``value`` as it is typed: 0.10 is 0.1, and none is None."""
+    if isinstance(found, (int, float)) and not isinstance(found, bool):
+        with suppress(ValueError):
+            return found == float(value)
+    return str(found).lower() == value.lower()
+
+
+def tag_run(
+    storage: str, name: str, add: Sequence[str] = (), remove: Sequence[str] = (), note: str | None = None
+) -> TrainConfig:
+    """Change the tags of a run, and its note if one is given; returns its options. Raises UsageError without a run."""
+    store = open_run(storage, name)
+    config = read_config(store)
+    tags = tuple(tag for tag in dict.fromkeys([*config.tag, *add]) if tag not in remove)
+    changed = dataclasses.replace(config, tag=tags, note=config.note if note is None else note or None)
+    if changed != config:
+        write_config(store, changed)
+    return changed
+
+
+def delete_run(storage: str, name: str) -> int:
+    """Delete a run with its checkpoints; returns how many files it had.
+
+    Takes up to half a minute if its last owner may be alive. Raises UsageError if there is no such run, or it trains.
+    """
+    with claim_run(open_run(storage, name), name) as claim:  # its end deletes the claim of a run without options
+        store = claim.owned_store
+        paths = [found.path for found in store.list() if found.path not in (CLAIM, CONFIG)]
+        for path in [*paths, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
+            store.delete(path)
+    return len(paths) + 1

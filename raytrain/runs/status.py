@@ -11,13 +11,10 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from raytrain.errors import StorageError
-from raytrain.runs.documents import read_json, run_store, write_json
-from raytrain.runs.json_lines import Report, ignore
-from raytrain.runs.layout import STATUS
-from raytrain.runs.stored_values import known_fields
+from raytrain.runs.documents import STATUS, Report, ignore, known_fields, read_json, run_store, write_json
 
 if TYPE_CHECKING:
-    from raytrain.storage.base import Store
+    from raytrain.storage.store import Store
 
 HEARTBEAT_EVERY_S = 10.0
 """Seconds between two writes of a running run's status."""

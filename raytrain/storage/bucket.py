@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
-from raytrain.storage.base import ObjectChanged, Store, StoredObject
 from raytrain.storage.bucket_client import (
     DEFAULT,
     FAIL_FAST,
@@ -33,8 +32,9 @@ from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, required
 from raytrain.storage.disk_cache import DiskCache
-from raytrain.storage.fetch_many import threads
+from raytrain.storage.hedged_requests import threads
 from raytrain.storage.request_errors import http_status
+from raytrain.storage.store import ObjectChanged, Store, StoredObject
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta, UpdateVersion

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialSource
-from raytrain.storage.local import FolderStore, explain_os_error
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.folder import FolderStore, explain_os_error
+from raytrain.storage.store import Store
+from raytrain.storage.temporary_files import TemporaryFolder
 
 _FORMS = {"s3": "s3://bucket/prefix", "gs": "gs://bucket/prefix", "az": "az://container/prefix"}
 URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"

@@ -13,7 +13,7 @@ from obstore.exceptions import InvalidPathError, PermissionDeniedError, Unauthen
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences
 from raytrain.storage.credentials import NoCredentials
-from raytrain.storage.local import explain_os_error
+from raytrain.storage.folder import explain_os_error
 
 _TRANSIENT_STATUSES = {408, 429}  # and all of 5xx
 _TRANSIENT_CODES = {

@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from raytrain.data.permutation import mix
-from raytrain.data.random_numbers import as_int64, splitmix64
+from raytrain.data.plan.permutation import as_int64, mix, splitmix64
 
 _KEY = 4  # keeps these random numbers apart from others
 _BITS = 53

@@ -1,4 +1,4 @@
-"""The built-in evaluation. Copy it beside a training loop of your own and change what you like."""
+"""The built-in evaluation, also of several classes per image."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from raytrain.training.class_metrics import balanced_accuracy, macro_f1
-from raytrain.training.flip_test import Network
+from raytrain.training.evaluation_metrics import (
+    DEFAULT_THRESHOLD,
+    average_precisions,
+    balanced_accuracy,
+    best_thresholds,
+    macro_f1,
+    mean_of_known,
+)
 from raytrain.training.run import Run
+from raytrain.training.test_views import Network
 
 
 def evaluate(run: Run, model: Network) -> dict[str, float]:
@@ -34,4 +41,28 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
         "loss": float(totals[0] / count) if count else float("nan"),
         "balanced_accuracy": balanced_accuracy(right, truth),
         "macro_f1": macro_f1(right, truth, predicted),
+    }
+
+
+def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
+    """Measure ``model`` on the test images, each image once, and choose the threshold of each class by its F1.
+
+    Returns the accuracy (over all images and classes) and macro F1 of predicting the classes with a probability of at
+    least 0.5, the mean binary cross entropy, and the mean average precision. All are NaN if no image could be used.
+    """
+    num_classes = run.num_classes
+    rows = [torch.zeros(0, 2 * num_classes + 1, dtype=torch.float64, device=run.device)]
+    for batch in run.test_batches():
+        logits = model(batch.images).double()  # (m, C)
+        targets = batch.targets.double()  # (m, C), 0 or 1
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1, keepdim=True)
+        rows.append(torch.cat([logits.sigmoid(), targets, losses], dim=1))
+    scores, truth, losses = np.split(run.gather(torch.cat(rows)), [num_classes, 2 * num_classes], axis=1)
+    answers, truth = scores >= DEFAULT_THRESHOLD, truth > 0
+    run.thresholds = tuple(best_thresholds(scores, truth).tolist())
+    return {
+        "accuracy": float((answers == truth).mean()) if len(truth) else float("nan"),
+        "loss": float(losses.mean()) if len(losses) else float("nan"),
+        "mean_average_precision": mean_of_known(average_precisions(scores, truth)),
+        "macro_f1": macro_f1((answers & truth).sum(axis=0), truth.sum(axis=0), answers.sum(axis=0)),
     }

@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.decode import Pixels
+from raytrain.data.images.decode import Pixels
 from raytrain.errors import RaytrainError
 from raytrain.monitor.events import DocumentLost, Event
-from raytrain.runs.documents import write_json
-from raytrain.runs.json_lines import plain
-from raytrain.runs.layout import EVALUATION
-from raytrain.storage.base import Store
+from raytrain.runs.documents import EVALUATION, plain, write_json
+from raytrain.storage.store import Store
 from raytrain.training.batch import Batch
 
 _NUM_IMAGES = 16

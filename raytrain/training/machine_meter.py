@@ -1,7 +1,8 @@
-"""Measures a worker's speed and the use of its machine, every few seconds, between two steps."""
+"""Measures a worker's speed, CPU, memory and GPU, and keeps glibc from returning memory between steps."""
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import time
 from collections.abc import Callable
@@ -11,7 +12,23 @@ from typing import TypedDict
 import psutil
 import torch
 
-from raytrain.runs.machine_use import MEASURE_EVERY_S, MachineUse
+from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the options' numbers in mallopt(3)
+_TRIM_LIMIT = 2**31 - 1
+_MMAP_LIMITS = (1 << 30, 32 << 20)  # older versions of glibc accept only the second
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory for this process; does nothing with another C library.
+
+    By default glibc returns large pieces to the system, and every step gets the memory of its activations anew, page by
+    page. That takes a sixth of the time of a small network's step on a CPU.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_TRIM_THRESHOLD, _TRIM_LIMIT)
+        any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
 
 
 class _Gpu(TypedDict, total=False):

@@ -1,24 +1,143 @@
-"""The networks that a loop has prepared, and what a run does to all of them."""
+"""Networks that a loop has prepared: gradient checkpointing, autocast, compilation, gradients of all workers, EMA."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
-from raytrain.config import ResolvedConfig
-from raytrain.data.permutation import mix
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.data.plan.permutation import mix
+from raytrain.errors import UsageError
 from raytrain.training import batchnorm, dropout
-from raytrain.training.average import WeightAverage
 from raytrain.training.batch import Batch
+from raytrain.training.checkpoint import CheckpointState, StateDict
 from raytrain.training.gradients import JoinedGradients, broadcast_weights
 from raytrain.training.protocols import Worker
-from raytrain.training.state import CheckpointState
-from raytrain.training.wrap_model import apply_options, full_precision, mixed_precision
+
+
+class WeightAverage:
+    """The average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
+
+    In a loop of your own, ``run.prepare(WeightAverage(network, 0.999))`` puts it into the checkpoints, and
+    ``average.update(batch.step)`` follows each optimizer step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._source = model
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Add the weights after ``step`` (counted from 0). The decay is smaller in the first steps."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        for average, source in zip(_weights(self.model), _weights(self._source), strict=True):
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(source, 1 - decay)
+            else:
+                average.copy_(source)
+
+    def state_dict(self) -> StateDict:
+        """The averaged weights, by the names of the network's."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.model.load_state_dict(state_dict)
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, each once, also if it has several names."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def checkpoint_gradients(model: nn.Module) -> nn.Module:
+    """Let ``model`` keep the inputs of its blocks only, and compute what is in them again when it needs gradients.
+
+    Networks of timm know their blocks. Of others they are what follows each other in an ``nn.Sequential`` or
+    ``nn.ModuleList`` and has layers of its own. The weights that are trained stay the same: our dropout draws the same
+    numbers again, and our batch norm counts a batch once. Changes the network in place, and returns it. Raises
+    UsageError if it has no blocks.
+    """
+    enable: Callable[[], Any] | None = getattr(model, "set_grad_checkpointing", None)
+    if enable is not None:
+        _enable(enable)
+        return model
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise UsageError(
+            "--gradient-checkpointing computes blocks of layers again, and the network has none in a sequence; omit "
+            "it, or use --accumulate to need less memory."
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def _enable(enable: Callable[[], Any]) -> None:
+    try:
+        enable()
+    except AssertionError as error:  # what timm's networks raise that have no blocks
+        raise UsageError(f"--gradient-checkpointing: the network refuses it ({error}); omit it.") from None
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost blocks of layers that follow each other."""
+    for child in module.children():
+        is_block = isinstance(module, _SEQUENCES) and not isinstance(child, _SEQUENCES) and any(child.children())
+        yield from [child] if is_block else _blocks(child)
+
+
+_SEQUENCES = (nn.Sequential, nn.ModuleList)
+
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def apply_options(model: nn.Module, config: TrainConfig) -> None:
+    """Change ``model`` in place. Its class stays, and copies of it compute the same way with their own weights."""
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
+    if config.precision in AUTOCAST_DTYPES:
+        model.register_forward_hook(_widen)
+    if config.compile:
+        model.compile()
+
+
+def mixed_precision(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """A context in which networks compute in the precision that the options name; a step of a loop is in it."""
+    dtype = AUTOCAST_DTYPES.get(config.precision)
+    # Weights that were cast are not kept: a loop may change the weights before it uses them again.
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """A context without autocast, for what follows a forward: a backward computes in the types of its forward."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=False)
+
+
+def _widen(model: nn.Module, inputs: Any, output: Any) -> Any:
+    """What a network returns in 16 bits becomes float32, so that losses are computed in it; other things stay."""
+    return tree_map(_widened, output)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in AUTOCAST_DTYPES.values() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **tree_map(_widened, fields))
+    return value
 
 
 class PreparedModels:
@@ -80,7 +199,7 @@ class PreparedModels:
 
     def are_finite(self) -> bool:
         """Whether every weight and running statistic is finite. The host waits for the device once."""
-        tensors = [tensor for model in self.trained for tensor in _weights(model)]
+        tensors = [tensor for model in self.trained for tensor in _floating_tensors(model)]
         return not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def begin_part(self, part: Batch, *, is_last: bool) -> None:
@@ -129,7 +248,7 @@ class PreparedModels:
         self._averages.append(average)
 
 
-def _weights(model: nn.Module) -> Iterator[Tensor]:
+def _floating_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Parameters and running statistics; other buffers, such as attention masks, may well be infinite."""
     yield from model.parameters()
     for name, buffer in model.named_buffers():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from raytrain.data.local_batch import LocalBatch
 from raytrain.monitor.events import Event
-from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 
 

@@ -17,26 +17,22 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.local_batch import LocalBatch
-from raytrain.data.permutation import mix
-from raytrain.data.prefetch import Prefetch
+from raytrain.data.local_batch import LocalBatch, Prefetch
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, to_batch
-from raytrain.training.flip_test import Network
+from raytrain.training.batch import Batch, mix_batch, to_batch
+from raytrain.training.checkpoint import CheckpointState, Stateful
 from raytrain.training.gallery import Gallery
-from raytrain.training.loss import Loss
-from raytrain.training.mixing import mix_batch
-from raytrain.training.optimizer import LearningRates, build_optimizer, clip_gradients
-from raytrain.training.prepared_models import PreparedModels
+from raytrain.training.optim.loss import Loss
+from raytrain.training.optim.optimizer import LearningRates, build_optimizer, clip_gradients
+from raytrain.training.prepared_models import PreparedModels, full_precision
 from raytrain.training.protocols import BatchSource, Reporter, Worker
-from raytrain.training.shift_test import with_views
-from raytrain.training.state import CheckpointState, Stateful
 from raytrain.training.steps import Steps
-from raytrain.training.wrap_model import full_precision
+from raytrain.training.test_views import Network, with_views
 
 WAIT_FOR_DATA = "wait for data"
 """The name of this phase in a trace of torch.profiler."""

@@ -11,26 +11,24 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.batch_plan import BatchPlan
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.monitor.events import Note
-from raytrain.runs.identity import Identity
+from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.outcome import Outcome
-from raytrain.storage.base import Store
-from raytrain.training import loop, memory
-from raytrain.training.augment import Augment
-from raytrain.training.checkpoint import Checkpoints
-from raytrain.training.evaluation import evaluate
+from raytrain.storage.store import Store
+from raytrain.training import auto_accumulate as memory
+from raytrain.training import loop
+from raytrain.training.augment import Augment, Transforms, build_transforms
+from raytrain.training.checkpoint import Checkpoints, CheckpointState
+from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
-from raytrain.training.label_evaluation import evaluate_labels
-from raytrain.training.loss import Loss
-from raytrain.training.malloc import keep_freed_memory
+from raytrain.training.machine_meter import keep_freed_memory
+from raytrain.training.optim.loss import Loss
 from raytrain.training.precision import precision_warning, set_gpu_products
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
-from raytrain.training.state import CheckpointState
 from raytrain.training.steps import Steps
-from raytrain.training.transforms import Transforms, build_transforms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import cast
 from safetensors import SafetensorError, torch
 from torch import Tensor
 
-from raytrain.runs.stored_values import matches
+from raytrain.runs.documents import matches
 
 SUFFIX = ".safetensors"
 _CLASSES = "classes"

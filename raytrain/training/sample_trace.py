@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from raytrain.data.permutation import Int64s
-from raytrain.runs.layout import TRACE
-from raytrain.storage.base import Store
+from raytrain.data.plan.permutation import Int64s
+from raytrain.runs.documents import TRACE
+from raytrain.storage.store import Store
 
 _LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")
 

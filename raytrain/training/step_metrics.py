@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain.data.batch_plan import GlobalBatch
+from raytrain.data.plan.batch_plan import GlobalBatch
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
 from raytrain.training.protocols import Worker

@@ -9,21 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.batch_plan import BatchPlan
 from raytrain.data.local_batch import LocalBatch
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
 from raytrain.monitor.events import CheckpointSkipped
+from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
-from raytrain.runs.snapshot import epoch_of
-from raytrain.training.checkpoint import Checkpoint, Checkpoints
-from raytrain.training.checkpoint_schedule import CheckpointSchedule
-from raytrain.training.early_stop import EarlyStop
+from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.sample_trace import SampleTrace
-from raytrain.training.state import CheckpointState
+from raytrain.training.schedule import CheckpointSchedule, EarlyStop
 from raytrain.training.step_metrics import StepMetrics, StepTotals
 
 _MEAN = 1  # torch's number for reduction="mean"

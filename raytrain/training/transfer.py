@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.training import batchnorm
-from raytrain.training.archive import check_unpacked_size
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
 from raytrain.training.safetensors_file import SUFFIX, from_safetensors
-from raytrain.training.weights_source import DEFAULT, read_weights_file
+from raytrain.training.weights_source import DEFAULT, check_unpacked_size, read_weights_file
 
 ALL = "all"
 """In place of a layer's name for ``--freeze``: every layer but the head."""

@@ -143,7 +143,7 @@ def marks_in(folder: str) -> list[Marks]:
 def read_through_raytrain(
     url: str, cache: Literal["memory", "disk", "none"], epochs: int, folder: str, pixels: int = 32
 ) -> list[Marks]:
-    from raytrain.backends.train import train
+    from raytrain.launch.train import train
     from raytrain.recipes import cifar10
 
     options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
@@ -158,7 +158,7 @@ def read_through_raytrain(
 def read_local_batches(run: Any, folder: str) -> None:
     import torch
 
-    from raytrain.data.prefetch import Prefetch
+    from raytrain.data.local_batch import Prefetch
 
     run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
     local_batches = Prefetch(run.source.train(0), run.config.prefetch)
@@ -236,7 +236,7 @@ def decode(url: str, pixels: int = 32) -> float:
 def decode_here(files: list[bytes], pixels: int) -> tuple[float, float, int]:
     import torch.distributed as dist
 
-    from raytrain.data import decode as decoding
+    from raytrain.data.images import decode as decoding
 
     shape = decoding.ImageShape(pixels, pixels, 3)
     decoding.decode(files[0], shape)  # The first call does the imports.

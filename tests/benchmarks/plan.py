@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.block_order import WorkerOrder
-from raytrain.data.partition import Partition
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.block_order import WorkerOrder
+from raytrain.data.plan.partition import Partition
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain.backends.ray.lean_imports import lean
+from raytrain.launch.ray.own_cluster import lean
 from tests.benchmarks.process_tree import CpuOfTree, end_tree
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side

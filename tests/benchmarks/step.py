@@ -24,24 +24,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raytrain import models
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.data.batch_plan import BatchPlan, Cursor
-from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block, CachedBlocks
-from raytrain.data.decode import ImageShape
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
-from raytrain.data.partition import Partition
+from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import Partition
 from raytrain.monitor.events import Event
 from raytrain.recipes import cifar10
-from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.loop import train
+from raytrain.training.prepared_models import AUTOCAST_DTYPES
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
-from raytrain.training.wrap_model import AUTOCAST_DTYPES
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.benchmarks.subset import train_on

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.backends.prepare import check_places, prepare
-from raytrain.backends.ray.connection import connection
-from raytrain.backends.session import RunSession
 from raytrain.config import TrainConfig
+from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.ray.connection import connection
+from raytrain.launch.session import RunSession
 from raytrain.training.run import Run
 
 
@@ -22,7 +22,7 @@ def train_on(config: TrainConfig, choose: Callable[[int], npt.NDArray[np.int64]]
         manifest = prepared.data.train
         data = dataclasses.replace(prepared.data, train=manifest.select(choose(len(manifest))))
         cluster.connect()
-        from raytrain.backends.ray.ray_launch import RayLaunch
+        from raytrain.launch.ray.ray_launch import RayLaunch
 
         prepared = dataclasses.replace(prepared, data=data)
         with prepared.signals, RunSession(prepared, RayLaunch(prepared, cluster)) as session:

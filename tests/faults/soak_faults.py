@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 import raytrain
+from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.stop_request import request_stop
 from tests.helpers.faulty_s3 import FaultyS3
 from tests.helpers.ray_head import Head
 

@@ -17,11 +17,11 @@ import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, Event
-from raytrain.runs.identity import Identity
+from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.outcome import Progress
-from raytrain.storage.base import Store
-from raytrain.storage.local import FolderStore
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoints, read_checkpoint
 
 IDENTITY = Identity(model="resnet18", classes=("cat", "dog", "owl"), manifest_digest="0a" * 32, batch_size=8, seed=0)
@@ -179,7 +179,7 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, after_bytes: int, error: BaseEx
         Path(file).write_bytes(data[:after_bytes])
         raise error
 
-    monkeypatch.setattr("raytrain.storage.local._write_to_disk", write)
+    monkeypatch.setattr("raytrain.storage.folder._write_to_disk", write)
 
 
 def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,14 @@ import torch
 
 import raytrain
 from raytrain import TrainingFailed
-from raytrain.backends.stop_signals import StopSignals
 from raytrain.demo.s3_server import S3Server
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import open_run, read_config
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
-from raytrain.runs.snapshot import Snapshot
-from raytrain.storage.fetch_many import MAX_THREADS
+from raytrain.storage.hedged_requests import MAX_THREADS
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3

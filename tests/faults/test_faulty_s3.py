@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain.data.decode import ImageShape
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.demo.s3_server import S3Server
 from raytrain.storage import bucket_client
-from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.clouds.s3 import S3
-from raytrain.storage.fetch_many import MAX_THREADS
+from raytrain.storage.hedged_requests import MAX_THREADS
 from raytrain.storage.open import open_store
+from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 
 NUM_OBJECTS = 300

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.runs.records import read_run
 from tests.helpers.ray_head import RAY, Head, started_head
 from tests.helpers.waiting import DEADLINE_S, wait_for

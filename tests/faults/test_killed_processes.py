@@ -19,9 +19,9 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
-from raytrain.runs.stop_request import request_stop
 from tests.helpers.small_runs import assert_same_weights, config, loop_with
 from tests.helpers.waiting import DEADLINE_S, wait_for
 

@@ -15,10 +15,10 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import open_run
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import read_status
-from raytrain.runs.stop_request import request_stop
 from tests.faults.test_killed_processes import command, read_steps
 from tests.helpers.small_runs import assert_same_weights, config
 from tests.helpers.waiting import DEADLINE_S
@@ -30,7 +30,7 @@ import os
 import psutil
 from pathlib import Path
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.stop_request import request_stop
+from raytrain.monitor.stop_request import request_stop
 from tests.helpers.small_runs import loop_with
 
 FOLDER, STOP = Path({folder!r}), {stop!r}

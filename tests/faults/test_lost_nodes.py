@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import raytrain
-from raytrain.backends.ray.connection import HEAD_AWAY_S
 from raytrain.demo.s3_server import S3Server
+from raytrain.launch.ray.connection import HEAD_AWAY_S
 from tests.faults.test_failing_storage import whole_steps
 from tests.faults.test_killed_processes import command, read_steps, summary_of
 from tests.helpers.head_apart import ClusterWithHeadApart, cluster_with_head_apart

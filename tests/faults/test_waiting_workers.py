@@ -20,8 +20,8 @@ ANSWER_S = 120.0
 def test_300_waiting_workers_hinder_neither_keys_nor_data_nor_a_stop(tmp_path: Path) -> None:
     import ray
 
-    from raytrain.backends.ray.coordinator import start_coordinator, stop_coordinator
-    from raytrain.backends.ray.stream_queues import Stream
+    from raytrain.launch.ray.coordinator import start_coordinator, stop_coordinator
+    from raytrain.launch.ray.feed.exchange import Stream
 
     store = open_store(str(tmp_path / "run"))
     coordinator: Any = start_coordinator("run", store, num_steps=10, steps_per_epoch=5, num_workers=NUM_WORKERS)

@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 import ray
 
 import raytrain
-from raytrain.runs.layout import SKIPPED
+from raytrain.runs.documents import SKIPPED
 from tests.helpers.small_runs import config
 
 OPTIONS = {"batch_size": 200, "epochs": 2}

@@ -21,7 +21,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raytrain
-from raytrain.backends.ray import trainer
+from raytrain.launch.ray import trainer
 from tests.helpers.small_runs import config, loop_with
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from raytrain.backends.gpus import Gpu
+from raytrain.launch.placement import Gpu
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu]) -> None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain import TrainConfig
-from raytrain.backends.image_cache import ImageCache
-from raytrain.backends.machine_batches import MachineBatches
-from raytrain.backends.prepare import load_initial_weights, run_spec
-from raytrain.data.batch_plan import Cursor
-from raytrain.data.block_order import CacheOrder
 from raytrain.data.dataset import open_dataset
+from raytrain.data.plan.batch_plan import Cursor
+from raytrain.data.plan.block_order import CacheOrder
+from raytrain.launch.cache_choice import ImageCache
+from raytrain.launch.machine_batches import MachineBatches
+from raytrain.launch.prepare import load_initial_weights, run_spec
 from raytrain.runs.documents import run_store
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes

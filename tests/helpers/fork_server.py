@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MODULE = "raytrain.backends.ray.fork_server"
+MODULE = "raytrain.launch.ray.fork_server"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrain.backends.ray.local_cluster import TOO_SLOW
+from raytrain.launch.ray.own_cluster import TOO_SLOW
 from tests.helpers.ray_head import RAY, free_port
 from tests.helpers.waiting import wait_for
 

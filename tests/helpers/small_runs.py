@@ -13,8 +13,8 @@ from PIL import Image
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 from raytrain.training.checkpoint import read_checkpoint
 
 NUM_IMAGES = 90

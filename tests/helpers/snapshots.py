@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
-from raytrain.runs.snapshot import Snapshot
 
 
 def snapshot(rows: Sequence[MetricRow] = (), first_row: int = 0, **more: Any) -> Snapshot:

@@ -9,12 +9,10 @@ from typing import Any
 
 from raytrain.monitor.events import Event, TimedEvent
 from raytrain.recipes import digits
-from raytrain.runs.documents import run_store, write_config, write_json
-from raytrain.runs.json_lines import encode_lines
-from raytrain.runs.layout import EVENTS, METRICS, SUMMARY
+from raytrain.runs.documents import EVENTS, METRICS, SUMMARY, encode_lines, run_store, write_config, write_json
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 from tests.helpers.snapshots import train_result
 
 

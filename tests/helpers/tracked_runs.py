@@ -15,9 +15,9 @@ from raytrain.monitor.events import Event, TrackerOpened
 from raytrain.recipes import digits
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import TrainResult
-from raytrain.runs.trackers.open_trackers import open_trackers
-from raytrain.runs.trackers.tracking import Tracking
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
+from raytrain.trackers.open_trackers import open_trackers
+from raytrain.trackers.tracking import Tracking
 from tests.helpers.snapshots import snapshot, train_result
 from tests.helpers.waiting import wait_for
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.block_order import WorkerOrder
-from raytrain.data.partition import Partition
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.block_order import WorkerOrder
+from raytrain.data.plan.partition import Partition
 
 
 def assert_reads_only_its_local_batches(

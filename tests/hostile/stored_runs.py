@@ -11,11 +11,10 @@ from torch import nn
 
 from raytrain.config import TrainConfig
 from raytrain.recipes import digits
-from raytrain.runs.documents import run_store, write_config
-from raytrain.runs.layout import CLASSES
+from raytrain.runs.documents import CLASSES, run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoints, Identity
 
 ANIMALS = ("cat", "dog", "fox")

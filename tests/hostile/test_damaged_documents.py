@@ -14,16 +14,15 @@ from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.errors import StorageError, UsageError
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.checkpoint_files import best_checkpoint, checkpoint_path
-from raytrain.runs.documents import read_config
+from raytrain.runs.documents import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY, read_config
 from raytrain.runs.history import History, read_metrics
-from raytrain.runs.layout import CLASSES, CONFIG, METRICS, SKIPPED, STATUS, STOP_REQUEST, SUMMARY
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.status import read_status
-from raytrain.runs.stop_request import read_stop_request
-from raytrain.storage.base import Store
-from raytrain.storage.local import FolderStore
+from raytrain.storage.folder import FolderStore
+from raytrain.storage.store import Store
 from tests.hostile.stored_runs import add_checkpoint, make_run, options
 
 GARBAGE: dict[str, bytes] = {

@@ -21,7 +21,7 @@ from raytrain.datasets.pack import pack
 from raytrain.datasets.upload import upload
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.temporary_files import TemporaryFolder
 from tests.helpers.small_runs import make_images
 
 SECRET = b"[default]\naws_secret_access_key = hunter2\n"
@@ -140,7 +140,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 MAKE_A_FOLDER = """
 import os
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.temporary_files import TemporaryFolder
 folder = TemporaryFolder()
 print(folder.path, flush=True)
 os._exit(0)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raytrain.data.decode import BadImage, ImageShape, decode
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import BadImage, ImageShape, decode
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
 from tests.unit.test_decode import encoded, jpeg_bomb, png
@@ -24,7 +24,7 @@ TRANSPARENT_PNG, EXIF = 6, b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from raytrain.data.decode import BadImage, ImageShape, decode
+from raytrain.data.images.decode import BadImage, ImageShape, decode
 shape = ImageShape(32, 32, 3)
 for example in sys.argv[2:]:
     decode(Path(example).read_bytes(), shape)

@@ -12,10 +12,10 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 from raytrain import UsageError
-from raytrain.backends.ray import connection
-from raytrain.backends.ray.connection import Connection
-from raytrain.backends.ray.local_cluster import LocalCluster
-from raytrain.backends.ray.private_api import CURRENT_CLUSTER_FILE
+from raytrain.launch.ray import connection
+from raytrain.launch.ray.connection import Connection
+from raytrain.launch.ray.own_cluster import LocalCluster
+from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.backends.ray import coordinator
+from raytrain.launch.ray import coordinator
 from raytrain.storage.open import open_store
 
 NUM_WORKERS = 300

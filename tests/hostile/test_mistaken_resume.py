@@ -12,7 +12,7 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, TrainingFailed, UsageError
-from raytrain.backends.prepare import check_places, prepare
+from raytrain.launch.prepare import check_places, prepare
 from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config

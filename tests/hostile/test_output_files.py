@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.storage.local import FolderStore
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import check_output, write_output
 
 

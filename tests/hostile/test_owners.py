@@ -24,21 +24,20 @@ import torch
 from moto.server import ThreadedMotoServer
 
 import raytrain
-from raytrain.backends.prepare import check_places, prepare
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import OwnerChanged, StorageError, UsageError
-from raytrain.runs import claim as claims
-from raytrain.runs.claim import Claim, RunClaim, claim_run
-from raytrain.runs.documents import new_name, run_store
+from raytrain.launch.prepare import check_places, prepare
+from raytrain.monitor.recorder import RunRecorder
+from raytrain.runs import ownership as claims
+from raytrain.runs.checkpoint_files import Identity
+from raytrain.runs.documents import CLAIM, CONFIG, METRICS, STATUS, new_name, run_store
 from raytrain.runs.history import History
-from raytrain.runs.identity import Identity
-from raytrain.runs.layout import CLAIM, CONFIG, METRICS, STATUS
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress
-from raytrain.runs.recorder import RunRecorder
+from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
-from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import ObjectChanged, Store
 from raytrain.training.checkpoint import Checkpoints
 from tests.helpers.small_runs import config, loop_with
 from tests.helpers.snapshots import snapshot

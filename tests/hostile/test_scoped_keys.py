@@ -15,9 +15,9 @@ from botocore.client import BaseClient
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from raytrain.backends.prepare import check_places, prepare
-from raytrain.backends.ray.credential_server import lend_credentials
 from raytrain.errors import UsageError
+from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.ray.credential_server import lend_credentials
 from raytrain.storage import lent_credentials
 from raytrain.storage.clouds.s3 import S3, resolve
 from raytrain.storage.credentials import Credentials

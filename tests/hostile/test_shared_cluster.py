@@ -14,8 +14,8 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
+from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.snapshot import START, Snapshot
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import config, put_images
 from tests.helpers.waiting import wait_for
@@ -68,11 +68,7 @@ def test_keys_of_a_run_in_s3_go_to_its_own_processes_only(images: Path, s3_url: 
 def test_runs_of_the_same_name_in_different_storages_do_not_meet(tmp_path: Path) -> None:
     import ray
 
-    from raytrain.backends.ray.coordinator import (
-        request_stop_in_cluster,
-        start_coordinator,
-        stop_coordinator,
-    )
+    from raytrain.launch.ray.coordinator import request_stop_in_cluster, start_coordinator, stop_coordinator
 
     def start(storage: str) -> Any:
         store = open_store(str(tmp_path / storage / "first"))
@@ -107,17 +103,17 @@ def fail(*_: object, **__: object) -> None:
 
 
 RUN_STAGES = [
-    "raytrain.backends.ray.ray_launch.lend_credentials",
-    "raytrain.backends.ray.data_feed.DataFeed.connect",
-    "raytrain.backends.ray.ray_launch.TrainerThread",
-    "raytrain.backends.ray.data_feed.CacheFiller",
+    "raytrain.launch.ray.ray_launch.lend_credentials",
+    "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
+    "raytrain.launch.ray.ray_launch.TrainerThread",
+    "raytrain.launch.ray.feed.data_feed.CacheFiller",
     "raytrain.data.dataset.Dataset.write",
-    "raytrain.runs.recorder.RunRecorder.begin",
+    "raytrain.monitor.recorder.RunRecorder.begin",
 ]
 SWEEP_STAGES = [
-    "raytrain.backends.ray.shared_images.lend_credentials",
-    "raytrain.backends.ray.data_feed.DataFeed.connect",
-    "raytrain.backends.ray.data_feed.CacheFiller",
+    "raytrain.launch.ray.feed.shared_images.lend_credentials",
+    "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
+    "raytrain.launch.ray.feed.data_feed.CacheFiller",
     "raytrain.experiments.sweep.ThreadPoolExecutor",
 ]
 
@@ -148,7 +144,7 @@ def left_behind() -> list[str]:
 def test_an_error_while_a_run_is_opened_leaves_nothing(
     stage: str, nothing_left: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.backends.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; so that its names can be replaced
+    import raytrain.launch.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; so that its names can be replaced
 
     monkeypatch.setattr(stage, fail)
     with pytest.raises(Injected):
@@ -159,7 +155,7 @@ def test_an_error_while_a_run_is_opened_leaves_nothing(
 def test_an_error_while_a_sweep_is_opened_leaves_nothing(
     stage: str, nothing_left: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.backends.ray.shared_images  # pyright: ignore[reportUnusedImport] ; see above
+    import raytrain.launch.ray.feed.shared_images  # pyright: ignore[reportUnusedImport] ; see above
 
     monkeypatch.setattr(stage, fail)
     with pytest.raises(Injected):
@@ -169,10 +165,10 @@ def test_an_error_while_a_sweep_is_opened_leaves_nothing(
 def test_the_next_try_of_a_run_that_could_not_be_opened_succeeds(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.backends.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; see above
+    import raytrain.launch.ray.ray_launch  # pyright: ignore[reportUnusedImport] ; see above
 
     with monkeypatch.context() as broken:
-        broken.setattr("raytrain.runs.recorder.RunRecorder.begin", fail)
+        broken.setattr("raytrain.monitor.recorder.RunRecorder.begin", fail)
         with pytest.raises(Injected):
             raytrain.train(config(images, tmp_path, epochs=1))
     assert raytrain.train(config(images, tmp_path, epochs=1)).status == "finished"

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from raytrain.backends import stop_signals
-from raytrain.backends.stop_signals import StopSignals
+from raytrain.monitor import stop_request as stop_signals
+from raytrain.monitor.stop_request import StopSignals
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_signal_a_second_later_aborts(clock: list[float]) -> None:
 
 WAITING = """
 import threading
-from raytrain.backends.stop_signals import StopSignals
+from raytrain.monitor.stop_request import StopSignals
 from tests.helpers.waiting import wait_for
 
 with StopSignals() as signals:

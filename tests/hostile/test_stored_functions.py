@@ -15,9 +15,8 @@ from raytrain.cli.main import main
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import plan_sweep
 from raytrain.inference.predictor import Predictor
-from raytrain.runs.documents import read_json, write_json
-from raytrain.runs.layout import SWEEP
-from raytrain.storage.base import Store
+from raytrain.runs.documents import SWEEP, read_json, write_json
+from raytrain.storage.store import Store
 from raytrain.training.model import build_model
 from tests.hostile.stored_runs import add_checkpoint, make_run, options
 

@@ -16,35 +16,30 @@ import pytest
 from rich.console import Console
 
 import raytrain
-from raytrain.cli.command_result import CommandResult
+from raytrain.cli.command import CommandResult
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.data.table_file import encode_table
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.diagnostics.duplicates import Duplicate, Duplicates
 from raytrain.diagnostics.first_images import FirstImages
-from raytrain.diagnostics.image_sample import ImageSample
-from raytrain.diagnostics.look import ClassCount, LookResult
-from raytrain.display.audit_table import audit_page
-from raytrain.display.confusion_figure import confusion_figure
+from raytrain.diagnostics.look import ClassCount, ImageSample, LookResult
 from raytrain.display.console import PlainConsole
+from raytrain.display.curves import save_png
 from raytrain.display.dashboard import dashboard
-from raytrain.display.evaluation_tables import evaluation_page, label_evaluation_page
+from raytrain.display.diagnostics_tables import audit_page
+from raytrain.display.evaluation import confusion_figure, evaluation_page, label_evaluation_page
 from raytrain.display.formatting import format_option, format_value
-from raytrain.display.look import look_html
-from raytrain.display.look_figure import look_figure
-from raytrain.display.look_tables import look_page
+from raytrain.display.look import look_figure, look_html, look_page
 from raytrain.display.notebook import dashboard_html
-from raytrain.display.png import save_png
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
 from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.inference.label_predictions import LabelEvaluation, LabelScore
 from raytrain.monitor.events import ImageSkipped, TimedEvent
-from raytrain.runs.documents import write_json
-from raytrain.runs.layout import CONFIG, SKIPPED, STATUS, SUMMARY
-from raytrain.runs.printable import one_line
+from raytrain.runs.documents import CONFIG, SKIPPED, STATUS, SUMMARY, write_json
+from raytrain.runs.redact import one_line
 from tests.helpers.snapshots import snapshot
 from tests.hostile.stored_runs import make_run, options
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 import raytrain
+from raytrain.monitor.run_reader import RunReader
 from raytrain.runs.documents import run_store
 from raytrain.runs.records import read_run
-from raytrain.runs.run_reader import RunReader
 from tests.helpers.hosts import Host, hosts, missing_programs
 from tests.helpers.ray_head import RAY
 from tests.helpers.waiting import DEADLINE_S, wait_for

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from raytrain import Run
 from raytrain.runs.documents import run_store
-from raytrain.training.average import WeightAverage
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
+from raytrain.training.prepared_models import WeightAverage
 from tests.helpers.folder_runs import Weights, folder_run, largest_difference, train_here
 
 DECAY = 0.8

@@ -12,8 +12,7 @@ import torch
 
 from raytrain import audit
 from raytrain.data.labels.manifest import Manifest
-from raytrain.runs.documents import write_config
-from raytrain.runs.layout import MANIFEST
+from raytrain.runs.documents import MANIFEST, write_config
 from raytrain.storage.open import open_store
 from raytrain.training.loop import train
 from tests.helpers.gloo_processes import run_in_processes

@@ -9,7 +9,7 @@ import pytest
 
 import raytrain
 from raytrain.cli.main import main
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import assert_same_weights, config, put_images

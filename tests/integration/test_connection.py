@@ -12,7 +12,7 @@ import pytest
 LATE = """
 import ray  # first, as a notebook may, so that it reads its variables before they are set
 
-from raytrain.backends.ray.connection import connection, end_own_ray
+from raytrain.launch.ray.connection import connection, end_own_ray
 
 with connection("local") as cluster:
     cluster.connect()
@@ -36,7 +36,7 @@ import sys
 from pathlib import Path
 import threading
 import raytrain
-from raytrain.backends.ray.connection import end_own_ray
+from raytrain.launch.ray.connection import end_own_ray
 from tests.helpers.small_runs import config
 
 def give_up(snapshot):

@@ -20,17 +20,16 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from raytrain.backends.gpus import Gpu
-from raytrain.backends.placement import Hardware
-from raytrain.backends.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.demo.s3_server import S3Server
-from raytrain.diagnostics import cluster_probe, doctor, findings, node_probe
-from raytrain.diagnostics.cluster_probe import Node
-from raytrain.diagnostics.doctor import DoctorReport, diagnose
-from raytrain.diagnostics.findings import Finding
-from raytrain.diagnostics.node_probe import Disk, ProbeRequest, probe_node
-from raytrain.display.doctor_tables import doctor_page
+from raytrain.diagnostics import doctor, node_probe
+from raytrain.diagnostics import doctor as findings
+from raytrain.diagnostics import node_probe as cluster_probe
+from raytrain.diagnostics.doctor import DoctorReport, Finding, diagnose
+from raytrain.diagnostics.node_probe import Disk, Node, ProbeRequest, probe_node
+from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
+from raytrain.launch.placement import Gpu, Hardware
+from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.storage.open import open_store
 from tests.helpers import fake_nvml
 from tests.helpers.node_reports import HEALTHY, HERE
@@ -299,7 +298,7 @@ def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
         from raytrain.storage.open import open_store
-        from raytrain.backends.ray.on_each_node import ClusterNode, NodeResult
+        from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
         from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
         node = ClusterNode("127.0.0.1", "0", 1, 0, 1, 1)
         assert probe_node(ProbeRequest(storage=open_store({str(tmp_path)!r})), node).writable

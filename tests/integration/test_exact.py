@@ -15,20 +15,19 @@ import torch
 from torch import nn
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block, CachedBlocks
-from raytrain.data.class_balance import ClassBalance
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
-from raytrain.data.partition import Partition
+from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
+from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import Partition
 from raytrain.monitor.events import Event
-from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.loop import train
-from raytrain.training.lr_schedule import factor
+from raytrain.training.optim.learning_rate import factor
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from tests.helpers.gloo_processes import run_in_processes

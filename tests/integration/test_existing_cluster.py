@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from tests.helpers.ray_head import RAY, Head, started_head
 from tests.helpers.waiting import DEADLINE_S
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import raytrain
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.errors import UsageError
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.recipes import digits
 from raytrain.runs.logs import DRIVER, LogReader, worker_log
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
-from raytrain.runs.snapshot import Snapshot
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.run import Run

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 import raytrain
-from raytrain.backends.ray.local_cluster import TOO_SLOW
+from raytrain.launch.ray.own_cluster import TOO_SLOW
 from raytrain.monitor.events import TrainingStarted
+from raytrain.monitor.run_reader import RunReader
 from raytrain.runs.documents import run_store
 from raytrain.runs.records import read_run
-from raytrain.runs.run_reader import RunReader
 from raytrain.storage.open import open_store
 from tests.helpers.hosts import Host, hosts, missing_programs
 from tests.helpers.small_runs import put_images

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import raytrain
-from raytrain.demo.digits import render_digits
-from raytrain.diagnostics.step_phases import PHASES
+from raytrain.demo.demo import render_digits
+from raytrain.diagnostics.profile import PHASES
 
 
 def test_a_real_profile_of_two_workers(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from raytrain.backends.ray.image_pipeline import block_refs
-from raytrain.backends.ray.ingest import DataCpus, ImageSet
-from raytrain.data.decode import ImageFormat, ImageShape
+from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.labels.manifest import build_manifest
+from raytrain.launch.ray.feed.image_pipeline import block_refs
+from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.storage.open import open_store
 from tests.helpers.waiting import wait_for
 

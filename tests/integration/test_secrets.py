@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.demo.s3_server import S3Server
 from tests.helpers.ray_head import RAY, Head, started_head
 from tests.helpers.waiting import DEADLINE_S

@@ -17,22 +17,20 @@ from PIL import Image
 from rich.console import Console
 
 import raytrain
-from raytrain.backends.placement import Hardware
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.display.study import study_figure, study_page
 from raytrain.errors import UsageError
 from raytrain.experiments import study as study_module
 from raytrain.experiments.study import study
+from raytrain.launch.placement import Hardware
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import request_stop
 from raytrain.recipes import cifar10
-from raytrain.runs.documents import read_config, run_store, write_config
-from raytrain.runs.json_lines import encode_lines
-from raytrain.runs.layout import METRICS
+from raytrain.runs.documents import METRICS, encode_lines, read_config, run_store, write_config
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import list_runs, read_run
-from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.runs.stop_request import request_stop
 from tests.helpers.small_runs import config as tiny_config
 from tests.helpers.small_runs import loop_with
 from tests.unit.test_scaling import history

@@ -13,8 +13,8 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.backends.stop_signals import StopSignals
 from raytrain.experiments.trials import TrialResult
+from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.records import RunRecord, read_run
 from tests.helpers.free_cluster import wait_until_free

@@ -19,9 +19,9 @@ from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
 import raytrain
-from raytrain.backends.prepare import check_places, prepare
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
+from raytrain.launch.prepare import check_places, prepare
 from raytrain.training import batchnorm
 from raytrain.training.model import build_model
 from raytrain.training.transfer import body_and_head, find_heads, initial_model, initial_weights

@@ -17,13 +17,13 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.cli.new_project import write_project
+from raytrain.cli.commands.datasets import write_project
 from raytrain.demo.s3_server import S3Server
+from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import run_store
 from raytrain.runs.logs import DRIVER, LogReader, worker_log
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
-from raytrain.runs.stop_request import request_stop
 from raytrain.storage.open import open_store
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 from tests.helpers.small_runs import (

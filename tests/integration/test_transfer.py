@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from raytrain.backends.prepare import check_places, prepare
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
-from raytrain.runs.checkpoint_files import newest_checkpoint
+from raytrain.launch.prepare import check_places, prepare
+from raytrain.runs.checkpoint_files import Identity, newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
-from raytrain.runs.identity import Identity
 from raytrain.runs.outcome import Progress
 from raytrain.storage.open import open_store
 from raytrain.training.batchnorm import FrozenBatchNorm

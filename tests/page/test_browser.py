@@ -14,14 +14,12 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Page, expect
 
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
 from raytrain.monitor.events import Note, TrainingStarted
-from raytrain.runs.documents import read_json, write_json
-from raytrain.runs.layout import CONFIG, EVALUATION, STOP_REQUEST
-from raytrain.runs.machine_history import MachineHistory, write_machine_history
-from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.documents import CONFIG, EVALUATION, STOP_REQUEST, read_json, write_json
+from raytrain.runs.machine_history import MachineHistory, MachineUse, write_machine_history
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url

@@ -12,7 +12,7 @@ import pytest
 
 from raytrain.display.page.curves import MAX_BUCKETS, Curves
 from raytrain.display.page.feed import FeedCursor, RunFeed
-from raytrain.runs.json_lines import encode_lines
+from raytrain.runs.documents import encode_lines
 from raytrain.runs.stored_rows import RowParser, StoredRows
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import evaluation_row, step_row

@@ -17,12 +17,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from raytrain.display.page.run_names import names_of
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
-from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
+from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns, names_of
 from raytrain.errors import UsageError
-from raytrain.runs.documents import write_json
-from raytrain.runs.layout import STOP_REQUEST, SWEEP
+from raytrain.runs.documents import STOP_REQUEST, SWEEP, write_json
 from raytrain.runs.outcome import StopReason
 from tests.helpers.stored_histories import append_rows, end_run, step_row, store_run
 from tests.page.test_curves import snapshot

@@ -14,10 +14,9 @@ import pytest
 from nbclient import NotebookClient
 from playwright.sync_api import Page, expect
 
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.display.page.widget import RunWidget
-from raytrain.runs.documents import read_json
-from raytrain.runs.layout import SUMMARY
+from raytrain.runs.documents import SUMMARY, read_json
 from raytrain.storage.open import open_store
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_histories import evaluation_row, step_row

@@ -14,8 +14,7 @@ import pytest
 
 from raytrain import UsageError, audit
 from raytrain.data.labels.manifest import Manifest
-from raytrain.runs.documents import write_config
-from raytrain.runs.layout import MANIFEST
+from raytrain.runs.documents import MANIFEST, write_config
 from raytrain.storage.open import open_store
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import CLASSES, Recorder, config, images, make_run

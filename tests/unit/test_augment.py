@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.random_numbers import uniform
+from raytrain.data.plan.permutation import uniform
 from raytrain.training.augment import Augment
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.1, 0.2, 0.3)

@@ -15,13 +15,13 @@ from azure.core.exceptions import ClientAuthenticationError
 
 import raytrain
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store
 from raytrain.storage.bucket import BucketStore
 from raytrain.storage.clouds import azure as azure_cloud
 from raytrain.storage.clouds.azure import Azure
 from raytrain.storage.credentials import AzureCredentials, Credentials, restored
 from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.open import new_output, open_store, read_input, write_output
+from raytrain.storage.store import Store
 from tests.helpers.azurite import Azurite
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.batch_plan import BatchPlan, Cursor
-from raytrain.data.permutation import mix, permute
+from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.permutation import mix, permute
 
 sizes = st.integers(1, 1000)
 batch_sizes = st.integers(1, 400)

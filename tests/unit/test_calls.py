@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.backends.local.calls import Caller, CallServer
 from raytrain.errors import UsageError
+from raytrain.launch.local.calls import Caller, CallServer
 
 
 class Target:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from raytrain.backends.placement import Placement
-from raytrain.backends.ray import capacity_check
 from raytrain.errors import UsageError
+from raytrain.launch.placement import Placement
+from raytrain.launch.ray import capacity as capacity_check
 
 OURS, NEIGHBOUR = "0a000000", "0b000000"
 

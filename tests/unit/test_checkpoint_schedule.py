@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.training.checkpoint_schedule import CheckpointSchedule
+from raytrain.training.schedule import CheckpointSchedule
 
 STEPS_PER_EPOCH = 10
 

@@ -13,13 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.class_balance import ClassBalance
-from raytrain.data.class_weights import class_weights
+from raytrain.data.dataset import class_weights
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.errors import UsageError
-from raytrain.training.class_metrics import balanced_accuracy, macro_f1
-from raytrain.training.loss import Loss
+from raytrain.training.evaluation_metrics import balanced_accuracy, macro_f1
+from raytrain.training.optim.loss import Loss
 from tests.integration.test_exact import config
 
 LABELS = np.repeat([0, 1, 2], [90, 9, 1])

@@ -24,15 +24,14 @@ from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.config import SECTIONS, TrainConfig
-from raytrain.display.evaluation_tables import evaluation_page
+from raytrain.display.evaluation import evaluation_page
 from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.classification_metrics import ClassScore, score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.recipes import RECIPES
-from raytrain.runs.documents import open_run, read_config, run_store, write_config, write_json
-from raytrain.runs.layout import SUMMARY
+from raytrain.runs.documents import SUMMARY, open_run, read_config, run_store, write_config, write_json
+from raytrain.runs.outcome import train_command
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.runs.train_command import train_command
 from tests.helpers.snapshots import train_result
 
 RESULT = train_result(test_loss=float("nan"))
@@ -326,8 +325,8 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         return lambda *args, **named: (calls.append((args, named)), result)[1]
 
     report = SimpleNamespace(summary=lambda: {"nodes": []}, ok=False)
-    stand_in("raytrain.display.doctor_tables", doctor_page=lambda _: "")
-    stand_in("raytrain.display.device_tables", devices_page=lambda _: "")
+    stand_in("raytrain.display.diagnostics_tables", doctor_page=lambda _: "")
+    stand_in("raytrain.display.diagnostics_tables", devices_page=lambda _: "")
     stand_in(predict=note(SimpleNamespace(summary=lambda: {"images": 7})))
     stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9})))
     stand_in("raytrain.diagnostics.doctor", diagnose=note(report))

@@ -16,7 +16,7 @@ import yaml
 from moto import mock_aws
 from packaging.requirements import Requirement
 
-from raytrain.backends.ray.connection import HEAD_AWAY_S
+from raytrain.launch.ray.connection import HEAD_AWAY_S
 
 pytestmark = pytest.mark.not_quick
 
@@ -295,7 +295,7 @@ def test_the_commands_have_valid_shell_syntax(name: str) -> None:
 
 def test_the_dashboard_shows_metrics_that_a_run_has() -> None:
     from raytrain.runs.metric_row import MetricRow
-    from raytrain.runs.trackers.measurements import row_metrics
+    from raytrain.trackers.tracker import row_metrics
 
     measured = {"loss": 0.5, "accuracy": 0.5}
     columns = {"samples_seen": 1, "learning_rate": 0.1, "images_per_s": 9.0, "data_wait_fraction": 0.1}
@@ -308,7 +308,7 @@ def test_the_dashboard_shows_metrics_that_a_run_has() -> None:
 
 
 def test_prometheus_looks_for_the_run_at_the_port_of_the_tracker() -> None:
-    from raytrain.runs.trackers.prometheus import _PORT
+    from raytrain.trackers.prometheus import _PORT
 
     scraped = yaml.safe_load((CLUSTER / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
     targets = {each["job_name"]: each.get("static_configs", [{}])[0].get("targets") for each in scraped}

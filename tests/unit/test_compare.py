@@ -9,9 +9,7 @@ import pytest
 import raytrain
 from raytrain.errors import UsageError
 from raytrain.recipes import cifar10
-from raytrain.runs.documents import run_store, write_config
-from raytrain.runs.json_lines import encode_lines
-from raytrain.runs.layout import METRICS, SKIPPED
+from raytrain.runs.documents import METRICS, SKIPPED, encode_lines, run_store, write_config
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 
 ROWS = [

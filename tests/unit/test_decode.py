@@ -16,8 +16,8 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageFile, ImageOps
 
-from raytrain.data.decode import BadImage, ImageShape, decode
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import BadImage, ImageShape, decode
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.storage.open import open_store
 

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raytrain.backends.gpus import Gpu, gpus
-from raytrain.backends.ray import connection
-from raytrain.backends.ray.connection import Connection
 from raytrain.config import TrainConfig
-from raytrain.diagnostics.cluster_probe import Node
 from raytrain.diagnostics.devices import Devices, node_devices
-from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
-from raytrain.display.device_tables import devices_page
+from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_node
+from raytrain.display.diagnostics_tables import devices_page
 from raytrain.errors import UsageError
+from raytrain.launch.placement import Gpu, gpus
+from raytrain.launch.ray import connection
+from raytrain.launch.ray.connection import Connection
 from tests.helpers import fake_nvml
 from tests.helpers.node_reports import HEALTHY, HERE
 
@@ -163,9 +162,7 @@ def test_gpus_cannot_be_chosen_for_a_running_cluster(started: list[Mapping[str, 
 def test_an_address_where_no_cluster_answers_is_reported_at_once(
     address: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "raytrain.backends.ray.connection.is_connected", lambda: False
-    )  # other tests may have joined one
+    monkeypatch.setattr("raytrain.launch.ray.connection.is_connected", lambda: False)  # other tests may have joined one
     with pytest.raises(UsageError, match=rf"^No Ray cluster answers at {address} \(.*{reason}.*\); check --address"):
         Connection(address).connect()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raytrain.demo import digits
+from raytrain.demo import demo as digits
 from raytrain.errors import UsageError
 
 

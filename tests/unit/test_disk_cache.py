@@ -20,14 +20,14 @@ import pytest
 from PIL import Image
 
 from raytrain import TrainConfig, UsageError
-from raytrain.backends import cache_choice
-from raytrain.backends.cache_choice import CacheChoice, choose_cache
 from raytrain.data.dataset import Dataset
-from raytrain.data.decode import ImageFormat, ImageShape
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.shards import assign_shards
 from raytrain.demo.s3_server import S3Server
+from raytrain.launch import cache_choice
+from raytrain.launch.cache_choice import CacheChoice, choose_cache
 from raytrain.storage import locks
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
 from raytrain.storage.open import open_store

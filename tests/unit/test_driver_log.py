@@ -11,10 +11,9 @@ from rich.live import Live
 
 from raytrain.cli.main import main
 from raytrain.display.console import PlainConsole
-from raytrain.runs.documents import run_store
-from raytrain.runs.layout import CONFIG, LOGS
+from raytrain.runs.documents import CONFIG, LOGS, run_store
 from raytrain.runs.logs import DRIVER, DriverLog, LogReader
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def test_what_it_prints_and_logs_and_why_it_failed_is_kept_without_secrets(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret-1")
-    before, events = (sys.stdout, sys.stderr), logging.getLogger("raytrain.runs.recorder")
+    before, events = (sys.stdout, sys.stderr), logging.getLogger("raytrain.monitor.recorder")
 
     def drive() -> None:
         with DriverLog(store):

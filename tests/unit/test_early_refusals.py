@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.backends.placement import Hardware, place
 from raytrain.errors import UsageError
+from raytrain.launch.placement import Hardware, place
 from raytrain.recipes import custom, digits
 from raytrain.training.model_names import check_model_name
 

@@ -20,9 +20,8 @@ from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
-from raytrain.runs.documents import run_store, write_config
-from raytrain.runs.identity import Identity
-from raytrain.runs.layout import CLASSES
+from raytrain.runs.checkpoint_files import Identity
+from raytrain.runs.documents import CLASSES, run_store, write_config
 from raytrain.runs.outcome import Progress
 from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import Checkpoints

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import RayTaskError, UserCodeException
 
-from raytrain.backends.ray.failures import root_cause
 from raytrain.errors import StorageError
+from raytrain.launch.ray.trainer import root_cause
 
 SENTENCE = "S3 does not know the access key …1db1; check AWS_ACCESS_KEY_ID."
 WITH_ITS_CAUSE = f"""obstore.exceptions.GenericError: Generic S3 error {{

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from raytrain.storage import fetch_many
-from raytrain.storage.fetch_many import Concurrency, HedgeDelay, fetch_each
+from raytrain.storage import hedged_requests as fetch_many
+from raytrain.storage.hedged_requests import Concurrency, HedgeDelay, fetch_each
 
 NUM = 200
 

@@ -11,9 +11,8 @@ import pytest
 from matplotlib.axes import Axes
 from PIL import Image
 
-from raytrain.display.confusion_figure import confusion_figure
-from raytrain.display.curve_figures import comparison_figure, curve_figure
-from raytrain.display.png import save_png
+from raytrain.display.curves import comparison_figure, curve_figure, save_png
+from raytrain.display.evaluation import confusion_figure
 from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import Int64s, score
 from raytrain.inference.evaluate import EvaluationResult

@@ -12,22 +12,19 @@ import pyarrow.parquet
 import pytest
 
 from raytrain.cli.main import main
-from raytrain.data.history_table import export_history
+from raytrain.data.table_file import export_history
 from raytrain.display.comparison_table import comparison_page
 from raytrain.display.console import PlainConsole
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
-from raytrain.runs.claim import claim_run
-from raytrain.runs.documents import open_run, read_config, run_store, write_config
-from raytrain.runs.json_lines import encode_lines
-from raytrain.runs.layout import EVENTS, METRICS
+from raytrain.monitor.run_reader import RunReader, follow_run
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.documents import EVENTS, METRICS, encode_lines, open_run, read_config, run_store, write_config
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.records import list_runs, read_run
-from raytrain.runs.run_reader import RunReader, follow_run
-from raytrain.runs.select_runs import select_runs
-from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.ownership import claim_run
+from raytrain.runs.records import list_runs, read_run, select_runs
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 from tests.helpers.tracked_runs import evaluation_row, options, step_rows
 
 
@@ -119,7 +116,7 @@ def test_a_history_is_written_as_a_table(tmp_path: Path) -> None:
 
 def test_a_long_history_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain.runs.line_file.BLOCK_BYTES", 1000)
-    monkeypatch.setattr("raytrain.data.history_table._MAX_PART", 3)
+    monkeypatch.setattr("raytrain.data.table_file._MAX_PART", 3)
     whole, late = step_rows(1, 40, own=1.0), MetricRow(kind="step", step=41, epoch=1, metrics={"own": 0.5, "late": 2.0})
     put_rows(stored(tmp_path, "first"), [*whole, late])
     for name in ("out.csv", "out.parquet"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.backends.ray import fork_client
+from raytrain.launch.ray import fork_client
 from tests.helpers.fork_server import fork_server
 
 pytestmark = pytest.mark.not_quick
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.not_quick
 FORK_TWO = """
 import os
 from threading import Thread
-from raytrain.backends.ray.fork_server import import_all
+from raytrain.launch.ray.fork_server import import_all
 
 import_all()
 for _ in range(2):

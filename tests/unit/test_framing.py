@@ -12,9 +12,9 @@ from PIL import Image
 
 from raytrain import TrainConfig
 from raytrain.data.dataset import evaluation_format, training_format
-from raytrain.data.decode import ImageShape, decode
-from raytrain.data.framing import Cropping, crop_boxes, crop_draws
-from raytrain.data.image_reader import ImageReader
+from raytrain.data.images.crop_box import Cropping, crop_boxes, crop_draws
+from raytrain.data.images.decode import ImageShape, decode
+from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store

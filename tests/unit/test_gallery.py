@@ -14,10 +14,9 @@ import torch.distributed as dist
 from PIL import Image
 
 from raytrain.recipes import digits
-from raytrain.runs.documents import read_json
-from raytrain.runs.layout import EVALUATION
-from raytrain.storage.base import Store
+from raytrain.runs.documents import EVALUATION, read_json
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 from raytrain.training.batch import Batch
 from raytrain.training.gallery import Gallery
 from tests.helpers.gloo_processes import run_in_processes

@@ -15,12 +15,12 @@ from google.auth.exceptions import DefaultCredentialsError
 
 import raytrain
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.bucket import BucketStore
 from raytrain.storage.clouds.google import Google
 from raytrain.storage.credentials import GoogleCredentials, restored
 from raytrain.storage.lent_credentials import CredentialBroker
 from raytrain.storage.open import new_output, open_store, read_input, write_output
+from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.google_storage import GoogleStorage
 from tests.helpers.scripted_s3 import Answer, refusal, scripted_s3
 

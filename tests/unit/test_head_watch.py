@@ -7,8 +7,8 @@ from itertools import chain, repeat
 
 import pytest
 
-from raytrain.backends.ray import head_watch
-from raytrain.backends.ray.head_watch import HeadWatch
+from raytrain.launch.ray import head_watch
+from raytrain.launch.ray.head_watch import HeadWatch
 
 WAIT_S = 60.0
 

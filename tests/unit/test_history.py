@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from raytrain.monitor.run_reader import RunReader
 from raytrain.runs.history import History, read_all_metrics, read_metrics, read_skipped
 from raytrain.runs.line_file import LineFile
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.run_reader import RunReader
-from raytrain.runs.skipped_images import SkippedImage
-from raytrain.storage.local import FolderStore
+from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
 from tests.helpers.waiting import wait_for
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain import TrainConfig, UsageError
-from raytrain.backends.job_files import check_places, job_files
+from raytrain.launch.job_files import check_places, job_files
 
 FILES = (
     *("my_loop.py", "settings.json", "parts/net.py", "parts/notes.tmp", "parts/keep.tmp", "big/log.txt"),

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from raytrain.backends.ray.lean_imports import lean, lean_imports
+from raytrain.launch.ray.own_cluster import lean, lean_imports
 
 GRAMMAR = "rfc3987_syntax"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.backends.ray.local_cluster import LocalCluster
 from raytrain.errors import UsageError
+from raytrain.launch.ray.own_cluster import LocalCluster
 
 pytestmark = pytest.mark.not_quick
 

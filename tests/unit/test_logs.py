@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from raytrain.cli.main import main
-from raytrain.display.log_page import LogLines
-from raytrain.runs.documents import run_store
-from raytrain.runs.layout import CONFIG
+from raytrain.display.run_tables import LogLines
+from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.logs import LogCopies, LogFile, LogReader, StoredLog, log_name, worker_log
 
 PRINTS = """

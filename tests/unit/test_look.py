@@ -17,14 +17,14 @@ from PIL import Image
 
 import raytrain
 from raytrain.cli.main import main
-from raytrain.data.arrow_arrays import string_array
+from raytrain.data.blocks import string_array
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.duplicates import find_duplicates
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_html
 from raytrain.runs.documents import run_store
-from raytrain.storage.local import FolderStore
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
 from raytrain.training.gallery import screen_pixels
 from tests.helpers.folder_runs import folder_run, train_here

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from raytrain.runs.documents import run_store, write_json
-from raytrain.runs.layout import MACHINE_HISTORY
+from raytrain.runs.documents import MACHINE_HISTORY, run_store, write_json
 from raytrain.runs.machine_history import (
     MAX_POINTS,
     MAX_WORKERS,
     MachineHistory,
+    MachineUse,
     read_machine_history,
     write_machine_history,
 )
-from raytrain.runs.machine_use import MachineUse
 
 
 def use(rank: int, cpu: float | None, **more: Any) -> MachineUse:

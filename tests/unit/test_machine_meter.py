@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from raytrain.runs.machine_use import MachineUse
+from raytrain.runs.machine_history import MachineUse
 from raytrain.training.machine_meter import MachineMeter
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from raytrain.data.labels.manifest import UNLABELLED, Manifest, build_manifest, list_images
 from raytrain.data.labels.split import train_test_split
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 
 FILES = ["dog/1.jpg", "cat/2.PNG", "cat/1.jpeg", "more/cat/3.webp", "owl/0.bmp", "owl/1.Gif"]
 OTHERS = [

@@ -18,15 +18,14 @@ from raytrain.monitor.events import (
     StorageBack,
     StorageWaits,
 )
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.snapshot import RowCursor
 from raytrain.runs.history import History, read_metrics, read_skipped
-from raytrain.runs.machine_use import MachineUse
-from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.skipped_images import SkippedImage
-from raytrain.runs.snapshot import RowCursor
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 from tests.helpers.waiting import wait_for
 
 

@@ -18,9 +18,8 @@ from torch import nn
 
 import raytrain
 from raytrain import TrainConfig, UsageError
-from raytrain.data.class_weights import class_weights
-from raytrain.data.dataset import Dataset, open_dataset
-from raytrain.data.decode import decode
+from raytrain.data.dataset import Dataset, class_weights, open_dataset
+from raytrain.data.images.decode import decode
 from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
 from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds
@@ -28,9 +27,9 @@ from raytrain.inference.serve import served_model
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.runs.checkpoint_files import checkpoint_path, stored_thresholds
 from raytrain.runs.documents import run_store, write_json
-from raytrain.training.label_metrics import average_precisions, best_thresholds
-from raytrain.training.loss import Loss
+from raytrain.training.evaluation_metrics import average_precisions, best_thresholds
 from raytrain.training.model import build_model
+from raytrain.training.optim.loss import Loss
 from tests.helpers.folder_runs import folder_run, largest_difference, train_here, train_runs
 from tests.helpers.small_runs import config as small_config
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raytrain.backends.ray.on_each_node import ClusterNode, NodeResult
 from raytrain.diagnostics import network_probe
 from raytrain.diagnostics.doctor import DoctorReport
 from raytrain.diagnostics.network_probe import AllReduce, interface_of
-from raytrain.display.doctor_tables import doctor_page
+from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
+from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
 from tests.helpers.node_reports import HERE
 
 pytestmark = pytest.mark.not_quick

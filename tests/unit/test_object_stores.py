@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 from ray.exceptions import RpcError
 
-from raytrain.backends.ray import object_stores
-from raytrain.backends.ray.object_stores import ObjectStores
-from raytrain.runs.machine_use import MachineUse
+from raytrain.launch.ray import hardware as object_stores
+from raytrain.launch.ray.hardware import ObjectStores
+from raytrain.runs.machine_history import MachineUse
 
 USE = MachineUse(rank=0, node="n", images_per_s=10.0, data_wait_fraction=0.0)
 

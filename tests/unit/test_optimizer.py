@@ -15,13 +15,13 @@ from torch import nn
 
 from raytrain import TrainConfig, UsageError
 from raytrain.training.model_names import check_optimizer_name
-from raytrain.training.optimizer import build_optimizer
+from raytrain.training.optim.optimizer import build_optimizer
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 
 CHECKED = """
 import sys
 from pathlib import Path
-from raytrain.backends.prepare import load_initial_weights, run_spec
+from raytrain.launch.prepare import load_initial_weights, run_spec
 from raytrain.data.dataset import open_dataset
 from raytrain.runs.documents import run_store
 from tests.helpers.small_runs import config

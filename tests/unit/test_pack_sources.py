@@ -13,10 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from raytrain.data.image_reader import read_contents
+from raytrain.data.images.image_reader import read_contents
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.datasets.labelled_source import Labelling
-from raytrain.datasets.pack import PackResult, pack
+from raytrain.datasets.pack import Labelling, PackResult, pack
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import make_images

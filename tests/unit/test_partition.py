@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.batch_plan import BatchPlan, GlobalBatch
-from raytrain.data.partition import Partition, partition_sizes
+from raytrain.data.plan.batch_plan import BatchPlan, GlobalBatch
+from raytrain.data.plan.partition import Partition, partition_sizes
 
 sizes = st.integers(1, 1000)
 batch_sizes = st.integers(1, 400)

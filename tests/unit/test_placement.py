@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raytrain import TrainConfig, UsageError
-from raytrain.backends.placement import Hardware, place
-from raytrain.backends.ray import hardware
+from raytrain.launch.placement import Hardware, place
+from raytrain.launch.ray import hardware
 
 MIXED = Hardware(3, 64.0, 6.0, 10**9, gpu_types={"L4": 4.0, "T4": 2.0})
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytrain.backends import fastest_precision as fastest
-from raytrain.backends.gpus import Gpu
-from raytrain.backends.prepare import check_places, prepare
+from raytrain.launch import placement as fastest
+from raytrain.launch.placement import Gpu
+from raytrain.launch.prepare import check_places, prepare
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision

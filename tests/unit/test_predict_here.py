@@ -15,16 +15,16 @@ import pytest
 from PIL import Image
 
 import raytrain
-from raytrain.backends.placement import Hardware, place
-from raytrain.backends.predict_request import PredictRequest, predict_here
-from raytrain.data.decode import ImageFormat, ImageShape, Pixels
-from raytrain.data.framing import STRETCHED
+from raytrain.data.images.crop_box import STRETCHED
+from raytrain.data.images.decode import ImageFormat, ImageShape, Pixels
 from raytrain.data.labels.manifest import list_images
-from raytrain.data.permutation import Int64s
+from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
+from raytrain.launch.placement import Hardware, place
+from raytrain.launch.predict_request import PredictRequest, predict_here
 from raytrain.recipes import custom
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 from raytrain.training.model import build_model
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
 from tests.unit.test_decode import encoded

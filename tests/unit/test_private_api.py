@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.backends.ray.private_api import PRIVATE_APIS, PrivateApi
+from raytrain.launch.ray.private_api import PRIVATE_APIS, PrivateApi
 
 PACKAGE = Path(__file__).parents[2] / "raytrain"
 
@@ -34,6 +34,6 @@ def test_private_modules_of_ray_are_named_in_one_file() -> None:
         text=True,
     )
     assert [Path(path).relative_to(PACKAGE).as_posix() for path in found.stdout.split()] == [
-        "backends/ray/private_api.py"
+        "launch/ray/private_api.py"
     ]
-    assert re.search(r"ray\._private", (PACKAGE / "backends/ray/private_api.py").read_text())
+    assert re.search(r"ray\._private", (PACKAGE / "launch/ray/private_api.py").read_text())

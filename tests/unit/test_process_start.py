@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.not_quick
 
-READ = "from raytrain.cli.process_start import process_started_at; print(process_started_at())"
+READ = "from raytrain.cli.command import process_started_at; print(process_started_at())"
 
 
 def test_a_process_knows_when_it_was_started() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.diagnostics.profile import advice
-from raytrain.diagnostics.step_phases import PHASES, Ranges, phase_seconds
+from raytrain.diagnostics.profile import PHASES, Ranges, advice, phase_seconds
 from raytrain.recipes import digits
 
 

@@ -9,19 +9,17 @@ import pytest
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.monitor.events import CheckpointWritten
-from raytrain.runs.documents import read_json, run_names, run_store
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.recorder import RunRecorder, failed
+from raytrain.monitor.stop_request import read_stop_request, request_stop
+from raytrain.runs.documents import SUMMARY, read_json, run_names, run_store
 from raytrain.runs.history import History
-from raytrain.runs.layout import SUMMARY
-from raytrain.runs.machine_history import read_machine_history
-from raytrain.runs.machine_use import MachineUse, read_machines
+from raytrain.runs.machine_history import MachineUse, read_machine_history, read_machines
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import Outcome, Progress, StopReason
-from raytrain.runs.recorder import RunRecorder, failed
 from raytrain.runs.status import read_status
-from raytrain.runs.stop_request import read_stop_request, request_stop
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 
 
 @pytest.fixture

@@ -13,14 +13,23 @@ import pytest
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
+from raytrain.monitor.stop_request import clear_stop_request, read_stop_request, request_stop
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
-from raytrain.runs.documents import check_name, new_name, read_config, read_json, run_store, write_config, write_json
-from raytrain.runs.layout import STATUS, SUMMARY
+from raytrain.runs.documents import (
+    STATUS,
+    SUMMARY,
+    check_name,
+    new_name,
+    read_config,
+    read_json,
+    run_store,
+    write_config,
+    write_json,
+)
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import list_runs
 from raytrain.runs.status import RunStatus, read_status, write_status
-from raytrain.runs.stop_request import clear_stop_request, read_stop_request, request_stop
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 
 
 @pytest.fixture

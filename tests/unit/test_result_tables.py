@@ -9,16 +9,14 @@ from rich.console import Console, RenderableType
 
 from raytrain.config import TrainConfig
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
-from raytrain.display.audit_table import audit_page
-from raytrain.display.evaluation_tables import evaluation_page
-from raytrain.display.run_json import run_record_json
-from raytrain.display.run_tables import result_page, run_page
+from raytrain.display.diagnostics_tables import audit_page
+from raytrain.display.evaluation import evaluation_page
+from raytrain.display.run_tables import result_page, run_page, run_record_json
 from raytrain.inference.classification_metrics import score
 from raytrain.inference.evaluate import EvaluationResult
 from raytrain.recipes import cifar10
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.records import RunRecord
-from raytrain.runs.skipped_images import SkippedImage
 from raytrain.runs.status import RunStatus
 from tests.helpers.snapshots import train_result
 

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from raytrain.monitor import run_reader
 from raytrain.monitor.events import StopRequested, TrainingStarted
-from raytrain.runs import run_reader
-from raytrain.runs.documents import read_json, write_json
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.run_reader import RunReader, follow_run
+from raytrain.monitor.snapshot import START, Snapshot
+from raytrain.monitor.stop_request import request_stop
+from raytrain.runs.documents import EVENTS, MACHINES, METRICS, read_json, write_json
 from raytrain.runs.history import History
-from raytrain.runs.layout import EVENTS, MACHINES, METRICS
-from raytrain.runs.machine_use import MachineUse, write_machines
-from raytrain.runs.monitor import RunMonitor
+from raytrain.runs.machine_history import MachineUse, write_machines
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.run_reader import RunReader, follow_run
-from raytrain.runs.snapshot import START, Snapshot
-from raytrain.runs.stop_request import request_stop
 from tests.helpers.stored_histories import add_events, append_rows, end_run, evaluation_row, step_row, store_run
 
 

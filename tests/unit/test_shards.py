@@ -16,28 +16,28 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from raytrain.backends.predict_request import BlockPredictor, PredictRequest, predict_blocks
-from raytrain.backends.ray import ingest
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data import shards as shard_files
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.block_order import WorkerOrder
 from raytrain.data.blocks import to_block
 from raytrain.data.dataset import open_dataset
-from raytrain.data.decode import ImageFormat, ImageShape
-from raytrain.data.framing import STRETCHED
-from raytrain.data.image_reader import ImageReader, read_contents
+from raytrain.data.images.crop_box import STRETCHED
+from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_reader import ImageReader, read_contents
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
 from raytrain.data.labels.split import train_test_split
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
-from raytrain.data.partition import Partition
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.block_order import WorkerOrder
+from raytrain.data.plan.partition import Partition
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
-from raytrain.runs.skipped_images import SkippedImage
-from raytrain.storage.base import Store
-from raytrain.storage.local import FolderStore
+from raytrain.launch.predict_request import BlockPredictor, PredictRequest, predict_blocks
+from raytrain.launch.ray.feed import ingest
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 
 SHAPE = ImageShape(8, 8, 3)
 
@@ -187,7 +187,7 @@ def test_an_image_deleted_during_packing_is_an_error(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = build_manifest(open_store(str(images)))
-    monkeypatch.setattr("raytrain.datasets.labelled_source.build_manifest", lambda _: listed)
+    monkeypatch.setattr("raytrain.datasets.pack.build_manifest", lambda _: listed)
     (images / "owl" / "002.png").unlink()
     with pytest.raises(
         StorageError, match=r"owl/002.png was changed or deleted since the images were listed; run the command again\."

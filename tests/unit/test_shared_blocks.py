@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain.backends.shared_blocks import SharedBlocks
-from raytrain.data.batch_plan import BatchPlan, Cursor
-from raytrain.data.block_order import CacheOrder
 from raytrain.data.blocks import Block
-from raytrain.data.decode import ImageShape
-from raytrain.data.permutation import Int64s
+from raytrain.data.images.decode import ImageShape
+from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.permutation import Int64s
+from raytrain.launch.machine_batches import SharedBlocks
 
 SHAPE = ImageShape(2, 3, 1)
 ORDER = CacheOrder(BatchPlan(num_samples=10, batch_size=4, epochs=1, seed=0), Cursor(), rows_per_block=4)

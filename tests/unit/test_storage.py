@@ -18,11 +18,11 @@ from obstore.exceptions import GenericError, UnauthenticatedError
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import ObjectChanged, Store
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials
 from raytrain.storage.open import open_store, read_input
 from raytrain.storage.request_errors import explain
+from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.key_issuer import Issuer, issuing_s3
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 

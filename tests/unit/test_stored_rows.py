@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from raytrain.runs.json_lines import encode_lines
+from raytrain.runs.documents import encode_lines
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.stored_rows import RowParser, StoredRows, rows_of_kind
 from tests.helpers.stored_histories import evaluation_row, step_row

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raytrain.backends.ray.stream_queues import Stream, StreamQueues
-from raytrain.data.batch_plan import BatchPlan
-from raytrain.data.block_order import WorkerOrder, interleave
-from raytrain.data.partition import Partition
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.block_order import WorkerOrder, interleave
+from raytrain.data.plan.partition import Partition
 from raytrain.errors import RaytrainError
+from raytrain.launch.ray.feed.exchange import Stream, StreamQueues
 
 STREAM = Stream(group=0, number=0, dataset="train", first_step=0, num_workers=2)
 

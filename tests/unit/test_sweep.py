@@ -11,17 +11,16 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, UsageError
-from raytrain.backends.stop_signals import StopSignals
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult
-from raytrain.runs.documents import read_json, run_store, write_config, write_json
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.snapshot import View
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.documents import METRICS, SUMMARY, read_json, run_store, write_config, write_json
 from raytrain.runs.history import History
-from raytrain.runs.layout import METRICS, SUMMARY
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.monitor import RunMonitor
 from raytrain.runs.outcome import StopReason, TrainResult
-from raytrain.runs.snapshot import View
 from raytrain.runs.status import read_status
 from tests.helpers.small_runs import config as small_config
 

@@ -11,7 +11,6 @@ import pytest
 
 import raytrain
 from raytrain import TrainConfig, UsageError, recipes
-from raytrain.backends.train import train
 from raytrain.cli.commands import COMMANDS
 from raytrain.experiments.early_stopping import EarlyStopping
 from raytrain.experiments.sweep import sweep
@@ -25,8 +24,8 @@ from raytrain.experiments.trials import (
     trials_of,
     write_sweep,
 )
-from raytrain.runs.documents import run_store, write_config, write_json
-from raytrain.runs.layout import METRICS, SUMMARY
+from raytrain.launch.train import train
+from raytrain.runs.documents import METRICS, SUMMARY, run_store, write_config, write_json
 from raytrain.runs.outcome import StopReason
 
 VARY = ["learning-rate=0.001,0.1", "optimizer=sgd,adamw"]

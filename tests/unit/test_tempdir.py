@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.temporary_files import TemporaryFolder
 
 pytestmark = pytest.mark.not_quick
 
 HOLD_A_FOLDER = """
-from raytrain.storage.tempdir import TemporaryFolder
+from raytrain.storage.temporary_files import TemporaryFolder
 folder = TemporaryFolder()
 print(folder.path, flush=True)
 input()

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.curve_plots import comparison_plots, curve_plots
+from raytrain.display.curves import comparison_plots, curve_plots
 from raytrain.display.dashboard import dashboard
 from raytrain.display.terminal import StudyTerminalView, TerminalView
 from raytrain.monitor.events import CheckpointWritten, Note, StopRequested, TimedEvent, TrainingStarted
+from raytrain.runs.logs import STARTUP
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.startup_log import STARTUP
 from tests.helpers.run_records import finished
 from tests.helpers.snapshots import snapshot
 

@@ -15,13 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raytrain.runs.documents import run_store, write_json
-from raytrain.runs.layout import EVALUATION
+from raytrain.runs.documents import EVALUATION, run_store, write_json
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.trackers.prometheus import PrometheusTracker
-from raytrain.runs.trackers.protocol import TrackedRun
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
+from raytrain.trackers.prometheus import PrometheusTracker
+from raytrain.trackers.tracker import TrackedRun
 from tests.helpers.stored_evaluation import evaluation
 from tests.helpers.tracked_runs import evaluation_row, read_wandb_file, step_rows, tracked
 

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 import raytrain
-from raytrain.runs.documents import run_store, write_config, write_json
-from raytrain.runs.layout import EVALUATION
+from raytrain.runs.documents import EVALUATION, run_store, write_config, write_json
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.runs.trackers import tracker_thread
-from raytrain.runs.trackers.drawing import confusion_matrix, sheet
-from raytrain.runs.trackers.open_trackers import open_trackers
-from raytrain.runs.trackers.pictures import read_pictures
-from raytrain.runs.trackers.tracking import Tracking
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
+from raytrain.trackers import tracking as tracker_thread
+from raytrain.trackers.open_trackers import open_trackers
+from raytrain.trackers.pictures import confusion_matrix, read_pictures, sheet
+from raytrain.trackers.tracking import Tracking
 from tests.helpers.stored_evaluation import HOSTILE_NAME, evaluation, png_url
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 

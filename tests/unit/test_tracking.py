@@ -12,17 +12,14 @@ import pytest
 
 import raytrain
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.runs.documents import run_store, write_config
-from raytrain.runs.layout import METRICS
+from raytrain.runs.documents import METRICS, run_store, write_config
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.status import RunStatus, write_status
-from raytrain.runs.trackers import open_trackers as rooms
-from raytrain.runs.trackers.measurements import hyperparams, metric_name, row_metrics
-from raytrain.runs.trackers.open_trackers import open_trackers
-from raytrain.runs.trackers.protocol import Tracker
-from raytrain.runs.trackers.tracker_thread import TrackerThread, gather_s
-from raytrain.runs.trackers.tracking import Tracking
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
+from raytrain.trackers import open_trackers as rooms
+from raytrain.trackers.open_trackers import open_trackers
+from raytrain.trackers.tracker import Tracker, hyperparams, metric_name, row_metrics
+from raytrain.trackers.tracking import TrackerThread, Tracking, gather_s
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 
 

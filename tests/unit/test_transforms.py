@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
-from raytrain.training.transforms import build_transforms, transform_each
+from raytrain.training.augment import build_transforms, transform_each
 
 KINDS: dict[str, dict[str, Any]] = {
     "randaugment": {"auto_augment": "randaugment"},

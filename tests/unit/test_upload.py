@@ -13,10 +13,10 @@ from rich.console import Console
 from raytrain.cli.main import main
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.datasets.upload import UploadResult, upload
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store
 from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
 
 LARGE = bytes(range(256)) * 24_000  # A multipart upload, whose ETag is not the MD5 of the content.
 

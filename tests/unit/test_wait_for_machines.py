@@ -17,10 +17,10 @@ from ray.autoscaler._private.node_provider_availability_tracker import (
 from ray.experimental import internal_kv
 
 from raytrain import TrainConfig, UsageError
-from raytrain.backends.placement import Hardware
-from raytrain.backends.ray import wait_for_machines as module
-from raytrain.backends.ray.private_api import autoscaler_problems
-from raytrain.backends.ray.wait_for_machines import wait_for_machines
+from raytrain.launch.placement import Hardware
+from raytrain.launch.ray import capacity as module
+from raytrain.launch.ray.capacity import wait_for_machines
+from raytrain.launch.ray.private_api import autoscaler_problems
 
 
 class Cluster:

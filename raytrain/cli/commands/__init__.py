@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raytrain.cli.command_result import CommandResult
-from raytrain.cli.commands.cluster import devices, doctor
-from raytrain.cli.commands.datasets import fetch_dataset, pack, upload
-from raytrain.cli.commands.first_steps import demo, new
+from raytrain.cli.command import CommandResult
+from raytrain.cli.commands.cluster import devices, doctor, submit
+from raytrain.cli.commands.datasets import demo, fetch_dataset, new, pack, upload
 from raytrain.cli.commands.inference import evaluate, export, predict, serve
-from raytrain.cli.commands.jobs import submit
-from raytrain.cli.commands.manage import export_history, logs, rm, tag
-from raytrain.cli.commands.runs import audit, compare, runs, show, track
+from raytrain.cli.commands.runs import audit, compare, export_history, logs, rm, runs, show, tag, track, watch
 from raytrain.cli.commands.training import look, profile, stop, study, sweep, train
-from raytrain.cli.commands.watch import watch
 from raytrain.errors import option_name
 
 COMMANDS: dict[str, Callable[..., CommandResult]] = {

@@ -1,13 +1,19 @@
-"""Commands that look at the machines."""
+"""Commands that look at machines, and that are carried out on a cluster."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
-from raytrain.cli.command_result import CommandResult
-from raytrain.cli.commands.arguments import Address, Storage
+from raytrain.cli.command import Address, CommandResult, Storage
+from raytrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from raytrain.config import TrainConfig
+    from raytrain.launch.submit import Submission
 
 
 def doctor(
@@ -20,7 +26,7 @@ def doctor(
     Example: raytrain doctor --data s3://bucket/train --storage s3://bucket/runs
     """
     from raytrain.diagnostics.doctor import diagnose
-    from raytrain.display.doctor_tables import doctor_page
+    from raytrain.display.diagnostics_tables import doctor_page
 
     report = diagnose(data, storage, address)
     return CommandResult(doctor_page(report), report.summary(), exit_code=0 if report.ok else 1)
@@ -32,7 +38,75 @@ def devices(address: Address = None) -> CommandResult:
     Example: raytrain devices
     """
     from raytrain.diagnostics.devices import list_devices
-    from raytrain.display.device_tables import devices_page
+    from raytrain.display.diagnostics_tables import devices_page
 
     found = list_devices(address)
     return CommandResult(devices_page(found), found.summary())
+
+
+JobServerAddress = Annotated[
+    str | None,
+    arg(help="The cluster's job server, http://HOST:8265; by default RAY_API_SERVER_ADDRESS or RAY_ADDRESS."),
+]
+
+
+def submit(
+    command: Annotated[Positional[tuple[str, ...]], arg(help="After --: the command, train or sweep.", metavar="…")],
+    address: JobServerAddress = None,
+) -> CommandResult:
+    """Train on a cluster from here: send it a command with the code of your own that it needs, and follow it.
+
+    Ctrl-C stops the run with a checkpoint, or leaves it running: you are asked.
+
+    Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
+    """
+    config = _options(command)
+    from raytrain.launch.submit import DETACHED, follow_job
+    from raytrain.launch.submit import submit as send
+
+    sent = send(command, config, address)
+    _note(f"Sent {_size(sent)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
+    status = follow_job(sent, _show, _note, _wants_to_detach)
+    left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
+    text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
+    document = {"name": sent.name, "job": sent.job, "status": status.lower(), "storage": sent.storage}
+    return CommandResult(text, document)
+
+
+def _options(words: Sequence[str]) -> TrainConfig:
+    """The options of the command, checked here rather than minutes later; raises UsageError."""
+    from raytrain.cli.commands import COMMANDS
+    from raytrain.cli.parser import parse
+
+    known = {name: COMMANDS[name] for name in ("train", "sweep")}
+    if not words or words[0] not in known:
+        raise UsageError(
+            "Give the command after --, such as `raytrain submit -- train cifar10 --data s3://bucket/train`."
+        )
+    return parse(words, known).keywords["config"]
+
+
+def _size(sent: Submission) -> str:
+    files = sent.files
+    if not files.paths:
+        return "the command, without files of your own,"
+    return f"{len(files.paths)} files ({files.num_bytes / 1e6:.1f} MB) of {files.folder}"
+
+
+def _show(text: str) -> None:
+    from raytrain.runs.redact import printable
+
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def _note(line: str) -> None:
+    print(f"raytrain: {line}", file=sys.stderr, flush=True)
+
+
+def _wants_to_detach() -> bool:
+    """Ask the person at the terminal; without one, a stop is a stop."""
+    if not sys.stdin.isatty():
+        return False
+    answer = input("\nStop the run with a checkpoint (s), or leave it running (l)? [s] ")
+    return answer.strip().lower().startswith("l")

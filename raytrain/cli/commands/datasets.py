@@ -1,13 +1,17 @@
-"""Commands that bring images to where they are read."""
+"""Commands for a first try, and those that bring images to where they are read."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from raytrain.cli.command_result import CommandResult
+from raytrain.cli.command import CommandResult, Storage
+from raytrain.errors import UsageError
 
 
 def fetch_dataset(
@@ -19,7 +23,7 @@ def fetch_dataset(
     Example: raytrain fetch-dataset cifar10 images
     """
     from raytrain.datasets.download import download
-    from raytrain.display.key_value_table import key_value_table
+    from raytrain.display.formatting import key_value_table
 
     result = asdict(download(name, destination))
     return CommandResult(key_value_table(result), result)
@@ -34,7 +38,7 @@ def upload(
     Example: raytrain upload images s3://bucket/images
     """
     from raytrain.datasets.upload import upload as upload_folder
-    from raytrain.display.key_value_table import key_value_table
+    from raytrain.display.formatting import key_value_table
 
     result = asdict(upload_folder(folder, url))
     return CommandResult(key_value_table(result), result)
@@ -65,11 +69,50 @@ def pack(
     Example: raytrain pack s3://bucket/train s3://bucket/train-shards
     """
     from raytrain.data.labels.label_file import LabelColumns
-    from raytrain.datasets.labelled_source import Labelling
+    from raytrain.datasets.pack import Labelling
     from raytrain.datasets.pack import pack as pack_shards
-    from raytrain.display.key_value_table import key_value_table
+    from raytrain.display.formatting import key_value_table
 
     columns = LabelColumns(key=key_column, label=(label_column,) if label_column else ())
     labelling = Labelling(labels, columns, split, max_bad_fraction)
     result = asdict(pack_shards(source, destination, labels=labelling))
     return CommandResult(key_value_table(result), result)
+
+
+def write_project(folder: str) -> list[str]:
+    """Copy the project template into ``folder``, which is created; returns the names of the files.
+
+    Raises UsageError if one of the files exists.
+    """
+    target = Path(folder)
+    with as_file(files("raytrain.cli") / "project_template") as template:
+        names = sorted(path.name for path in template.iterdir() if path.is_file())
+        existing = [name for name in names if (target / name).exists()]
+        if existing:
+            raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(template / name, target / name)
+    return names
+
+
+def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> CommandResult:
+    """Draw images of digits, serve them over S3 on this machine, train on them, and test the result.
+
+    Example: raytrain demo
+    """
+    from raytrain.demo.demo import run_demo, summary
+
+    result = run_demo(storage=storage, workers=workers)
+    return CommandResult(summary(result, storage), result.summary())
+
+
+def new(folder: Annotated[Positional[str], arg(help="Folder to create.")]) -> CommandResult:
+    """Start a project: a training loop of your own, and a script that trains it.
+
+    Example: raytrain new my-project
+    """
+
+    names = write_project(folder)
+    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && python train.py"
+    return CommandResult(text, {"folder": folder, "files": names})

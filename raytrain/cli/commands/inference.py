@@ -7,8 +7,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 import raytrain
-from raytrain.cli.command_result import CommandResult
-from raytrain.cli.commands.arguments import RunName, Storage, Trust
+from raytrain.cli.command import CommandResult, RunName, Storage, Trust
 from raytrain.config.evaluation import TestView
 
 Data = Annotated[str, arg(help="Images: a folder or a URL (s3://…, gs://…, az://…).")]
@@ -49,9 +48,8 @@ def evaluate(
 
     Example: raytrain evaluate first --data s3://bucket/test
     """
-    from raytrain.display.confusion_figure import confusion_figure
-    from raytrain.display.evaluation_tables import evaluation_page, label_evaluation_page
-    from raytrain.display.png import save_png
+    from raytrain.display.curves import save_png
+    from raytrain.display.evaluation import confusion_figure, evaluation_page, label_evaluation_page
     from raytrain.inference.label_predictions import LabelEvaluation
     from raytrain.storage.open import check_output
 
@@ -90,7 +88,7 @@ def predict(
 
     Example: raytrain predict first --data s3://bucket/new --output predictions.csv
     """
-    from raytrain.display.key_value_table import key_value_table
+    from raytrain.display.formatting import key_value_table
 
     result = raytrain.predict(
         run,
@@ -155,7 +153,7 @@ def export(
 
     Example: raytrain export first --output first.onnx
     """
-    from raytrain.display.key_value_table import key_value_table
+    from raytrain.display.formatting import key_value_table
 
     result = raytrain.export(run, output, data=data, storage=storage, trust=trust)
     return CommandResult(key_value_table(result.summary()), result.summary())

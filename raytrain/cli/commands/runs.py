@@ -1,15 +1,24 @@
-"""Commands that show runs, or send them to where others look at them."""
+"""Commands that show, watch, tag, delete and copy stored runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 import raytrain
-from raytrain.cli.command_result import CommandResult
-from raytrain.cli.commands.arguments import RunName, Storage
-from raytrain.runs.select_runs import SortKey
+from raytrain.cli.command import CommandResult, RunName, Storage, confirmed
+from raytrain.errors import UsageError
+from raytrain.runs.records import SortKey
+
+if TYPE_CHECKING:
+    from raytrain.config import TrainConfig
+    from raytrain.display.page.server import PageServer
+    from raytrain.monitor.snapshot import Snapshot, View
+    from raytrain.monitor.stop_request import StopSignals
 
 Png = Annotated[str | None, arg(help="PNG file to draw the curves into.")]
 
@@ -25,10 +34,8 @@ def runs(
 
     Example: raytrain runs --filter recipe=cifar10 status=finished --sort accuracy
     """
-    from raytrain.display.run_json import run_info_json
-    from raytrain.display.run_tables import runs_table
-    from raytrain.runs.records import list_runs
-    from raytrain.runs.select_runs import select_runs
+    from raytrain.display.run_tables import run_info_json, runs_table
+    from raytrain.runs.records import list_runs, select_runs
 
     listed = select_runs(list_runs(storage), filter, sort)
     document = {"storage": storage, "runs": [run_info_json(run) for run in listed]}
@@ -40,10 +47,8 @@ def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandR
 
     Example: raytrain show first --png first.png
     """
-    from raytrain.display.curve_figures import curve_figure
-    from raytrain.display.png import save_png
-    from raytrain.display.run_json import run_record_json
-    from raytrain.display.run_tables import run_page
+    from raytrain.display.curves import curve_figure, save_png
+    from raytrain.display.run_tables import run_page, run_record_json
     from raytrain.runs.records import read_run
 
     record = read_run(storage, run)
@@ -62,8 +67,7 @@ def compare(
     Example: raytrain compare first second
     """
     from raytrain.display.comparison_table import comparison_page
-    from raytrain.display.curve_figures import comparison_figure
-    from raytrain.display.png import save_png
+    from raytrain.display.curves import comparison_figure, save_png
     from raytrain.experiments.compare import compare_records, read_runs
 
     records = read_runs(runs, storage)
@@ -81,7 +85,7 @@ def track(
 
     Example: raytrain track first --track mlflow
     """
-    from raytrain.display.key_value_table import key_value_table
+    from raytrain.display.formatting import key_value_table
 
     result = raytrain.track(run, track, storage=storage)
     return CommandResult(key_value_table(result.summary()), result.summary())
@@ -92,7 +96,162 @@ def audit(run: RunName, storage: Storage = "./runs") -> CommandResult:
 
     Example: raytrain audit first
     """
-    from raytrain.display.audit_table import audit_page
+    from raytrain.display.diagnostics_tables import audit_page
 
     result = raytrain.audit(run, storage=storage)
     return CommandResult(audit_page(result), result.summary(), exit_code=0 if result.clean else 1)
+
+
+Runs = Annotated[Positional[tuple[str, ...]], arg(help="Names of runs.")]
+
+
+def tag(
+    run: RunName,
+    add: Annotated[tuple[str, ...], arg(help="Tags to add.")] = (),
+    remove: Annotated[tuple[str, ...], arg(help="Tags to remove.")] = (),
+    note: Annotated[str | None, arg(help="The run's new note; '' removes it.")] = None,
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Show or change the tags and the note of a run.
+
+    Example: raytrain tag first --add good --note "the learning rate drops too late"
+    """
+    from raytrain.display.formatting import key_value_table
+    from raytrain.runs.records import tag_run
+
+    config = tag_run(storage, run, add, remove, note)
+    document = {"name": run, "tags": config.tag, "note": config.note}
+    return CommandResult(key_value_table({**document, "tags": " ".join(config.tag) or None}), document)
+
+
+def rm(
+    runs: Runs,
+    yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask.")] = False,
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Delete runs with their checkpoints. A run that trains is not deleted.
+
+    Example: raytrain rm first second
+    """
+    from raytrain.runs.documents import open_run
+    from raytrain.runs.records import delete_run
+
+    if not runs:
+        raise UsageError("raytrain rm takes the names of runs; `raytrain runs` lists them.")
+    for name in runs:
+        open_run(storage, name)
+    if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
+        return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
+    num_files = sum(delete_run(storage, name) for name in runs)
+    return CommandResult(f"Deleted {', '.join(runs)}: {num_files:,} files.", {"deleted": runs, "files": num_files})
+
+
+def export_history(
+    run: RunName,
+    output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
+    storage: Storage = "./runs",
+) -> CommandResult:
+    """Write a run's metrics as a table, a row for each logged step and each evaluation.
+
+    Example: raytrain export-history first --output first.csv
+    """
+    from raytrain.data.table_file import export_history as export
+
+    num_rows = export(storage, run, output)
+    return CommandResult(f"Wrote {num_rows:,} rows to {output}.", {"run": run, "output": output, "rows": num_rows})
+
+
+def logs(
+    run: RunName,
+    storage: Storage = "./runs",
+    worker: Annotated[int | None, arg(help="Show what this worker printed, by its rank, counted from 0.")] = None,
+    driver: Annotated[
+        FlagCreatePairsOff[bool], arg(help="Show what the process that started the run printed and logged.")
+    ] = False,
+    follow: Annotated[FlagCreatePairsOff[bool], arg(help="Show what comes, too, until the run is over.")] = False,
+) -> CommandResult:
+    """Show what happened to a run: starts, checkpoints, evaluations, failures; or what its processes printed.
+
+    Example: raytrain logs first --worker 1 --follow
+    """
+    from raytrain.display.run_tables import LogLines
+    from raytrain.monitor.run_reader import RunReader, follow_run
+    from raytrain.runs.documents import open_run
+    from raytrain.runs.logs import DRIVER, LogReader, worker_log
+
+    reader, texts = RunReader(open_run(storage, run), run), list[str]()
+    lines = LogLines(lambda line: print(line, flush=True) if follow else texts.append(line))
+    asked = [DRIVER] * driver + ([] if worker is None else [worker_log(worker)])
+    logs = [LogReader(reader.store, whose) for whose in asked]
+
+    def show(snapshot: Snapshot) -> None:
+        if not logs:
+            lines.events(snapshot)
+        for log in logs:
+            lines.printed(log.whose.replace("-", " "), log.read())
+
+    if follow:
+        with suppress(KeyboardInterrupt):
+            follow_run(reader, show)
+    else:
+        show(reader.snapshot())
+    return CommandResult("\n".join(texts) or ("" if follow else "There is nothing yet."), {"run": run, "lines": texts})
+
+
+def watch(
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, of a sweep or of a study.")],
+    storage: Storage = "./runs",
+    port: Annotated[int | None, arg(help="Port on this machine; by default 8266, or any that is free.")] = None,
+    terminal: Annotated[FlagCreatePairsOff[bool], arg(help="Show one run in this terminal, until it is over.")] = False,
+) -> CommandResult:
+    """Show runs in the browser, live or when they are over, until Ctrl-C. The page can stop them.
+
+    Example: raytrain watch first
+    """
+    if terminal:
+        return _watch_in_terminal(storage, runs)
+    from raytrain.display.page.server import PageServer
+    from raytrain.display.page.watched_runs import StoredRuns, names_of
+
+    names = [name for run in runs for name in names_of(storage, run)]
+    with StoredRuns(storage, names) as watched, PageServer(watched, port) as server:
+        _print_address(server)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    return CommandResult("", {"storage": storage, "runs": names})
+
+
+def _watch_in_terminal(storage: str, runs: tuple[str, ...]) -> CommandResult:
+    from raytrain.display.terminal import TerminalView
+    from raytrain.monitor.run_reader import RunReader, follow_run
+    from raytrain.runs.documents import open_run
+
+    if len(runs) != 1:
+        raise UsageError("--terminal shows one run; without it, the page shows several.")
+    reader = RunReader(open_run(storage, runs[0]).fail_fast(), runs[0])
+    with TerminalView(hint="Ctrl-C ends the view, not the run") as view, suppress(KeyboardInterrupt):
+        follow_run(reader, view.update)
+    return CommandResult("", {"storage": storage, "runs": runs})
+
+
+@contextmanager
+def page_of(config: TrainConfig, signals: StopSignals, *, wanted: bool) -> Generator[list[View]]:
+    """Serve the page of a run that this process trains, if it is ``wanted``. Gives the view that feeds it.
+
+    Its Stop button asks ``signals``.
+    """
+    if not wanted:
+        yield []
+        return
+    from raytrain.display.page.server import PageServer
+    from raytrain.display.page.watched_runs import WatchedRuns
+
+    watched = WatchedRuns(config.storage, [config.name] if config.name else [], signals.request_stop)
+    with PageServer(watched) as server:
+        _print_address(server)
+        yield [watched.update]
+
+
+def _print_address(server: PageServer) -> None:
+    """Say where the page is. The address is the key to it."""
+    print(f"Watch it at {server.url}", flush=True)

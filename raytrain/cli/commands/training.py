@@ -7,14 +7,12 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, arg
 
 import raytrain
-from raytrain.backends.stop_signals import StopSignals
-from raytrain.cli.command_result import CommandResult
-from raytrain.cli.commands.arguments import Address, RunName, Storage
-from raytrain.cli.commands.watch import page_of
+from raytrain.cli.command import Address, CommandResult, RunName, Storage, process_started_at
+from raytrain.cli.commands.runs import page_of
 from raytrain.cli.parser import Without
-from raytrain.cli.process_start import process_started_at
 from raytrain.config import TrainConfig
-from raytrain.runs.snapshot import Snapshot, View
+from raytrain.monitor.snapshot import Snapshot, View
+from raytrain.monitor.stop_request import StopSignals
 
 StudyConfig = Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))]
 TrustResumed = Annotated[
@@ -57,7 +55,7 @@ def profile(
     Example: raytrain profile cifar10 --data s3://bucket/train
     """
     from raytrain.diagnostics.profile import profile
-    from raytrain.display.profile_table import profile_page
+    from raytrain.display.diagnostics_tables import profile_page
 
     result = profile(config, output=output or f"{config.name or config.recipe}-profile")
     return CommandResult(profile_page(result), result.summary())
@@ -73,9 +71,8 @@ def look(
 
     Example: raytrain look cifar10 --data s3://bucket/train
     """
-    from raytrain.display.look_figure import look_figure
-    from raytrain.display.look_tables import look_page
-    from raytrain.display.png import save_png
+    from raytrain.display.curves import save_png
+    from raytrain.display.look import look_figure, look_page
     from raytrain.storage.open import check_output
 
     picture = output or f"{config.name or config.recipe}-look.png"
@@ -99,7 +96,7 @@ def study(
 
     Example: raytrain study cifar10 --data s3://bucket/train --workers 1 2 4
     """
-    from raytrain.display.png import save_png
+    from raytrain.display.curves import save_png
     from raytrain.display.study import study_figure, study_page
     from raytrain.display.terminal import StudyTerminalView
     from raytrain.experiments.study import named, runs_of
@@ -132,7 +129,7 @@ def sweep(
 
     Example: raytrain sweep cifar10 --data s3://bucket/train --vary learning-rate=0.01,0.1 batch-size=128,256
     """
-    from raytrain.display.png import save_png
+    from raytrain.display.curves import save_png
     from raytrain.display.sweep import SweepTerminalView, results_table, sweep_figure
     from raytrain.storage.open import check_output
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import raytrain
-from raytrain.demo.digits import render_digits
+from raytrain.demo.demo import render_digits
 from raytrain.display.terminal import TerminalView
 
 

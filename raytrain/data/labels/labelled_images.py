@@ -14,7 +14,7 @@ from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable
 from raytrain.data.labels.manifest import Manifest, list_images
 from raytrain.data.labels.split import check_can_split, split_names, train_test_split
 from raytrain.errors import UsageError
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 
 _log = logging.getLogger("raytrain")
 

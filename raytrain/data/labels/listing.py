@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raytrain.errors import UsageError
-from raytrain.storage.base import Store, StoredObject
-from raytrain.storage.local import broken_links
+from raytrain.storage.folder import broken_links
+from raytrain.storage.store import Store, StoredObject
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 _OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".ppm", ".pgm", ".dng", ".dcm")

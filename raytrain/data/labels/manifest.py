@@ -15,13 +15,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.arrow_arrays import number_array, string_array
+from raytrain.data.blocks import number_array, string_array
 from raytrain.data.labels.folders import FolderLabels, Part, check_classes, read_folders
 from raytrain.data.labels.listing import Listing, list_files, refuse_file, tell_left_out
-from raytrain.data.packing import Packing, check_range, read_packing
-from raytrain.data.shard_shuffle import ShardShuffle
+from raytrain.data.plan.shard_shuffle import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.base import Store
+from raytrain.storage.store import Store
 
 UNLABELLED = -1
 PACKED_INDEX = "packed.parquet"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from raytrain.display.event_text import event_text, shown_summary, stop_text
 from raytrain.display.page.curves import Curves
 from raytrain.monitor.events import TimedEvent
-from raytrain.runs.json_lines import plain
+from raytrain.monitor.snapshot import START, RowCursor, Snapshot
+from raytrain.runs.documents import plain
 from raytrain.runs.metric_row import Kind
-from raytrain.runs.snapshot import START, RowCursor, Snapshot
 
 _NUM_EVENTS = 500
 """Latest events that are shown."""

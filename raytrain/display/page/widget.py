@@ -11,7 +11,7 @@ import anywidget
 import traitlets
 
 from raytrain.display.page.feed import FeedCursor, RunFeed
-from raytrain.runs.snapshot import Snapshot
+from raytrain.monitor.snapshot import Snapshot
 
 _STATIC = files("raytrain.display.page") / "static"
 _VIEWS = "chart.js", "stop_panel.js", "evaluation_view.js", "machine_table.js", "machine_curves.js", "run_view.js"

@@ -1,1 +1,0 @@
-"""Runs on a Ray cluster: the only package that imports Ray."""

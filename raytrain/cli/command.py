@@ -1,0 +1,53 @@
+"""Parts that commands share: their result, common arguments, and a question before something is lost."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from raytrain.errors import UsageError
+from raytrain.runs.redact import one_line
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_START_TIME = 19
+"""Among the fields of ``/proc/PID/stat`` after the name, counted from 0: clock ticks since the machine started."""
+
+
+def process_started_at() -> float:
+    """When this process was started, as ``time.monotonic()`` tells the time; now if the system does not say."""
+    with suppress(OSError):  # there is no /proc on macOS
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - age_s
+    return time.monotonic()
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command prints: ``text`` for a person, or ``document`` as a JSON object."""
+
+    text: RenderableType
+    document: dict[str, Any]
+    exit_code: int = 0
+
+
+Address = Annotated[str | None, arg(help="Ray cluster to use; by default RAY_ADDRESS, else one on this machine.")]
+RunName = Annotated[Positional[str], arg(help="Name of the run.")]
+Storage = Annotated[str, arg(help="Where runs are stored: a folder or a URL (s3://…, gs://…, az://…).")]
+Trust = Annotated[FlagCreatePairsOff[bool], arg(help="Run the network also if it is code of whoever wrote the run.")]
+
+
+def confirmed(question: str) -> bool:
+    """Ask whoever sits at the terminal. Raises UsageError if nobody does."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"{one_line(question)} Nobody can be asked here; add --yes to answer with yes.")
+    return input(f"{one_line(question)} [y/N] ").strip().lower() in ("y", "yes")

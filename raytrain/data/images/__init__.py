@@ -1,0 +1,1 @@
+"""Pixels: decoding, crop boxes, reading."""

@@ -1,0 +1,256 @@
+"""From image files to uint8 pixels."""
+
+from __future__ import annotations
+
+import io
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.images.crop_box import STRETCHED, Crop, CropBox, Cropping, stretch
+
+
+class ImageHeader(NamedTuple):
+    """Format and size in pixels of an image file, as it is stored: EXIF may say that it is shown rotated."""
+
+    format: str
+    width: int
+    height: int
+
+
+def read_header(data: bytes) -> ImageHeader:
+    """The header of an image file, without decoding the image. Raises BadImage if there is none."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return ImageHeader(image.format or "", image.width, image.height)
+    except Exception:  # Pillow's parsers raise all kinds of exceptions for damaged files
+        raise BadImage("the file is not an image that can be read") from None
+
+
+Pixels = npt.NDArray[np.uint8]
+
+_JPEG = b"\xff\xd8\xff"
+_HEADER_BYTES = 4096
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
+_MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded: there are as many readers as CPUs
+_MAX_JPEG_PIXELS = 1 << 28  # phones have 200 million; a large JPEG is decoded at a fraction of its size
+_MAX_SCANNED_PIXELS = 1 << 30  # over all scans of a JPEG, which may be many in few bytes; about two seconds
+_MIN_SCAN_BYTES = 10
+_START_OF_SCAN = b"\xff\xda"  # not within compressed data, where a zero follows each 0xff
+_COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: three components of 16 bits
+_ORIENTATION = 0x0112  # the tag of EXIF
+_ROUNDING = 1e-6  # pixels
+
+
+class BadImage(ValueError):
+    """A file cannot be read as an image; the message is the reason, without the key."""
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """The shape that every decoded image has."""
+
+    height: int
+    width: int
+    channels: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one decoded image."""
+        return self.height * self.width * self.channels
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.height, self.width
+
+
+class ImageFormat(NamedTuple):
+    """What the images of a data set become when they are decoded."""
+
+    shape: ImageShape
+    cropping: Cropping = STRETCHED
+
+
+def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
+    """Pixels of one image file, uint8 (H, W, C): its ``crop``, resized to ``shape``.
+
+    A JPEG is decoded at the smallest of libjpeg's scales at which nothing needs to be enlarged. The image is what a
+    browser shows on a white page: rotated as EXIF says, white where it is transparent, the first picture of an
+    animation. 16 bits a channel become 8. Raises :class:`BadImage` for anything else, also for a
+    truncated file, and before decoding for an image that would take more than 512 MiB of memory: more than 268 million
+    pixels of a JPEG (89 million of a progressive one of up to 12 scans), 67 million of a PNG, GIF or BMP (44 million
+    if it has transparency), 26 million of a WebP.
+    """
+    if not data:
+        raise BadImage("the file is empty")
+    if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
+        pixels = _decode_jpeg(data, shape, crop)
+        if pixels is not None:
+            return pixels
+    return _decode_any(data, shape, crop)
+
+
+def _decode_jpeg(data: bytes, shape: ImageShape, crop: Crop) -> Pixels | None:
+    """Decode with libjpeg-turbo, which is fast. None if Pillow must decode the file, or say what is wrong with it."""
+    import simplejpeg
+
+    colours = "GRAY" if shape.channels == 1 else "RGB"
+    try:
+        height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
+        if colour_space in ("CMYK", "YCCK"):
+            return None
+        size = int(height), int(width)
+        _check_jpeg_size(data, *size)
+        box = crop(size, shape.size)
+        least_height, least_width = _least_size(size, box)
+        pixels = simplejpeg.decode_jpeg(
+            data, colours, min_height=least_height, min_width=least_width, fastdct=False, fastupsample=False
+        )
+    except BadImage:
+        raise
+    except ValueError:
+        return None
+    scaled = pixels.shape[:2]
+    return _cut(pixels, box if scaled == size else crop(scaled, shape.size), shape)
+
+
+def _least_size(size: tuple[int, int], box: CropBox) -> tuple[int, int]:
+    """The size, up to ``size``, at which an image is decoded so that its crop box need not be enlarged."""
+    scale = min(box.scale, 1.0)
+    return math.ceil(size[0] * scale - _ROUNDING), math.ceil(size[1] * scale - _ROUNDING)
+
+
+def _cut(pixels: Pixels, box: CropBox, shape: ImageShape) -> Pixels:
+    """The crop box of decoded pixels, without a copy of what is not seen."""
+    height, width = pixels.shape[:2]
+    if height == shape.height and width == shape.width and box[:6] == (0, 0, width, height, height, width):
+        return pixels
+    from PIL import Image
+
+    top, left = math.floor(box.top), math.floor(box.left)
+    seen = np.ascontiguousarray(pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)])
+    image = Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen)
+    moved = box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
+    return _resize(image, moved, shape)
+
+
+def _resize(image: Any, box: CropBox, shape: ImageShape) -> Pixels:
+    """Resize the ``box`` of an image of Pillow, and centre it on black if it is smaller than ``shape``."""
+    from PIL import Image
+
+    inside = (max(box.left, 0), max(box.top, 0), min(box.right, image.width), min(box.bottom, image.height))
+    if image.size != (box.width, box.height) or inside != (0, 0, *image.size):
+        image = image.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
+    pixels = np.asarray(image, dtype=np.uint8).reshape(box.height, box.width, shape.channels)
+    if pixels.shape[:2] == shape.size:
+        return pixels
+    output = np.zeros((*shape.size, shape.channels), np.uint8)
+    top, left = (shape.height - box.height) // 2, (shape.width - box.width) // 2
+    output[top : top + box.height, left : left + box.width] = pixels
+    return output
+
+
+def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image, data, shape, crop)
+            image.load()
+            _rotate_upright(image)
+            converted = _convert(image, "L" if shape.channels == 1 else "RGB")
+            return _resize(converted, crop((converted.height, converted.width), shape.size), shape)
+    except BadImage:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"the image is too large: {error}") from None
+    except Image.UnidentifiedImageError:
+        raise BadImage("the file is not an image that can be read") from None
+    except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
+        raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
+    """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
+    num_pixels = width * height
+    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
+        num_scans = max(1, data.count(_START_OF_SCAN))
+        if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
+            raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
+        _check_pixels(width, height, _MAX_IMAGE_BYTES // _COEFFICIENT_BYTES)
+    elif num_pixels > _MAX_JPEG_PIXELS:
+        _check_pixels(width, height, _MAX_JPEG_PIXELS)
+
+
+def _is_read_in_scans(data: bytes) -> bool:
+    """Whether a JPEG is progressive, or has components in scans of their own; also if its header is unusual."""
+    position, num_components = 2, 0
+    while position + 9 < len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xDA:  # a scan, and the number of its components
+            return data[position + 4] < num_components
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame
+            if marker not in (0xC0, 0xC1):
+                return True
+            num_components = data[position + 9]
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return True
+
+
+def _check_size(image: Any, data: bytes, shape: ImageShape, crop: Crop) -> None:
+    """Raise BadImage if the image, of which only the header was read, would need too much memory.
+
+    A JPEG will be decoded at a fraction of its size if that is enough.
+    """
+    if image.format in ("JPEG", "MPO"):
+        _check_jpeg_size(data, image.height, image.width)
+        upright = (image.width, image.height) if _lies_on_its_side(image) else (image.height, image.width)
+        scale = min(crop(upright, shape.size).scale, 1.0)
+        image.draft(None, (math.ceil(image.width * scale), math.ceil(image.height * scale)))
+    _check_pixels(image.width, image.height, _MAX_IMAGE_BYTES // _bytes_per_pixel(image))
+
+
+def _lies_on_its_side(image: Any) -> bool:
+    with suppress(Exception):  # a damaged EXIF block
+        return image.getexif().get(_ORIENTATION, 1) >= 5
+    return False
+
+
+def _bytes_per_pixel(image: Any) -> int:
+    """Memory that Pillow needs at its peak, as measured: for the decoder's copies, rotation and a white background."""
+    if image.format == "WEBP":
+        return 20
+    if image.has_transparency_data or "progressive" in image.info:
+        return 12
+    return 8
+
+
+def _check_pixels(width: int, height: int, limit: int) -> None:
+    if width * height > limit:
+        raise BadImage(f"the image is too large: {width:,} × {height:,} pixels, and at most {limit:,} are decoded")
+
+
+def _rotate_upright(image: Any) -> None:
+    from PIL import ImageOps
+
+    with suppress(Exception):  # an image with a damaged EXIF block is not rotated
+        ImageOps.exif_transpose(image, in_place=True)
+
+
+def _convert(image: Any, mode: str) -> Any:
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip instead of scale
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.new("RGB", image.size, "white")
+        image.paste(layer, mask=layer)
+    return image if image.mode == mode else image.convert(mode)

@@ -1,0 +1,111 @@
+"""Decode images in a process beside this one: decoders are native code, and an image may kill the process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from raytrain.data.images.crop_box import Crop, stretch
+from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
+
+_MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
+_READY, _PIXELS, _REASON = b"ready", b"+", b"-"
+
+
+class DecodeProcess:
+    """Decodes images to ``shape`` in another process. That starts with the first image, and again if it was killed."""
+
+    def __init__(self, shape: ImageShape) -> None:
+        self._shape = shape
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> DecodeProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._clean_up(self._process)
+
+    def decode(self, data: bytes, crop: Crop = stretch) -> Pixels:
+        """See ``decode``. An image that kills the process twice raises BadImage, too."""
+        ended = ""
+        for _ in range(2):  # the first time, something else may have killed it
+            process = self._process or self._start()
+            try:
+                return self._ask(data, crop)
+            except (EOFError, OSError):
+                ended = self._clean_up(process)
+        raise BadImage(f"decoding it ends the process ({ended})")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._pipe, theirs = Pipe()
+        shape = self._shape
+        arguments = (theirs.fileno(), shape.height, shape.width, shape.channels)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "raytrain.data.images.decode_process", *map(str, arguments)],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the driver alone
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+        )
+        theirs.close()
+        with suppress(EOFError, OSError):
+            self._pipe.recv_bytes()
+            return self._process
+        raise RuntimeError(f"The process that decodes images could not start ({self._clean_up(self._process)}).")
+
+    def _ask(self, data: bytes, crop: Crop) -> Pixels:
+        self._pipe.send(crop)
+        self._pipe.send_bytes(data)
+        answer = self._pipe.recv_bytes()
+        if answer.startswith(_REASON):
+            raise BadImage(answer[1:].decode())
+        shape = self._shape
+        return np.frombuffer(answer, np.uint8, offset=1).reshape(shape.height, shape.width, shape.channels)
+
+    def _clean_up(self, process: subprocess.Popen[bytes]) -> str:
+        """Forget the process, and say how it ended."""
+        self._process = None
+        self._pipe.close()
+        status = process.wait()
+        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def _serve(connection: Connection, shape: ImageShape) -> None:
+    """Decode what comes through the connection, until the other process closes it or ends."""
+    _limit_memory()
+    connection.send_bytes(_READY)
+    with suppress(EOFError, OSError):
+        while True:
+            crop = connection.recv()
+            connection.send_bytes(_answer(connection.recv_bytes(), shape, crop))
+
+
+def _answer(data: bytes, shape: ImageShape, crop: Crop) -> bytes:
+    try:
+        return _PIXELS + decode(data, shape, crop).tobytes()
+    except BadImage as error:
+        return _REASON + str(error).encode()
+
+
+def _limit_memory() -> None:
+    """Have an image that takes all memory end this process, before the kernel ends another one."""
+    with suppress(OSError, ValueError):  # only Linux tells how much is used now
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+if __name__ == "__main__":
+    _handle, *_sides = map(int, sys.argv[1:])
+    _serve(Connection(_handle), ImageShape(*_sides))

@@ -1,0 +1,96 @@
+"""Fetch and decode the images of a manifest. Never imports torch, because it runs in data tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytrain.data.images.crop_box import STRETCHED, Crop, Cropping
+from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
+from raytrain.data.images.decode_process import DecodeProcess
+from raytrain.data.labels.manifest import Manifest
+from raytrain.data.shards import DamagedShard, each_packed
+from raytrain.storage.store import ObjectChanged, Store
+
+_DecodeOne = Callable[[bytes, Crop], Pixels]
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Fetches and decodes the images of one store.
+
+    ``isolated``: images are decoded in a process of their own, so that one that kills it is an unreadable image. That
+    takes some 0.2 s to start, and 50 µs an image.
+    """
+
+    store: Store
+    shape: ImageShape
+    cropping: Cropping = STRETCHED
+    isolated: bool = False
+
+    def read(self, manifest: Manifest, crops: Sequence[Crop] | None = None) -> tuple[Pixels, dict[int, str]]:
+        """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
+
+        ``crops`` say what is seen of each image, in place of the reader's cropping. The pixels of an unreadable image
+        are 0. Raises StorageError if the store refuses or cannot be reached.
+        """
+        with self._decoder() as decode_one:
+            return self._read(manifest, crops, decode_one)
+
+    def read_each(self, manifests: Iterable[Manifest]) -> Iterator[tuple[Pixels, dict[int, str]]]:
+        """What :meth:`read` returns for each of ``manifests``, all decoded in one process if they are ``isolated``."""
+        with self._decoder() as decode_one:
+            for manifest in manifests:
+                yield self._read(manifest, None, decode_one)
+
+    @contextmanager
+    def _decoder(self) -> Iterator[_DecodeOne]:
+        if not self.isolated:
+            yield lambda data, crop: decode(data, self.shape, crop)
+            return
+        with DecodeProcess(self.shape) as process:
+            yield process.decode
+
+    def _read(
+        self, manifest: Manifest, crops: Sequence[Crop] | None, decode_one: _DecodeOne
+    ) -> tuple[Pixels, dict[int, str]]:
+        """Decode each image as it arrives, while others are on their way."""
+        shape, crops = self.shape, crops or [self.cropping.crop] * len(manifest)
+        images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
+        bad: dict[int, str] = {}
+        for index, data in _each_content(self.store, manifest):
+            try:
+                images[index] = decode_one(require_bytes(data), crops[index])
+            except BadImage as error:
+                bad[index] = str(error)
+        return images, dict(sorted(bad.items()))
+
+
+def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
+    """The files of the images of ``manifest``, in its order, or why one cannot be read."""
+    contents: list[bytes | Exception] = [b""] * len(manifest)
+    for index, content in _each_content(store, manifest):
+        contents[index] = content
+    return contents
+
+
+def _each_content(store: Store, manifest: Manifest) -> Iterator[tuple[int, bytes | Exception]]:
+    if manifest.packing is not None:
+        return each_packed(store, manifest.packing)
+    return store.get_each(manifest.keys.to_pylist(), manifest.etags.to_pylist())
+
+
+def require_bytes(data: bytes | Exception) -> bytes:
+    """The content of a file; raises BadImage if the file itself is at fault, and any other exception as it is."""
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, FileNotFoundError):
+        raise BadImage("the object is gone")
+    if isinstance(data, ObjectChanged):
+        raise BadImage("the object was replaced after it was listed")
+    if isinstance(data, DamagedShard):
+        raise BadImage(str(data))
+    raise data

@@ -1,0 +1,1 @@
+"""Sample order: which samples each batch and each worker has."""

@@ -1,0 +1,216 @@
+"""Curves of one run or several: braille plots in the terminal, figures as PNG."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import RenderableType
+from rich.table import Table
+
+from raytrain.display.braille_plot import Plot, Series
+from raytrain.display.console import run_styles
+from raytrain.display.formatting import format_duration
+from raytrain.errors import UsageError
+from raytrain.runs.metric_row import Kind, MetricRow, steps_per_epoch
+from raytrain.runs.records import RunRecord
+from raytrain.storage.open import check_output, write_output
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY, LIGHT = "#666666", "#f1f3f6"
+BLUE, ORANGE = "#1f6fb4", "#e8710a"
+_DPI = 120
+
+
+def save_png(figure: Figure, output: str) -> None:
+    """Write ``figure`` to a file or an ``s3://`` object. Raises UsageError if its name does not end in ``.png``."""
+    check_output(output, (".png",), "--png")
+    write_output(output, png_bytes(figure))
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """``figure`` as the content of a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=_DPI)
+    return content.getvalue()
+
+
+def plain_axes(axes: Axes) -> None:
+    """Keep of the frame what helps to read the plot."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="y", nbins=6)
+
+
+_COMPARED: tuple[tuple[str, Kind, str], ...] = (
+    ("training loss", "step", "loss"),
+    ("test accuracy", "evaluation", "accuracy"),
+)
+
+
+def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) -> str:
+    """The title above a run's curves."""
+    startup = "" if startup_s is None else f", {format_duration(startup_s)} of it start-up"
+    return f"Epoch: {epoch}, Elapsed: {format_duration(elapsed_s)}{startup}"
+
+
+def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
+    """Loss and accuracy over the steps: a line for training, a dot for each evaluation."""
+    loss, accuracy = (
+        Plot(
+            name,
+            [
+                _series("train", "cyan", rows, "step", name),
+                _series("test", "yellow", rows, "evaluation", name, mark="●"),
+            ],
+            height,
+        )
+        for name in ("loss", "accuracy")
+    )
+    return side_by_side(loss, accuracy)
+
+
+def comparison_plots(
+    records: Sequence[RunRecord], labels: Sequence[str] | None = None, height: int = 10
+) -> RenderableType:
+    """Training loss and test accuracy over the steps, a line for each run, called by its name or its label."""
+    styles, labels = run_styles(records), labels or [record.name for record in records]
+    loss, accuracy = (
+        Plot(
+            title,
+            [
+                _series(label, style, record.metrics, kind, name)
+                for label, record, style in zip(labels, records, styles, strict=True)
+            ],
+            height,
+            legend="below",
+        )
+        for title, kind, name in _COMPARED
+    )
+    return side_by_side(loss, accuracy)
+
+
+def side_by_side(left: Plot, right: Plot) -> RenderableType:
+    """Two plots, each half as wide as the screen."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    grid.add_row(left, right)
+    return grid
+
+
+def _series(
+    label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str, mark: str | None = None
+) -> Series:
+    """One metric of the rows of one kind."""
+    chosen = [row for row in rows if row.kind == kind]
+    return Series(label, style, [row.step for row in chosen], [row.value(metric) for row in chosen], mark)
+
+
+_MAX_EPOCH_LABELS = 20
+_MAX_DOTS = 60
+_KINDS: tuple[tuple[Kind, str, str, int], ...] = (("step", "train", BLUE, 2), ("evaluation", "test", ORANGE, 3))
+
+
+def curve_figure(record: RunRecord) -> Figure:
+    """Loss, accuracy and learning rate of a run over its steps. Raises UsageError if it has no history."""
+    _check_history([record])
+    figure, panels = _panels(["loss", "accuracy", "learning rate"], (9, 8.5))
+    for panel, name in zip(panels, ("loss", "accuracy", "learning_rate"), strict=True):
+        for kind, label, color, zorder in _KINDS:
+            _draw(panel, record.metrics, kind, name, label + " {:.3f}", color=color, zorder=zorder)
+        if name != "learning_rate" and panel.lines:
+            panel.legend(loc="lower right" if name == "accuracy" else "upper right", frameon=False)
+    _mark_epochs(panels, record.metrics)
+    last = record.metrics[-1]
+    title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    return figure
+
+
+def comparison_figure(records: Sequence[RunRecord]) -> Figure:
+    """Training loss and test accuracy of several runs over their steps. Raises UsageError if one has no history."""
+    _check_history(records)
+    figure, panels = _panels(["training loss", "test accuracy"], (9, 7.5))
+    for number, record in enumerate(records):
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
+        _draw(panels[0], record.metrics, "step", "loss", record.name, **style)
+        _draw(panels[1], record.metrics, "evaluation", "accuracy", record.name, **style)
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
+    return figure
+
+
+def _check_history(records: Sequence[RunRecord]) -> None:
+    for record in records:
+        if not record.metrics:
+            raise UsageError(
+                f"Run {record.name!r} has no history yet, so there are no curves to draw; its first row is written "
+                "after --log-every steps."
+            )
+
+
+def _panels(titles: Sequence[str], size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """Plots below each other that share the axis of steps; ``size`` in inches."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
+    figure = Figure(figsize=size, layout="constrained")
+    panels: list[Axes] = list(figure.subplots(len(titles), sharex=True))
+    for panel, title in zip(panels, titles, strict=True):
+        plain_axes(panel)
+        panel.margins(x=0.01)
+        panel.set_ylabel(title)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    return figure, panels
+
+
+def _draw(panel: Axes, rows: Sequence[MetricRow], kind: Kind, name: str, label: str, **style: Any) -> None:
+    """A line through the rows of one kind, with dots if they are few; ``label`` may format the last value."""
+    measured = [(row.step, value) for row in rows if row.kind == kind and (value := row.value(name)) is not None]
+    if measured:
+        steps, values = zip(*measured, strict=True)
+        dots = len(measured) == 1 or (kind == "evaluation" and len(measured) <= _MAX_DOTS)
+        panel.plot(
+            steps,
+            values,
+            label=label.format(values[-1]),
+            linewidth=1.4,
+            marker="o" if dots else None,
+            markersize=3.5,
+            **style,
+        )
+
+
+def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
+    """Shade every other epoch, or every other 2, 5, 10 … of them, and write their numbers above the plots."""
+    steps = steps_per_epoch(rows)
+    num_epochs = math.ceil(max(row.step for row in rows) / steps)
+    every = next(size for size in _round_numbers() if num_epochs <= size * _MAX_EPOCH_LABELS)
+    for panel in panels:
+        panel.set_xlim(0, num_epochs * steps)
+        for first in range(every, num_epochs, 2 * every):
+            last = min(first + every, num_epochs)
+            panel.axvspan(first * steps, last * steps, color=LIGHT, linewidth=0, zorder=0)
+    to_epoch, to_step = (lambda step: np.divide(step, steps)), (lambda epoch: np.multiply(epoch, steps))
+    top = panels[0].secondary_xaxis("top", functions=(to_epoch, to_step))
+    top.set_ticks(range(every, num_epochs + 1, every))
+    top.set_xlabel("epoch", color=GREY)
+    top.tick_params(length=0, colors=GREY)
+    top.spines["top"].set_visible(False)
+
+
+def _round_numbers() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, 100 …"""
+    power = 1
+    while True:
+        yield from (power, 2 * power, 5 * power)
+        power *= 10

@@ -1,0 +1,182 @@
+"""Tables of audit, devices, doctor and profile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raytrain.display.formatting import format_count, format_gigabytes, key_value_table
+from raytrain.runs.redact import one_line
+
+if TYPE_CHECKING:
+    from raytrain.diagnostics.audit import AuditResult, EpochAudit
+    from raytrain.diagnostics.devices import Devices
+    from raytrain.diagnostics.doctor import DoctorReport, Finding
+    from raytrain.diagnostics.network_probe import AllReduce
+    from raytrain.diagnostics.node_probe import Node, NodeReport
+    from raytrain.diagnostics.profile import ProfileResult
+    from raytrain.launch.placement import Placement
+
+_COUNTS = ("epoch", "planned", "used_once", "unreadable")
+_FAULTS = ("missing", "doubled", "misplaced")
+_NUM_FAULTS_SHOWN = 10
+
+
+def audit_page(result: AuditResult) -> RenderableType:
+    """The counts of each epoch and the verdict."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in (*_COUNTS, *_FAULTS):
+        table.add_column(name.replace("_", " "), justify="right")
+    for epoch in result.epochs:
+        counts = [getattr(epoch, name) for name in _COUNTS] + [len(getattr(epoch, fault)) for fault in _FAULTS]
+        table.add_row(*(f"{count:,}" for count in counts))
+    return Group(table, *_verdict(result))
+
+
+def _verdict(result: AuditResult) -> list[Text]:
+    steps = f"steps {result.first_step:,} to {result.last_step:,}"
+    if result.clean:
+        return [Text(f"Every readable sample was used exactly once per epoch, in its step ({steps}).", style="green")]
+    faults = [line for epoch in result.epochs for line in _faults(epoch)]
+    verdict = Text(f"Some samples were not used exactly once per epoch, in their step ({steps}):", style="red")
+    num_more = len(faults) - _NUM_FAULTS_SHOWN
+    more = [Text(f"  and {num_more:,} more; --json lists them all")] if num_more > 0 else []
+    return [verdict, *faults[:_NUM_FAULTS_SHOWN], *more]
+
+
+def _faults(epoch: EpochAudit) -> list[Text]:
+    return [
+        Text(f"  {fault} in epoch {epoch.epoch}: {one_line(key)}") for fault in _FAULTS for key in getattr(epoch, fault)
+    ]
+
+
+def devices_page(devices: Devices) -> RenderableType:
+    """A line for each device, and below them the problems that nodes reported."""
+    table = Table("node", "device", "name", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("memory", "driver", "capability"):
+        table.add_column(heading, justify="right")
+    for node in devices.nodes:
+        cpus = format_count(node.cpus, "CPU")
+        table.add_row(f"{node.address} {node.id}", "CPU", cpus, format_gigabytes(node.memory_bytes), "", "")
+        for number, gpu in enumerate(node.gpus):
+            memory = format_gigabytes(gpu.memory_bytes) if gpu.memory_bytes else "shared"
+            table.add_row("", f"GPU {number}", gpu.name, memory, gpu.driver, gpu.capability)
+    problems = [Text(f"✗ {node.address}: {problem}", "red") for node in devices.nodes for problem in node.problems]
+    return Group(table, *problems)
+
+
+_NUM_NODES_NAMED = 3
+
+
+def doctor_page(report: DoctorReport) -> RenderableType:
+    """The whole page."""
+    about = {
+        "versions": " · ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items()),
+        "data": report.data,
+        "storage": report.storage,
+        "--workers auto": report.placement and _placement_text(report.placement),
+        "all-reduce": report.all_reduce and _all_reduce_text(report.all_reduce),
+    }
+    return Group(key_value_table(about), _node_table(report), _findings(report))
+
+
+def _node_table(report: DoctorReport) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("node", no_wrap=True)
+    hardware = "CPUs, memory,\nobject store,\n--precision auto"
+    for heading in (hardware, "network,\nfree disk", "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
+        table.add_column(heading)
+    for node in report.nodes:
+        memory, object_store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
+        precision = node.report.precision if node.report else "unknown"
+        table.add_row(
+            f"{node.address}\n{node.id}",
+            f"{format_count(node.cpus, 'CPU')}\n{memory}\n{object_store}\n{precision}",
+            _network_and_disk(node.report),
+            _gpu_text(node),
+            *_access(node.report, checks_data=report.data is not None),
+        )
+    return table
+
+
+def _network_and_disk(report: NodeReport | None) -> str:
+    if report is None:
+        return "unknown"
+    interface = report.interface
+    speed = f"{interface.bits_per_s / 1e9:g} Gbit/s" if interface and interface.bits_per_s else "unknown speed"
+    return f"{interface.name if interface else 'unknown'}\n{speed}\n{format_gigabytes(report.disk.free_bytes)}"
+
+
+def _gpu_text(node: Node) -> str:
+    if node.report is None or not node.report.gpus:
+        return f"{node.gpus:g}"
+    return "\n".join(
+        f"{count} × {gpu.name.removeprefix('NVIDIA ')}\n{format_gigabytes(gpu.memory_bytes)}\ndriver {gpu.driver}"
+        for gpu, count in Counter(node.report.gpus).items()
+    )
+
+
+def _access(report: NodeReport | None, *, checks_data: bool) -> tuple[RenderableType, RenderableType, str]:
+    """Whether the node reads the data, whether it writes the storage, and with what credentials."""
+    if report is None:
+        return Text("no answer", "red"), Text("no answer", "red"), ""
+    writes = Text("yes", "green") if report.writable else Text("no", "red")
+    return _read_speed_text(report, checks_data), writes, report.identity or "none needed"
+
+
+def _read_speed_text(report: NodeReport, checks_data: bool) -> Text:
+    speed = report.read_speed
+    if speed is None:
+        return Text("no", "red") if checks_data else Text("not checked", "dim")
+    rates = f"{speed.images_per_s:,.0f} images/s\n{speed.bytes_per_s / 1e6:,.1f} MB/s"
+    return Text(f"{rates}\nlisted: {speed.listing_s:.2f} s", "green")
+
+
+def _placement_text(placement: Placement) -> str:
+    workers = f"{format_count(placement.num_workers, 'worker')} on {placement.device}"
+    return f"{workers}; CPUs for each: {placement.cpus:g} to train, {placement.data_cpus:.3g} to read images"
+
+
+def _all_reduce_text(found: AllReduce) -> str:
+    if found.bytes_per_s is None:
+        return f"failed with {found.backend}"
+    return f"{found.bytes_per_s / 1e6:,.0f} MB/s between {found.num_nodes} nodes with {found.backend}"
+
+
+def _findings(report: DoctorReport) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    for mark, style, findings in (("✗", "red", report.failures), ("!", "yellow", report.warnings)):
+        for finding in findings:
+            grid.add_row(Text(mark, style), Text(_which_nodes(finding, len(report.nodes)) + one_line(finding.sentence)))
+    if report.ok:
+        grid.add_row(Text("✓", "green"), "Nothing prevents training.")
+    return grid
+
+
+def _which_nodes(finding: Finding, num_nodes: int) -> str:
+    named, num_more = finding.nodes[:_NUM_NODES_NAMED], len(finding.nodes) - _NUM_NODES_NAMED
+    if not named or num_nodes == 1:
+        return ""
+    if len(finding.nodes) == num_nodes:
+        return f"All {num_nodes} nodes: "
+    return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "") + ": "
+
+
+def profile_page(result: ProfileResult) -> RenderableType:
+    """A line for each phase, the advice, and where the traces are."""
+    table = Table("phase", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("ms", "share", "slowest worker"):
+        table.add_column(heading, justify="right")
+    for name, seconds in result.phases.items():
+        times = [worker[name] for worker in result.workers]
+        slowest = f"{1000 * max(times):,.1f} ms (worker {times.index(max(times))})"
+        table.add_row(name, f"{1000 * seconds:,.1f}", f"{seconds / result.step_s:.0%}", slowest)
+    table.add_section()
+    table.add_row("a step", f"{1000 * result.step_s:,.1f}", "100%", "")
+    traces = Text("Traces, for chrome://tracing or https://ui.perfetto.dev:\n  " + "\n  ".join(result.traces), "dim")
+    return Group(table, Text(result.advice, "bold"), Text(), traces)

@@ -1,0 +1,177 @@
+"""Which images stay decoded in memory, or as files on a disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.data.dataset import Dataset
+from raytrain.data.images.decode import ImageFormat
+from raytrain.data.labels.manifest import Manifest
+from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.block_order import CacheOrder, rows_per_block
+from raytrain.errors import UsageError
+from raytrain.launch.placement import image_memory
+from raytrain.launch.prepare import PreparedRun
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.runs.history import History
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.runs.outcome import EndStatus, StopReason
+from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
+from raytrain.storage.temporary_files import TemporaryFolder
+
+_AUTO_FRACTION = 0.4  # of that memory; the rest is for blocks that are streamed
+_DISK_FRACTION = 0.5  # of what is free
+_LEAST_DISK_BYTES = 1 << 30
+_SHARED_FRACTION = 0.8  # of that memory, for runs that train at once on the same images
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """Whether the decoded training images are kept in memory, and the test images; and files of a bucket on a disk."""
+
+    train: bool
+    test: bool
+    disk: DiskCache | None = None
+
+
+def choose_cache(
+    config: ResolvedConfig, data: Dataset, plan: BatchPlan, first_step: int, memory_bytes: int
+) -> CacheChoice:
+    """Decide what is kept, where ``memory_bytes`` is what a machine has for decoded images.
+
+    Raises UsageError if ``--cache memory`` asks for more, or ``--cache disk`` for a folder that cannot be used.
+    """
+    train_bytes, test_bytes = data.num_bytes
+    if config.cache == "memory" and train_bytes + test_bytes > memory_bytes:
+        raise UsageError(
+            f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a "
+            f"machine has {memory_bytes / 1e9:.1f} GB for them; use --cache auto."
+        )
+    if config.cache == "disk":
+        return CacheChoice(False, False, _disk_cache(config, data))
+    if config.cache != "auto":
+        return CacheChoice(config.cache == "memory", config.cache == "memory")
+    room = _AUTO_FRACTION * memory_bytes
+    used_again = plan.num_steps - first_step > plan.steps_per_epoch
+    train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
+    read_again = used_again or data.train.packing is not None  # several blocks need images of one shard
+    return CacheChoice(train, test_bytes <= room, _disk_if_useful(config, data) if read_again and not train else None)
+
+
+def keeps_shared(config: TrainConfig, data: Dataset, memory_bytes: int) -> bool:
+    """Whether runs that train at once on the same images keep them decoded, once for all, in ``memory_bytes``."""
+    fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
+    return config.cache == "memory" or (config.cache == "auto" and fits)
+
+
+def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
+    """The cache that ``--cache disk`` asks for. Raises UsageError if it cannot be used on this machine."""
+    if data.train_store.cloud is None:
+        raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
+    folder = _folder(config)
+    try:
+        if not make_folder(folder):
+            raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(
+            f"--cache is disk, and {folder} cannot be written ({error.strerror}); name another --cache-folder."
+        ) from None
+    room_bytes = max(0, usable_bytes(folder)) + kept_bytes(folder)
+    if config.cache_limit_gb is not None:
+        return DiskCache(folder, int(config.cache_limit_gb * 1e9), time.time())
+    if room_bytes < _LEAST_DISK_BYTES:
+        raise UsageError(
+            f"--cache is disk, and the disk of {folder} has {room_bytes / 1e9:.1f} GB to spare; make room there, or "
+            "name another --cache-folder."
+        )
+    return DiskCache(folder, int(_DISK_FRACTION * room_bytes), time.time())
+
+
+def _disk_if_useful(config: ResolvedConfig, data: Dataset) -> DiskCache | None:
+    """A cache on this machine's disk, if the images are in a bucket and it has the room."""
+    try:
+        return _disk_cache(config, data)
+    except UsageError:
+        return None
+
+
+def _folder(config: ResolvedConfig) -> str:
+    return os.path.abspath(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
+
+
+@dataclass(frozen=True)
+class ImageCache:
+    """Images that are kept decoded: the ``folder`` of the files, the same for all workers of a machine.
+
+    ``train`` and ``test`` are the orders in which images are kept; None if they are streamed. ``disk`` keeps files of a
+    bucket as they are.
+    """
+
+    folder: str
+    train: CacheOrder | None
+    test: CacheOrder | None
+    disk: DiskCache | None
+
+
+def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
+    """Decide what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed.
+
+    Raises UsageError if ``--cache memory`` asks for more memory than there is.
+    """
+    parent, memory_bytes = image_memory()
+    plan = data.plan(config)
+    choice = choose_cache(config, data, plan, first_step, memory_bytes)
+    folder = opened.enter_context(TemporaryFolder(parent))
+    train = CacheOrder(plan, plan.cursor(first_step), _rows_per_block(data.train, data.train_format))
+    test = CacheOrder(data.test_plan(1), Cursor(), _rows_per_block(data.test, data.test_format))
+    return ImageCache(str(folder), train if choice.train else None, test if choice.test else None, choice.disk)
+
+
+def _rows_per_block(manifest: Manifest, format: ImageFormat) -> int:
+    return rows_per_block(format.shape.num_bytes, packed=manifest.packing is not None)
+
+
+class SharedImages:
+    """Images that several runs of this machine keep decoded, once for all, while it is open.
+
+    ``prepared`` is what the runs belong to, whose documents list the images that cannot be used; ``config`` are the
+    options of one of them. Raises UsageError as :func:`image_cache` does.
+    """
+
+    def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
+        self._opened = ExitStack()
+        kept = dataclasses.replace(config, cache="memory")
+        self.cache = image_cache(kept, prepared.data, 0, self._opened)
+        steps_per_epoch = prepared.data.plan(config).steps_per_epoch
+        self._monitor = RunMonitor(
+            prepared.name, num_steps, steps_per_epoch, History(prepared.store), skip_limit=prepared.skip_limit()
+        )
+
+    def __enter__(self) -> SharedImages:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()
+
+    def look(self) -> tuple[StopReason | None, str | None]:
+        """A request to stop all runs, and why the images cannot be used, if that is so."""
+        return self._monitor.stop_request, self._monitor.failure
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        """Note images that a run could not use."""
+        self._monitor.skip(images)
+
+    def skipped_images(self) -> list[SkippedImage]:
+        """The images that no run can use."""
+        return self._monitor.skipped_images
+
+    def finish(self, status: EndStatus) -> None:
+        """End the list of skipped images: it is in storage when this returns."""
+        self._monitor.finish(status)

@@ -1,0 +1,113 @@
+"""The coordinator of a run: its processes report to it, and the session asks it how the run stands and how it ended.
+
+A plain class. Ray hosts it in an actor (``ray/coordinator.py``), the local backend at a socket (``local/calls.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.monitor.events import WorkerFailed
+from raytrain.monitor.monitor import RunMonitor
+from raytrain.runs.history import History
+from raytrain.runs.metric_row import SkipLimit, SkippedImage
+from raytrain.runs.outcome import Outcome
+from raytrain.storage.store import Store
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of a run's end: ``outcome`` and ``error`` are the workers' last words, at most one of them.
+
+    ``failure`` is why the run has to end although its workers could continue, and ``lost`` why they failed last.
+    ``is_checked``: the network, its weights and the options fit together, so that the run may be written down.
+    """
+
+    is_checked: bool
+    outcome: Outcome | None
+    error: RaytrainError | None
+    failure: str | None
+    lost: str | None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the workers have nothing more to say."""
+        return self.outcome is not None or self.error is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run failed, as far as the workers or the monitor know; None if it did not."""
+        return self.failure or (self.error and str(self.error)) or (self.outcome and self.outcome.error)
+
+    @property
+    def accumulate(self) -> int | None:
+        """In how many parts a global batch may fit into memory, if it did not."""
+        return self.error.accumulate if isinstance(self.error, OutOfMemory) else None
+
+
+class Coordinator(RunMonitor):
+    """The monitor of the run in ``store``, and what its workers say of how it ends.
+
+    ``started_at`` is when the user started the run, as ``time.monotonic()`` tells the time on this machine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        num_steps: int,
+        steps_per_epoch: int,
+        skip_limit: SkipLimit | None = None,
+        started_at: float | None = None,
+    ) -> None:
+        history = History(store)
+        super().__init__(name, num_steps, steps_per_epoch, history, skip_limit=skip_limit, started_at=started_at)
+        self._is_checked = False
+        self._end_has_come = threading.Event()
+        self._outcome: Outcome | None = None
+        self._error: RaytrainError | None = None
+        self._lost: str | None = None
+        self._told: str | None = None  # by the first worker that failed, since the workers were started last
+
+    def checked(self) -> None:
+        """The network, its weights and the options fit together."""
+        self._is_checked = True
+
+    def conclude(self, outcome: Outcome) -> None:
+        """The run is over for its workers."""
+        self._outcome = outcome
+        self._end_has_come.set()
+
+    def give_up(self, error: RaytrainError) -> None:
+        """A worker met an error of the user's: trying again would end the same way."""
+        self._error = self._error or error
+        self._end_has_come.set()
+
+    def worker_failed(self, rank: int, reason: str, trace: str) -> None:
+        """A worker cannot continue; its neighbours end, too."""
+        _logger.debug("worker %d failed: %s", rank, trace)
+        self._told = self._told or f"worker {rank} failed: {reason}"
+
+    def workers_lost(self, killed: dict[int, str]) -> None:
+        """All workers have ended, and start again unless they have failed too often; signals have ``killed`` some."""
+        dead = [f"worker {rank} was killed by {name}" for rank, name in killed.items()]
+        self._lost = " and ".join(dead) or self._told or "the workers exited without an error message"
+        self._told = None
+        self.event(WorkerFailed(self._lost))
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait at most ``timeout_s`` seconds until the workers have said how the run ends."""
+        self._end_has_come.wait(timeout_s)
+
+    def ending(self) -> Ending:
+        """How the run ends, as far as this is known."""
+        return Ending(self._is_checked, self._outcome, self._error, self.failure, self._lost)
+
+    def list_skipped(self) -> list[SkippedImage]:
+        """The images that could not be used so far."""
+        return self.skipped_images

@@ -1,0 +1,105 @@
+"""One worker of the local backend: what it is forked for, and what it tells the process that started the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+
+import torch.distributed as dist
+
+from raytrain.errors import RaytrainError
+from raytrain.launch.local.calls import CallAddress, Caller
+from raytrain.launch.prepare import load_loop
+from raytrain.launch.worker import WorkerTask, collective_backend, train_worker, worker_device
+from raytrain.monitor.events import Event
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.outcome import Outcome
+
+_POLL_S = 20.0
+
+
+def work(task: WorkerTask) -> None:
+    """Train on this worker until the run ends or stops. An error of the user's ends the run, any other one is retried.
+
+    Called in a process that the agent has forked.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
+    rank = int(os.environ["RANK"])
+    call = Caller(task.calls)
+    try:
+        outcome = _train(task, rank, SocketReporter(task.calls, watch=rank == 0))
+    except RaytrainError as error:
+        call("give_up", error)
+        return
+    except Exception as error:
+        last_line = (str(error).strip().splitlines() or ["no message"])[-1]
+        call("worker_failed", rank, f"{type(error).__name__}: {last_line}", traceback.format_exc())
+        os._exit(1)  # the agent starts all workers again
+    if rank == 0:
+        call("conclude", outcome)
+
+
+def _train(task: WorkerTask, rank: int, reporter: SocketReporter) -> Outcome:
+    device = worker_device(task.config)
+    if task.num_workers > 1:
+        store = f"file://{task.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        dist.init_process_group(collective_backend(device), store, rank=rank, world_size=task.num_workers)
+    return train_worker(task, load_loop(task.config, task.loop), device, reporter)
+
+
+class SocketReporter:
+    """A :class:`raytrain.training.protocols.Reporter` that calls the coordinator in the process that started the run.
+
+    With ``watch``, it waits there for a stop request.
+    """
+
+    def __init__(self, calls: CallAddress, *, watch: bool) -> None:
+        self._call = Caller(calls)
+        self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
+        self._stop_requested = threading.Event()
+        if watch:
+            threading.Thread(target=self._watch, args=(Caller(calls),), daemon=True, name="stop-watch").start()
+
+    def checked(self) -> None:
+        """The network and its weights fit together: the run may be written down."""
+        self._call("checked")
+
+    def started(self, num_workers: int, step: int) -> None:
+        """The workers start, or resume, after ``step`` steps."""
+        self._call("started", num_workers, step)
+
+    def record(self, row: MetricRow) -> None:
+        """Add a row of metrics."""
+        self._call("record", row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note how this worker's machine is used."""
+        self._call("measured", use)
+
+    def event(self, event: Event) -> None:
+        """Note something worth a line."""
+        self._call("event", event)
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        """Note images that cannot be used."""
+        self._call("skip", images)
+
+    def flush(self) -> None:
+        """Wait until all rows so far are in storage."""
+        self._call_slowly("flush")
+
+    def stop_requested(self) -> bool:
+        """Whether the run should stop."""
+        return self._stop_requested.is_set()
+
+    def checkpoint_requested(self) -> bool:
+        """Never: there are only the checkpoints that the options ask for."""
+        return False
+
+    def _watch(self, call: Caller) -> None:
+        while not self._stop_requested.is_set():
+            if call("wait_for_stop_request", _POLL_S) is not None:
+                self._stop_requested.set()

@@ -1,0 +1,222 @@
+"""Batches from images that the workers of a machine decode, and keep in memory that they share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.dataset import Dataset
+from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.labels.manifest import Manifest
+from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.block_order import CacheOrder, WorkerOrder, rows_per_block
+from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.permutation import Int64s
+from raytrain.launch.cache_choice import ImageCache
+from raytrain.launch.placement import cores
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.storage.locks import file_lock
+from raytrain.storage.store import Store
+
+ReadBlock = Callable[[Int64s, int], Block]
+"""Reads some samples and decodes them for an epoch."""
+
+
+class SharedBlocks:
+    """The blocks of ``order``, by number. All processes that name the same ``folder`` share them.
+
+    Safe to call from several threads. Raises what ``read`` raises.
+    """
+
+    def __init__(self, folder: Path, order: CacheOrder, shape: ImageShape, read: ReadBlock) -> None:
+        self._folder = folder
+        self._order = order
+        self._read = read
+        num_samples, num_blocks = order.plan.num_samples, len(order)
+        folder.mkdir(exist_ok=True)
+        self._file = os.open(folder / "images", os.O_RDWR | os.O_CREAT, 0o600)
+        self._images_at = num_samples * np.dtype(np.int64).itemsize  # after the labels
+        self._written_at = self._images_at + num_samples * shape.num_bytes
+        os.ftruncate(self._file, self._written_at + num_blocks)
+        content = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
+        self._labels = np.frombuffer(content, np.int64, num_samples)
+        pixels = np.frombuffer(content, np.uint8, num_samples * shape.num_bytes, self._images_at)
+        self._images = pixels.reshape(num_samples, shape.height, shape.width, shape.channels)
+        self._written = np.frombuffer(content, np.bool_, num_blocks, self._written_at)  # (blocks,)
+
+    def __call__(self, number: int) -> Block:
+        """Block ``number``, which this process reads unless another one has, or does."""
+        if not self._written[number]:
+            self._write(number, wait=True)
+        rows = self._rows(number)
+        return Block(self._images[rows], self._labels[rows], self._order.samples(number))
+
+    def read_ahead(self) -> None:
+        """Read the blocks that nobody has read or reads, in order. Several threads and processes may do so at once."""
+        for number in range(len(self._order)):
+            # Another one reads this block; or it cannot be read, which whoever needs it will be told.
+            with suppress(Exception):
+                self._write(number, wait=False)
+
+    def _write(self, number: int, wait: bool) -> None:
+        with file_lock(self._folder / f"{number}.lock", wait=wait):
+            if self._written[number]:
+                return
+            block = self._read(self._order.samples(number), self._order.epoch(number))
+            first = self._rows(number).start
+            # Not through the mapping: a full disk would end the process without a word.
+            _write_at(self._file, block.images, self._images_at + first * self._images[0].nbytes)
+            _write_at(self._file, block.labels, first * block.labels.itemsize)
+            _write_at(self._file, np.ones(1, np.bool_), self._written_at + number)
+
+    def _rows(self, number: int) -> slice:
+        start = number * self._order.rows_per_block
+        return slice(start, start + self._order.rows_per_block)
+
+
+def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
+    remaining = memoryview(values.tobytes())
+    while remaining:
+        written = os.pwrite(file, remaining, offset)
+        remaining, offset = remaining[written:], offset + written
+
+
+OnSkipped = Callable[[list[SkippedImage]], None]
+
+_AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
+_MAX_THREADS = 8  # more of them would keep the loop from the interpreter
+
+
+class MachineBatches:
+    """A :class:`raytrain.training.protocols.BatchSource` over images that this process and its neighbours decode.
+
+    Threads decode ahead, as long as the process lives. ``on_skipped`` is called with the images of a block that cannot
+    be used, in the process that reads it. ``isolated``: see :class:`ImageReader`.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        plan: BatchPlan,
+        rank: int,
+        loads: Sequence[float],
+        cache: ImageCache,
+        on_skipped: OnSkipped,
+        *,
+        isolated: bool,
+    ) -> None:
+        data = data.kept_on(cache.disk)
+        test_plan = data.test_plan(len(loads))
+        train = _ImageSet(data.train_store, data.train, data.train_format, isolated, on_skipped)
+        test = _ImageSet(data.test_store, data.test, data.test_format, isolated, on_skipped)
+        folder = Path(cache.folder)
+        self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.train)
+        self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
+        for _ in range(num_decoders()):
+            threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        """This worker's part of each global batch from ``first_step`` on."""
+        return self._train.batches(first_step)
+
+    def test(self) -> Iterator[LocalBatch]:
+        """This worker's part of the test images."""
+        return self._test.batches(0)
+
+    def _read_ahead(self) -> None:
+        self._train.read_ahead()
+        self._test.read_ahead()
+
+
+def num_decoders() -> int:
+    """Threads that decode in each of this machine's workers."""
+    return max(1, min(_MAX_THREADS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+@dataclass(frozen=True)
+class _ImageSet:
+    """Images of one manifest, and who hears of those that cannot be used."""
+
+    store: Store
+    manifest: Manifest
+    format: ImageFormat
+    isolated: bool
+    on_skipped: OnSkipped
+
+    @property
+    def rows_per_block(self) -> int:
+        return rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
+
+    def read(self, samples: Int64s, epoch: int) -> Block:
+        """The images of ``samples``, decoded for ``epoch``."""
+        wanted = self.manifest.select(samples % len(self.manifest))
+        crops = self.format.cropping.crops(samples, epoch)
+        images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, crops)
+        labels = wanted.labels.astype(np.int64)
+        labels[list(bad)] = -1
+        if bad:
+            self.on_skipped([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
+        return Block(images, labels, samples)
+
+
+class _Cached:
+    """Images that are decoded once, and stay in the machine's memory."""
+
+    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder) -> None:
+        self._partition = partition
+        self._blocks = SharedBlocks(folder, order, images.format.shape, images.read)
+        self._cache = CachedBlocks(self._blocks, order)
+
+    def batches(self, first_step: int) -> Iterator[LocalBatch]:
+        return batches_from_cache(self._partition, self._cache, first_step)
+
+    def read_ahead(self) -> None:
+        self._blocks.read_ahead()
+
+
+class _Streamed:
+    """Images that are decoded whenever they are needed."""
+
+    def __init__(self, images: _ImageSet, partition: Partition) -> None:
+        self._images = images
+        self._partition = partition
+
+    def batches(self, first_step: int) -> Iterator[LocalBatch]:
+        return batches_from_stream(self._partition, self._blocks(first_step), first_step)
+
+    def read_ahead(self) -> None: ...
+
+    def _blocks(self, first_step: int) -> Iterator[Block]:
+        """This worker's blocks in their order. Threads read a few of them ahead."""
+        rows = self._images.rows_per_block
+        order = WorkerOrder(self._partition, first_step, rows)
+        num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // (rows * self._images.format.shape.num_bytes))
+        with ThreadPoolExecutor(num_decoders(), thread_name_prefix="decode") as decoders:
+            reading: deque[Future[Block]] = deque()
+            try:
+                for number in range(len(order)):
+                    reading.append(decoders.submit(self._images.read, order.samples(number), order.epoch(number)))
+                    if len(reading) > num_ahead:
+                        yield reading.popleft().result()
+                while reading:
+                    yield reading.popleft().result()
+            finally:
+                decoders.shutdown(cancel_futures=True)
+
+
+def _source(images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder | None) -> _Cached | _Streamed:
+    return _Streamed(images, partition) if order is None else _Cached(images, partition, folder, order)

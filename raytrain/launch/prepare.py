@@ -1,0 +1,394 @@
+"""Everything before a run starts: one ordered pass of checks, its images, its place in storage and its owner."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.network import Precision, timm_name
+from raytrain.errors import UsageError, flag
+from raytrain.launch.placement import Placement, fastest_precision
+from raytrain.monitor.snapshot import View
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.checkpoint_files import Identity, newest_step
+from raytrain.runs.documents import CONFIG, SWEEP, check_name, new_name, read_config, run_store
+from raytrain.runs.logs import STARTUP, DriverLog
+from raytrain.runs.metric_row import SkipLimit
+from raytrain.runs.ownership import RunClaim, claim_run
+from raytrain.storage.lent_credentials import Scope
+from raytrain.training.weights_source import DEFAULT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from raytrain.data.dataset import Dataset
+    from raytrain.storage.store import Store
+    from raytrain.trackers.tracking import NamedTracker
+    from raytrain.training.augment import Transforms
+    from raytrain.training.run import Run
+    from raytrain.training.run_spec import RunSpec
+
+
+def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
+    """The same options, but ``--weights DEFAULT`` of timm decide on size, cropping and normalisation of the images, as
+    far as the options leave that open.
+
+    torchvision's weights decide on nothing. Raises UsageError if timm has no such network.
+    """
+    name = timm_name(config.model)
+    if name is None or config.weights != DEFAULT:
+        return config
+    from raytrain.training.model import preprocessing  # imports torch and timm
+
+    wanted = preprocessing(name, config.channels)
+    return dataclasses.replace(
+        config, **{option: value for option, value in wanted.items() if getattr(config, option) is None}
+    )
+
+
+_LOG = logging.getLogger("raytrain")
+
+Loop = Callable[["Run"], None]
+"""A training loop: called on every worker with its part of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGroup:
+    """What several runs of this process share that train at once, each with one worker.
+
+    ``placement`` is each run's part of the machines. ``images`` are those of ``data``, as the backend keeps them
+    decoded for all runs; None if each run reads its own.
+    """
+
+    placement: Placement
+    data: Dataset
+    images: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that may start: its place in storage is its own until the context manager is left, and its data is there.
+
+    Beside that it holds what the caller of :func:`raytrain.train` wants: ``loop`` is his own function, if any, and
+    ``started_at`` when the user started the run, as ``time.monotonic()`` tells the time. ``restarting`` says that this
+    process started it before, and lost it: requests to stop it are still valid. ``log`` keeps what this process prints;
+    None if the run trains beside others of a ``group``.
+    """
+
+    config: TrainConfig
+    name: str
+    store: Store
+    data: Dataset
+    first_step: int
+    claim: RunClaim
+    log: DriverLog | None
+    loop: Loop | None
+    view: View | None
+    signals: StopSignals
+    trackers: Sequence[NamedTracker]
+    started_at: float
+    restarting: bool
+    group: RunGroup | None
+
+    def __enter__(self) -> PreparedRun:
+        if self.log is not None:
+            self.log.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.log is not None:
+            self.log.__exit__(kind, error, trace)
+        self.claim.close()
+
+    def load_loop(self) -> Loop | None:
+        """The training loop to use; None for the built-in one."""
+        return load_loop(self.config, self.loop)
+
+    def copy_log(self) -> None:
+        """Copy what the run's owner has printed: the run is about to end, and those who follow it with it."""
+        if self.log is not None:
+            self.log.copy()
+
+    def resolve(
+        self, num_workers: int, device: str, fastest_precision: Callable[[str], Precision] = fastest_precision
+    ) -> ResolvedConfig:
+        """The options with everything decided. ``fastest_precision`` is only called if it is up to us."""
+        return self.config.resolve(
+            name=self.name,
+            num_workers=num_workers,
+            device=device,
+            mean=self.data.mean,
+            std=self.data.std,
+            fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
+        )
+
+    def scope(self, *writes: str) -> Scope | None:
+        """What credentials that the cluster is lent are good for: reading the images, and URLs that start with one of
+        ``writes``. None if they are this process's own.
+        """
+        reads = f"{self.data.train_store.url}/", f"{self.data.test_store.url}/"
+        return Scope(reads, writes) if self.config.scope_keys else None
+
+    def skip_limit(self) -> SkipLimit:
+        """How many images may be skipped."""
+        return SkipLimit.of(self.config, len(self.data.train) + len(self.data.test))
+
+
+def check_asked(config: TrainConfig, loop: Loop | None = None) -> None:
+    """Raise UsageError for options that no run can start with, as far as they alone show it. Reads nothing."""
+    check_named(config)
+    if loop is None and config.loop is None:
+        config.check_learning_rate()
+    check_functions(config, loop)
+
+
+def check_places(config: TrainConfig) -> TrainConfig:
+    """The same options with a name; those of a run that resumes keep what it started with.
+
+    Raises UsageError or StorageError if storage cannot be written, the name is taken, the run was made with other
+    options, or there are no images: all that few requests tell, before a cluster starts.
+    """
+    from raytrain.storage.open import open_store
+
+    name = config.name or new_name(config.recipe)
+    open_store(config.storage).check_writable()
+    store = run_store(config.storage, name)
+    _check_free(config, name, store)
+    for url in filter(None, (config.data, config.test_data)):
+        open_store(url).check_readable()
+    config = dataclasses.replace(config, name=name)
+    if config.resume and not store.exists(CONFIG):
+        _LOG.warning("There is no run %r in %s yet; it starts from the beginning.", name, config.storage)
+    elif config.resume:
+        before = read_config(store)
+        config = _resumed(config, before)
+        check_options(config, before, f"Run {name!r}")
+    return config
+
+
+def prepare(
+    config: TrainConfig,
+    *,
+    loop: Loop | None = None,
+    view: View | None = None,
+    signals: StopSignals | None = None,
+    trackers: Sequence[NamedTracker] = (),
+    started_at: float | None = None,
+    restarting: bool = False,
+    group: RunGroup | None = None,
+) -> PreparedRun:
+    """List the images of a run whose options :func:`check_places` has returned, and make the run this process's own.
+
+    Writes nothing to it but the claim. Raises UsageError if the images are other ones than before, or if another
+    process owns the run.
+    """
+    assert config.name
+    store = run_store(config.storage, config.name)
+    if group is None:
+        config = with_preprocessing_of_weights(config)
+    data = group.data if group else _listed(config, store)
+    claim, first_step = _own(config, store)
+    return PreparedRun(
+        config=config,
+        name=config.name or "",
+        store=claim.owned_store,
+        data=data,
+        first_step=first_step,
+        claim=claim,
+        log=None if group else DriverLog(claim.owned_store),
+        loop=loop,
+        view=view,
+        signals=signals or StopSignals(),
+        trackers=trackers,
+        started_at=time.monotonic() if started_at is None else started_at,
+        restarting=restarting,
+        group=group,
+    )
+
+
+def _listed(config: TrainConfig, store: Store) -> Dataset:
+    from raytrain.data.dataset import open_dataset
+
+    STARTUP.info("listing the images …")
+    data = open_dataset(config, store)
+    _check_images(config, data, f"Run {config.name!r}")
+    return data
+
+
+def _check_free(config: TrainConfig, name: str, store: Store) -> None:
+    """Raise UsageError if a new run exists already."""
+    if store.exists(CONFIG) and not config.resume:
+        raise UsageError(
+            f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
+        )
+
+
+def _own(config: TrainConfig, store: Store) -> tuple[RunClaim, int]:
+    """Own the run, from its newest step on. Whoever owned it until now may have written a checkpoint since."""
+    name = config.name or ""
+    claim = claim_run(store, name)
+    try:
+        _check_free(config, name, store)
+        return claim, newest_step(store)
+    except BaseException:
+        claim.close()
+        raise
+
+
+def check_functions(config: TrainConfig, loop: Loop | None) -> None:
+    """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
+    from raytrain.config.user_function import check_module
+    from raytrain.training.model_names import check_model_name, check_optimizer_name
+    from raytrain.training.weights_source import check_weights_source
+
+    if loop is None and config.loop is not None and ":" in config.loop:
+        check_module("--loop", config.loop)
+    if loop is None and config.loop is None:  # a loop of the user's may train another network
+        check_model_name(config.model)
+        check_optimizer_name(config.optimizer)
+        _check_best(config)
+    if config.weights is not None and not config.resume:
+        check_weights_source(config.weights)
+
+
+def _check_best(config: TrainConfig) -> None:
+    """Raise UsageError if the built-in evaluation, which a loop of the user's may replace, lacks the best's metric."""
+    from raytrain.training import evaluation_metrics
+
+    metrics = evaluation_metrics.LABEL_METRICS if config.multi_label else evaluation_metrics.CLASS_METRICS
+    if config.best_metric not in metrics:
+        raise UsageError(
+            f"--best is {config.best_metric}, and evaluations measure {', '.join(metrics)}; name one of these."
+        )
+
+
+def check_named(config: TrainConfig) -> None:
+    """Raise UsageError if the data or the name is missing, or the name is not allowed."""
+    if not config.data:
+        raise UsageError(
+            "--data is missing; give s3://…, gs://…, az://… or a folder with one folder of images per class."
+        )
+    if config.resume and not config.name:
+        raise UsageError("--resume needs --name; `raytrain runs` lists the runs.")
+    if config.name:
+        check_name(config.name)
+
+
+def refuse_sweep(config: TrainConfig) -> None:
+    """Raise UsageError if a sweep is to be resumed as if it were a run."""
+    if config.resume and config.name and run_store(config.storage, config.name).exists(SWEEP):
+        raise UsageError(
+            f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
+        )
+
+
+def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:
+    """The training loop to use: ``loop``, or else the one that ``--loop`` names; None for the built-in one."""
+    if loop is not None or config.loop is None:
+        return loop
+    from raytrain.config.user_function import load_function
+
+    return load_function("--loop", config.loop)
+
+
+def load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
+    """The function that ``--transforms`` names."""
+    if config.transforms is None:
+        return None
+    from raytrain.config.user_function import load_function
+
+    return load_function("--transforms", config.transforms)
+
+
+def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | None, num_workers: int) -> RunSpec:
+    """The one way to put a run together, whoever trains it. ``num_workers`` only sizes the batches of evaluations."""
+    from raytrain.data.dataset import class_weights
+    from raytrain.training.run_spec import RunSpec
+
+    return RunSpec(
+        config=config,
+        loop=loop,
+        transforms=load_transforms(config),
+        classes=data.train.classes,
+        manifest_digest=data.train.digest,
+        plan=data.plan(config),
+        test_plan=data.test_plan(num_workers),
+        store=store,
+        class_weights=class_weights(config.class_weights, data.train),
+        label_sets=data.train.label_sets,
+    )
+
+
+def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
+    """The weights that ``--weights`` names, read once for all workers; None if the seed or a checkpoint decides.
+
+    Raises UsageError if the network, its weights or what is asked of its layers do not fit: the network is built here
+    for that alone.
+    """
+    from raytrain.training import transfer
+    from raytrain.training.model import check_growing_size
+    from raytrain.training.optim.optimizer import parameter_groups
+    from raytrain.training.prepared_models import checkpoint_gradients
+
+    config, num_classes = spec.config, len(spec.classes)
+    weights = transfer.initial_weights(config, spec.classes, first_step)
+    model = transfer.initial_model(config, num_classes, weights)
+    if spec.loop is None:  # a loop of the user's may train another network
+        check_growing_size(model, config)
+        transfer.freeze(model, config.freeze, num_classes)
+        parameter_groups(config, model, num_classes)  # no optimizer, which would import torch._dynamo: seconds
+        if config.gradient_checkpointing:
+            checkpoint_gradients(model)
+    return weights
+
+
+def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:
+    """Raise UsageError if ``what`` was started with options that make its checkpoints useless with those of ``config``.
+
+    The workers check the same by the checkpoint; here it is checked before a document of the run is overwritten.
+    """
+    Identity.of(config).check(Identity.of(before), what)
+
+
+def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:
+    """Raise UsageError if ``what`` was started with other images or labels, also before a document is overwritten."""
+    if data.stored is not None:
+        if data.train.labels_digest != data.stored.labels_digest:
+            raise UsageError(
+                f"{what} was made with other labels (digest {_shown(data.stored.labels_digest)}), and --labels has "
+                f"{_shown(data.train.labels_digest)}: resume with the labels that it was made with, or start a new run "
+                "under another --name."
+            )
+        now, then = (Identity.of(config, images.classes, images.digest) for images in (data.train, data.stored))
+        now.check(then, what)
+
+
+def _shown(labels_digest: str) -> str:
+    return f"{labels_digest[:8]}…" if labels_digest else "none, but class folders"
+
+
+def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
+    """On another number of workers, a run keeps the global batch and the learning rate that it started with."""
+    for option in ("freeze", "head_learning_rate_factor", "layer_decay", "decay_norms_and_biases", "ema_decay", "best"):
+        now, then = getattr(config, option), getattr(before, option)
+        if now != then:  # the state in its checkpoints is laid out by them
+            raise UsageError(
+                f"{flag(option)} is {now}, and the run was started with {then}; resume with that, or start another run "
+                "from its --weights."
+            )
+    kept = ("batch_size", "learning_rate", "image_size", "resize", "crop_fraction", "interpolation", "mean", "std")
+    return dataclasses.replace(
+        config,
+        precision=before.precision if config.precision == "auto" else config.precision,
+        **{option: getattr(before, option) for option in kept if getattr(config, option) is None},
+    )

@@ -1,0 +1,1 @@
+"""On Ray, all of it."""

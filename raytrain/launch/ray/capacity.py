@@ -1,0 +1,114 @@
+"""Workers that cannot be scheduled, and machines that an autoscaler is asked for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.launch.placement import Placement, available_workers, device_kind, wanted
+from raytrain.launch.ray.hardware import cluster_hardware, worker_resources
+from raytrain.launch.ray.private_api import autoscaler_problems
+from raytrain.runs.background import Throttle
+from raytrain.runs.redact import one_line
+
+_PLACED_WITHIN_S = 40.0
+_LOOK_EVERY_S = 5.0
+
+
+class CapacityCheck:
+    """Looks every few seconds, from 40 s after it was created, whether workers of ``placement`` find no room."""
+
+    def __init__(self, placement: Placement, num_workers: int) -> None:
+        self._placement = placement
+        self._num_workers = num_workers
+        self._created = time.monotonic()
+        self._throttle = Throttle()
+        self._waiting: set[str] = set()
+
+    def check(self) -> None:
+        """Raise UsageError if the same workers wait as at the last look: those that restart wait for a moment, too."""
+        if time.monotonic() - self._created < _PLACED_WITHIN_S or not self._throttle.due("look", _LOOK_EVERY_S):
+            return
+        waiting = _waiting_groups()
+        if waiting & self._waiting:
+            raise UsageError(self._sentence())
+        self._waiting = waiting
+
+    def _sentence(self) -> str:
+        free = ray.available_resources()
+        placed = self._placement
+        each = f"{placed.cpus:g} CPUs"
+        there = f"{free.get('CPU', 0.0):g} CPUs"
+        if placed.device == "cuda":
+            each += f" and 1 {device_kind(placed.accelerator_type, placed.device)}"
+            there += f" and {free.get('GPU', 0.0):g} GPUs"
+        return (
+            f"There is no room for {self._num_workers} workers of {each} each: the cluster has {there} free, and other "
+            "jobs use the rest; wait for them, or ask for fewer --workers."
+        )
+
+
+def _waiting_groups() -> set[str]:
+    """The placement groups of this driver that are not placed yet; a group's id ends with its driver's id."""
+    driver: str = ray.get_runtime_context().get_job_id()
+    groups: dict[str, Any] = ray.util.placement_group_table()  # pyright: ignore
+    return {number for number, group in groups.items() if group["state"] == "PENDING" and number.endswith(driver)}
+
+
+_LOG = logging.getLogger("raytrain")
+_ASK_EVERY_S = 0.5
+_SAY_EVERY_S = 60.0
+
+
+def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> None:
+    """Ask the cluster for room for the workers, and wait for it up to ``config.wait_for_machines_s``.
+
+    Raises UsageError if it has too little room even then, and KeyboardInterrupt once ``is_stopped``.
+    """
+    if not config.wait_for_machines_s:
+        return
+    found = cluster_hardware()
+    device, fewest, _ = wanted(config, found)
+    if fewest <= available_workers(config, device, found):
+        return
+    worker = worker_resources(device, 1.0, config.accelerator_type)
+    # The autoscaler sees a group that has no room as a request for machines. It ends with this process at the latest.
+    group = ray.util.placement_group([worker] * fewest)
+    try:
+        started = said = time.monotonic()
+        seen: tuple[int, list[str]] | None = None
+        while not group.wait(_ASK_EVERY_S):
+            now, num_devices = time.monotonic(), available_workers(config, device, cluster_hardware())
+            problems = autoscaler_problems()
+            if is_stopped():
+                raise KeyboardInterrupt
+            if now - started > config.wait_for_machines_s:
+                raise UsageError(_too_few(config, num_devices, device, problems))
+            if (num_devices, problems) != seen or now - said > _SAY_EVERY_S:
+                seen, said = (num_devices, problems), now
+                _LOG.warning(
+                    "Waiting for machines: there is room for %d of %d workers after %.0f of %.0f s.%s",
+                    *(min(num_devices, fewest), fewest, now - started, config.wait_for_machines_s),
+                    _in_the_clouds_words(problems),
+                )
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _too_few(config: TrainConfig, num_devices: int, device: str, problems: list[str]) -> str:
+    why = _in_the_clouds_words(problems) or " `ray status` says why no more machines came."
+    return (
+        f"--workers is {config.workers}, and after {config.wait_for_machines_s:g} s the cluster has {num_devices} "
+        f"{device_kind(config.accelerator_type, device)}.{why} Ask for fewer workers, or raise --wait-for-machines-s."
+    )
+
+
+def _in_the_clouds_words(problems: list[str]) -> str:
+    listed = "; ".join(one_line(each).rstrip(".") for each in problems)
+    return f" The autoscaler cannot start machines ({listed})." if problems else ""

@@ -1,0 +1,195 @@
+"""The coordinator of a run as an actor beside the driver, which everybody in the cluster talks to."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import ray
+from ray.actor import ActorProxy
+
+from raytrain.errors import UsageError
+from raytrain.launch.coordinator import Coordinator
+from raytrain.launch.ray.feed.exchange import BlockDirectory, Stream, StreamQueues
+from raytrain.launch.ray.hardware import ObjectStores
+from raytrain.launch.ray.private_api import on_this_node
+from raytrain.runs.documents import run_store
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import SkipLimit
+from raytrain.runs.outcome import StopReason
+from raytrain.storage.credentials import CredentialFields
+from raytrain.storage.lent_credentials import CredentialBroker
+from raytrain.storage.store import Store
+
+WAIT, FEED, KEYS = "wait", "feed", "keys"
+"""Concurrency groups of the calls that run beside the others: those of workers that wait, those of the driver's threads
+that fill queues, and those for credentials, without which what the workers wait for cannot be read."""
+_NAMESPACE = "raytrain"
+_WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
+_OTHER_WAITS = 8  # for a stop request, and until the history is written
+_ASKERS = 8
+_FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
+
+
+class RayCoordinator(Coordinator):
+    """A coordinator in a process of its own, with what the feed of images needs, and the driver's credentials.
+
+    Its calls that wait run beside the others, in concurrency groups. The cluster keeps the arguments of its
+    constructor, which hold no secret: ``store`` uses the credentials that are lent later.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        num_steps: int,
+        steps_per_epoch: int,
+        skip_limit: SkipLimit | None,
+        started_at: float | None,
+    ) -> None:
+        self._broker = CredentialBroker()
+        self._queues = StreamQueues()
+        self._directory = BlockDirectory()
+        self._stores = ObjectStores()
+        self._controller: list[Any] = []
+        store = store.with_lent_credentials(self._broker.source)
+        super().__init__(name, store, num_steps, steps_per_epoch, skip_limit, started_at)
+
+    # Credentials.
+
+    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
+        """See :meth:`CredentialBroker.lend`."""
+        self._broker.lend(ticket, cloud, fields)
+
+    @ray.method(concurrency_group=KEYS)
+    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
+        """See :meth:`CredentialBroker.credentials`."""
+        return self._broker.credentials(ticket, cloud)
+
+    # News of the training, beside that of the base class.
+
+    def measured_on(self, use: MachineUse, node_id: str) -> None:
+        """Note how a worker's machine is used, and how full the object store of its node is."""
+        self.measured(self._stores.add_to(use, node_id))
+
+    def received(self) -> None:
+        """Return once the earlier calls of the same process have returned."""
+
+    @ray.method(concurrency_group=WAIT)
+    def flush(self) -> None:
+        """See :meth:`RunMonitor.flush`; beside the other calls, because storage may be slow."""
+        super().flush()
+
+    @ray.method(concurrency_group=WAIT)
+    def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
+        """See :meth:`RunMonitor.wait_for_stop_request`."""
+        return super().wait_for_stop_request(timeout_s)
+
+    def set_controller(self, controller: list[Any]) -> None:
+        """Keep Ray Train's controller of this run: a list with the reference of its handle."""
+        self._controller = controller
+
+    def controller(self) -> list[Any]:
+        """What :meth:`set_controller` was given; empty until the controller has started."""
+        return self._controller
+
+    # Cached blocks.
+
+    def add_blocks(self, dataset: str, refs: list[Any]) -> None:
+        """See :meth:`BlockDirectory.add`."""
+        self._directory.add(dataset, refs)
+
+    def fail_blocks(self, reason: str) -> None:
+        """See :meth:`BlockDirectory.fail`."""
+        self._directory.fail(reason)
+
+    @ray.method(concurrency_group=WAIT)
+    def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
+        """See :meth:`BlockDirectory.blocks`."""
+        return self._directory.blocks(dataset, first, timeout_s)
+
+    # Streamed blocks.
+
+    def join_group(self) -> int:
+        """See :meth:`StreamQueues.join_group`."""
+        return self._queues.join_group()
+
+    def open_stream(self, stream: Stream) -> None:
+        """See :meth:`StreamQueues.open`."""
+        self._queues.open(stream)
+
+    @ray.method(concurrency_group=FEED)
+    def requested_stream(self, timeout_s: float) -> Stream | None:
+        """See :meth:`StreamQueues.requested`."""
+        return self._queues.requested(timeout_s)
+
+    @ray.method(concurrency_group=FEED)
+    def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
+        """See :meth:`StreamQueues.push`."""
+        return self._queues.push(stream, rank, block, depth)
+
+    @ray.method(concurrency_group=WAIT)
+    def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
+        """See :meth:`StreamQueues.take`."""
+        return self._queues.take(stream, rank, timeout_s)
+
+    def fail_stream(self, stream: Stream, reason: str) -> None:
+        """See :meth:`StreamQueues.fail`."""
+        self._queues.fail(stream, reason)
+
+    def close_streams(self) -> None:
+        """See :meth:`StreamQueues.close`."""
+        self._queues.close()
+
+
+CoordinatorHandle = ActorProxy[RayCoordinator]
+
+
+def start_coordinator(
+    name: str,
+    store: Store,
+    *,
+    num_steps: int,
+    steps_per_epoch: int,
+    num_workers: int,
+    skip_limit: SkipLimit | None = None,
+    started_at: float | None = None,
+) -> CoordinatorHandle:
+    """The coordinator of a run, on the driver's node. It is found by the run's URL from anywhere in the cluster.
+
+    All of up to ``num_workers`` workers may wait at once, each in a thread of the coordinator. Raises UsageError if the
+    run has a coordinator in this cluster already.
+    """
+    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, FEED: _FEEDERS, KEYS: _ASKERS}
+    actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
+    options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
+    named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)
+    try:
+        return named.remote(name, store, num_steps, steps_per_epoch, skip_limit, started_at)
+    except ValueError:  # Ray has no other error for a name that is taken
+        raise UsageError(
+            f"Run {name!r} is training in this cluster already; stop it first, or choose another --name."
+        ) from None
+
+
+def stop_coordinator(coordinator: CoordinatorHandle) -> None:
+    """End the coordinator's process."""
+    ray.kill(coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
+
+
+def request_stop_in_cluster(name: str, storage: str, address: str, request: StopReason) -> None:
+    """Ask a run that trains in the connected cluster to stop; raises UsageError if there is none of this name."""
+    try:
+        actor_name = _actor_name(name, run_store(storage, name).url)
+        coordinator: CoordinatorHandle = ray.get_actor(actor_name, namespace=_NAMESPACE)
+    except ValueError:
+        raise UsageError(
+            f"No run called {name!r} is training in the cluster at {address} with --storage {storage}; give the "
+            "--storage that it was started with, whose runs `raytrain runs` lists."
+        ) from None
+    ray.get(coordinator.request_stop.remote(request))
+
+
+def _actor_name(run: str, url: str) -> str:
+    """Others may have runs of the same name in this cluster, in storage of their own."""
+    return f"run:{run}:{hashlib.sha256(url.encode()).hexdigest()[:16]}"

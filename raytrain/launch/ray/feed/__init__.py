@@ -1,0 +1,1 @@
+"""Images on their way to the workers of a Ray cluster."""

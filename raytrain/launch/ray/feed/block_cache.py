@@ -1,0 +1,111 @@
+"""A data set kept decoded in Ray's object store: the driver fills it while training runs, every worker reads it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raytrain.data.blocks import Block, to_block
+from raytrain.data.images.decode import ImageShape
+from raytrain.data.plan.block_order import BlockRef, CacheOrder
+from raytrain.launch.ray.coordinator import CoordinatorHandle
+from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
+from raytrain.launch.ray.trainer import root_cause
+
+_POLL_S = 10.0
+_FIRST_BLOCKS = 4  # read before anything else starts, so that the first steps have data, and the cores
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class CachedImages:
+    """A data set that is kept decoded, and in which order."""
+
+    images: ImageSet
+    order: CacheOrder
+
+
+class CacheFiller:
+    """Reads data sets into the object store, one after the other, and reports each block to the run's coordinator.
+
+    The driver reads the first blocks itself, so that training can begin. Tasks read the rest, from :meth:`start`: after
+    the workers have started if both together would keep every core busy. The filler lives in the driver, which owns
+    the blocks: they outlast any worker, and Ray reads lost ones again.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorHandle,
+        cpus: DataCpus,
+        sets: dict[str, CachedImages],
+    ) -> None:
+        self._coordinator = coordinator
+        self._cpus = cpus
+        self._sets = sets
+        self._refs: list[Any] = []
+        self._started = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._fill, daemon=True, name="cache")
+        self._thread.start()
+
+    def start(self) -> None:
+        """Read the rest from now on."""
+        self._started.set()
+
+    def close(self) -> None:
+        """Stop reading, and release the blocks."""
+        self._closed = True
+        self._started.set()
+        self._thread.join(_CLOSE_S)
+        self._refs.clear()
+
+    def _fill(self) -> None:
+        try:
+            heads = {name: self._add_head(name, cached) for name, cached in self._sets.items()}
+            self._started.wait()
+            for name, cached in self._sets.items():
+                turns = (BlockRef(0, number) for number in range(heads[name], len(cached.order)))
+                refs = blocks_by_tasks(cached.images, [cached.order], turns, self._cpus.num_tasks, self._cpus.task)
+                for _, ref in refs:
+                    if self._closed:
+                        return
+                    self._add(name, ref)
+        except Exception as error:
+            if not self._closed:
+                self._coordinator.fail_blocks.remote(root_cause(error))
+
+    def _add_head(self, name: str, cached: CachedImages) -> int:
+        """Read the first blocks in this process; return how many."""
+        count = min(_FIRST_BLOCKS, len(cached.order)) if name == "train" else 0
+        for number in range(count):
+            self._add(name, ray.put(read_block(cached.images, cached.order, number, isolated=True)))
+        return count
+
+    def _add(self, name: str, ref: Any) -> None:
+        self._refs.append(ref)
+        self._coordinator.add_blocks.remote(name, [ref])
+
+
+class RemoteBlocks:
+    """The blocks of a cached data set as a worker sees them: shared memory on its node, awaited if not there yet."""
+
+    def __init__(self, coordinator: CoordinatorHandle, name: str, shape: ImageShape) -> None:
+        self._coordinator = coordinator
+        self._name = name
+        self._shape = shape
+        self._refs: list[Any] = []
+        self._blocks: dict[int, Block] = {}
+
+    def __call__(self, number: int) -> Block:
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = to_block(ray.get(self._ref(number)), self._shape)
+        return block
+
+    def _ref(self, number: int) -> Any:
+        while number >= len(self._refs):
+            self._refs += ray.get(self._coordinator.blocks.remote(self._name, len(self._refs), _POLL_S))
+        return self._refs[number]

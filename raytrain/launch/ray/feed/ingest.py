@@ -1,0 +1,130 @@
+"""Reading images by tasks: each is given the number of a block, asks the plan which samples the block holds, fetches
+them concurrently and decodes them.
+
+What the tasks import is imported here. Ray Data takes more than a second, and is in ``image_pipeline.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from raytrain.data.blocks import to_table
+from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.labels.manifest import Manifest
+from raytrain.data.plan.block_order import BlockOrder, BlockRef, rows_per_block
+from raytrain.data.plan.permutation import Int64s
+from raytrain.launch.ray.coordinator import CoordinatorHandle
+from raytrain.launch.ray.private_api import is_repeated_task
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.storage.bucket_client import num_retries
+from raytrain.storage.store import Store
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """What a data task needs to read the images of one manifest."""
+
+    store: Store
+    format: ImageFormat
+    manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
+    num_images: int
+    packed: bool
+    coordinator: CoordinatorHandle | None = None  # hears of images that cannot be read, and of retried requests
+
+    @property
+    def shape(self) -> ImageShape:
+        """The shape of the decoded images."""
+        return self.format.shape
+
+    @property
+    def rows_per_block(self) -> int:
+        """Images in one block."""
+        return rows_per_block(self.shape.num_bytes, packed=self.packed)
+
+    def within(self, num_blocks: int, num_bytes: int) -> int:
+        """How many blocks fit into ``num_bytes``: at most ``num_blocks``, at least 1."""
+        return max(1, min(num_blocks, num_bytes // (self.rows_per_block * self.shape.num_bytes)))
+
+
+@dataclass(frozen=True)
+class DataCpus:
+    """CPUs for reading, and how many of them one task takes."""
+
+    all: float
+    task: float
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks at a time."""
+        return max(1, round(self.all / self.task))
+
+
+def blocks_by_tasks(
+    images: ImageSet, orders: Sequence[BlockOrder], turns: Iterable[BlockRef], at_a_time: int, task_cpus: float
+) -> Iterator[tuple[int, Any]]:
+    """References of the blocks of ``turns``, as they are read: number of the order in ``orders``, and reference.
+
+    This is sooner than Ray Data, but has no limit on what is read and not yet used. ``at_a_time`` tasks of
+    ``task_cpus`` each run at a time. The blocks lie on all nodes; a lost one is read again.
+    """
+    read = ray.remote(read_block).options(num_cpus=task_cpus, max_retries=-1, scheduling_strategy="SPREAD")
+    asked: deque[tuple[int, Any]] = deque()
+    running: list[Any] = []
+    for which, number in turns:
+        if len(running) >= at_a_time:  # more of them would wait for CPUs that starting workers need
+            _, running = ray.wait(running, num_returns=1, fetch_local=False)
+        asked.append((which, read.remote(images, orders[which], number)))
+        running.append(asked[-1][1])
+        while asked[0][1] not in running:
+            yield asked.popleft()
+    for which, ref in asked:
+        ray.wait([ref], fetch_local=False)
+        yield which, ref
+
+
+def read_block(images: ImageSet, order: BlockOrder, number: int, *, isolated: bool | None = None) -> pa.Table:
+    """Fetch and decode a block of ``order``, as :func:`read_table` does.
+
+    ``isolated``: see :class:`ImageReader`; by default if this task was begun before: an image may have killed it.
+    """
+    isolated = is_repeated_task() if isolated is None else isolated
+    return read_table(images, order.samples(number), order.epoch(number), isolated=isolated)
+
+
+def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool) -> pa.Table:
+    """Fetch ``samples`` and decode them for ``epoch``.
+
+    The columns are image (H*W*C bytes), label (below 0 for an unreadable image) and sample.
+    """
+    assert images.coordinator is not None
+    wanted = chosen(images, samples)
+    labels = wanted.labels.astype(np.int64)
+    retries_before = num_retries()
+    reader = ImageReader(images.store, *images.format, isolated)
+    pixels, bad = reader.read(wanted, images.format.cropping.crops(samples, epoch))
+    if retries := num_retries() - retries_before:
+        images.coordinator.retried.remote(retries)
+    if bad:
+        labels[list(bad)] = -1
+        skipped = [SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()]
+        images.coordinator.skip.remote(skipped)
+    return to_table(pixels, labels, samples)
+
+
+def chosen(images: ImageSet, samples: Int64s) -> Manifest:
+    """What the manifest says of ``samples`` (see :meth:`BatchPlan.samples`)."""
+    return _manifest(images.manifest).select(samples % images.num_images)
+
+
+@lru_cache(maxsize=4)
+def _manifest(ref: Any) -> Manifest:
+    return ray.get(ref)

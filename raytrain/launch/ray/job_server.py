@@ -1,0 +1,201 @@
+"""The job server of a cluster: submits a command, and follows what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import raytrain
+from raytrain.errors import RaytrainError, UsageError
+from raytrain.launch.job_files import JobFiles
+from raytrain.launch.ray.private_api import ENABLE_TOKEN, JOB_SERVER_REQUEST
+from raytrain.storage.temporary_files import TemporaryFolder
+
+STOP_WAIT_S = 300
+"""How long Ray waits for a checkpoint when the job is stopped, before it kills the job."""
+_RETRY_S = 2.0
+_GIVE_UP_AFTER_S = 600.0
+_GCS_PORT = 6379
+
+
+class JobServer:
+    """A cluster's job server at ``http://HOST:PORT``. Raises UsageError if none answers, or one of another Ray."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._client = _connect(address)
+        answer = JOB_SERVER_REQUEST.load()(self._client, "GET", "/api/version")
+        _check_version(address, answer.json()["ray_version"])
+
+    def submit(self, words: Sequence[str], files: JobFiles, name: str) -> str:
+        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; returns the job's ID.
+
+        Raises UsageError if the job server does not take it.
+        """
+        with TemporaryFolder() as folder:
+            files.copy_to(folder / "files")
+            (folder / "files").mkdir(exist_ok=True)
+            environment = {
+                "working_dir": str(folder / "files"),
+                "py_modules": [str(Path(raytrain.__file__).parent)],
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
+            }
+            entrypoint = shlex.join(["python", "-m", "raytrain", *words])
+            try:
+                return self._client.submit_job(
+                    entrypoint=entrypoint, metadata={"raytrain_run": name}, runtime_env=environment
+                )
+            except (RuntimeError, OSError) as error:
+                reason = str(error).splitlines()[0]
+                raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
+
+    def stop(self, job: str) -> None:
+        """Have Ray send SIGTERM to the job."""
+        self._client.stop_job(job)
+
+    def status(self, job: str) -> str:
+        """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        return str(self._client.get_job_status(job).value)
+
+    def failure(self, job: str) -> str:
+        """Why Ray says the job failed, with the end of its log."""
+        return self._client.get_job_info(job).message or ""
+
+    async def read_log(self, job: str, skip: int, show: Callable[[str], None]) -> None:
+        """Show what the job prints, after its first ``skip`` characters, until it ends.
+
+        Raises ConnectionError, RuntimeError or OSError if the connection is lost.
+        """
+        from aiohttp import ClientError
+
+        seen = 0
+        try:
+            async for text in self._client.tail_job_logs(job):
+                if new := text[max(0, skip - seen) :]:
+                    show(new)
+                seen += len(text)
+        except ClientError as error:
+            raise ConnectionError(str(error)) from error
+
+
+class JobLog:
+    """What a job prints, passed to ``show`` by a thread until the job ends, across lost connections.
+
+    ``note`` gets a line if the connection is lost, and one if it is back.
+    """
+
+    def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
+        self._server, self._job, self._show, self._note = server, job, show, note
+        self._shown = 0
+        self._lost_at: float | None = None
+        self._ended = threading.Event()
+        self._error: RaytrainError | None = None
+        threading.Thread(target=self._follow, name="job log", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the job; returns whether it came. Raises RaytrainError if its cluster answers no more."""
+        ended = self._ended.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    def _follow(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._read()
+            except (ConnectionError, RuntimeError, OSError):
+                self._lost()
+            self._ended.wait(_RETRY_S)
+
+    def _read(self) -> None:
+        """Show what is new until the job ends; raises what Ray and the system raise if the connection is lost."""
+        asyncio.run(self._server.read_log(self._job, self._shown, self._show_new))
+        over = self._server.status(self._job) not in ("PENDING", "RUNNING")
+        if self._lost_at is not None:
+            self._note("Connected again.")
+        self._lost_at = None
+        if over:
+            self._ended.set()
+
+    def _show_new(self, text: str) -> None:
+        self._shown += len(text)
+        self._show(text)
+
+    def _lost(self) -> None:
+        address = self._server.address
+        if self._lost_at is None:
+            self._note(f"The connection to {address} is lost. The job goes on; trying again.")
+            self._lost_at = time.monotonic()
+        elif time.monotonic() - self._lost_at > _GIVE_UP_AFTER_S:
+            minutes = _GIVE_UP_AFTER_S / 60
+            self._error = RaytrainError(
+                f"The cluster at {address} has not answered for {minutes:.0f} minutes; `raytrain show` says how far "
+                "the run is."
+            )
+            self._ended.set()
+
+
+def job_server_url(address: str | None) -> str:
+    """The URL of the job server that ``address`` or the environment names.
+
+    Raises UsageError for the address of something else.
+    """
+    given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or ""
+    url = given if "://" in given else f"http://{given}"
+    if ":" not in given or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == _GCS_PORT:
+        is_what = f"--address is {given}" if given else "--address is missing"
+        raise UsageError(f"{is_what}; give the cluster's job server, http://HOST:8265 as `ray start` and `ray up` say.")
+    return url.rstrip("/")
+
+
+def _connect(address: str) -> Any:
+    """A client of the job server. If that asks for a token, this machine's is shown from now on."""
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        try:
+            return JobSubmissionClient(address)
+        except AuthenticationError:
+            if "RAY_AUTH_MODE" in os.environ or not ENABLE_TOKEN.load()(warn_if_disabled=False):
+                raise
+            return JobSubmissionClient(address)
+    except AuthenticationError:
+        raise UsageError(
+            f"The cluster at {address} asks for a token, and this machine's is another one, or none; copy "
+            "~/.ray/auth_token from its head, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+        ) from None
+    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+        raise _no_server(address, str(error).splitlines()[0]) from None
+
+
+def _no_server(address: str, reason: str) -> UsageError:
+    host = urlsplit(address).hostname or ""
+    try:
+        socket.create_connection((host, _GCS_PORT), timeout=2.0).close()
+    except OSError:
+        return UsageError(
+            f"No job server answers at {address} ({reason.rstrip('.')}); is the cluster up, and its port forwarded?"
+        )
+    return UsageError(
+        f"The cluster at {host}:{_GCS_PORT} answers, but its job server at {address} does not; forward its port with "
+        "`ray dashboard` or ssh -L 8265:localhost:8265."
+    )
+
+
+def _check_version(address: str, theirs: str) -> None:
+    import ray
+
+    if theirs.split(".")[:2] != ray.__version__.split(".")[:2]:
+        raise UsageError(
+            f"The cluster at {address} has Ray {theirs}, and this raytrain needs {ray.__version__}; install the same "
+            "version there, as cluster/requirements.txt has it."
+        )

@@ -1,0 +1,127 @@
+"""A trained network behind HTTP, by Ray Serve: images that come at the same time are classified in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from raytrain.data.images.decode import BadImage, Pixels, decode
+from raytrain.errors import UsageError
+from raytrain.launch.placement import Placement
+from raytrain.launch.predict_request import ServedModel
+from raytrain.launch.ray.trainer import root_cause
+
+_MAX_BYTES = 64 << 20  # of one image file
+_MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
+_MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
+_ANSWERS_WITHIN_S = 30.0
+
+
+class Replica:
+    """One copy of the network. POST an image file, and get its classes; GET says what is served."""
+
+    def __init__(self, model: ServedModel, num_threads: int) -> None:
+        self._model = model
+        self._predict = model.load_predictor(model.store, num_threads, 0)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer an HTTP request."""
+        if request.method == "GET":
+            about = {"run": self._model.run, "checkpoint": self._model.checkpoint, "classes": self._model.classes}
+            return JSONResponse(about)
+        if request.method != "POST":
+            return JSONResponse({"error": "POST an image file"}, status_code=405, headers={"Allow": "GET, POST"})
+        content = await _body(request)
+        if content is None:
+            return JSONResponse({"error": f"the file has more than {_MAX_BYTES >> 20} MiB"}, status_code=413)
+        shape, cropping = self._model.format
+        try:
+            image = await asyncio.to_thread(decode, content, shape, cropping.crop)
+        except BadImage as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return JSONResponse(await self._classify(image))
+
+    @serve.batch(max_batch_size=_MAX_BATCH, batch_wait_timeout_s=_BATCH_WAIT_S)
+    async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:
+        """What is said of each image, uint8 (H, W, C)."""
+        unknown = np.full(len(images), -1)
+        table = await asyncio.to_thread(self._predict, np.stack(images), unknown)
+        return [self._model.answer(row) for row in table.to_pylist()]
+
+
+@contextmanager
+def serving(model: ServedModel, placement: Placement, host: str, port: int) -> Iterator[str]:
+    """Serve ``model`` on the connected cluster for the ``with`` block, which gets its URL.
+
+    Raises UsageError if the cluster cannot start it, or does not answer at ``host`` and ``port``.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    replica = serve.deployment(
+        name="replica",
+        num_replicas=placement.num_workers,
+        max_ongoing_requests=_MAX_WAITING,
+        ray_actor_options={"num_cpus": placement.cpus, "num_gpus": int(placement.device == "cuda")},
+        health_check_period_s=5.0,
+    )(Replica)
+    name = f"raytrain-{model.run}"
+    try:
+        _start(replica.bind(model, placement.threads), name, model.run, HTTPOptions(host=host, port=port))
+        yield _answering(host, port, model.run)
+    finally:
+        with suppress(RayServeException):  # it has not started
+            serve.delete(name)
+
+
+def _start(application: serve.Application, name: str, run: str, http_options: HTTPOptions) -> None:
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=http_options)
+        serve.run(application, name=name, route_prefix=f"/{run}")
+    except (RuntimeError, RayServeException, RayError) as error:
+        reason = _reason(name) or root_cause(error)
+        raise UsageError(f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}.") from error
+
+
+def _reason(name: str) -> str:
+    """What the replicas of an application raised; empty if they raised nothing."""
+    application = serve.status().applications.get(name)
+    messages = [each.message for each in application.deployments.values()] if application else []
+    return "".join(messages).strip().rpartition("\n")[2].rpartition("Error: ")[2]
+
+
+def _answering(host: str, port: int, run: str) -> str:
+    """The URL of a run, once it has answered. Raises UsageError if it does not."""
+    head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
+    try:
+        urllib.request.urlopen(url, timeout=_ANSWERS_WITHIN_S).close()
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise UsageError(
+            f"Nothing answers at {url} ({getattr(error, 'reason', error)}): Ray Serve listens on the head of the "
+            "cluster, and if it runs there already, at the port that it was started with; start this on the head, or "
+            "set --host and --port."
+        ) from None
+    return url
+
+
+async def _body(request: Request) -> bytes | None:
+    """What was posted; None if it is too large."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MAX_BYTES:
+            return None
+    return bytes(content)

@@ -1,0 +1,197 @@
+"""Ray on this machine for one process: started beside it, and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raytrain.errors import UsageError
+from raytrain.launch.ray import fork_client
+from raytrain.launch.ray.private_api import LOOPBACK_ENVIRONMENT, set_variables, start_head
+from raytrain.storage.temporary_files import TemporaryFolder
+
+_LEFT_OUT = "rfc3987_syntax"
+_STAND_INS = Path(__file__).with_name("stand_ins")
+
+
+def lean(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` for Ray's processes, which then find a module of this name whose import fails at once."""
+    path = os.pathsep.join(filter(None, [str(_STAND_INS), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
+
+
+@contextmanager
+def lean_imports() -> Iterator[None]:
+    """Leave the package out as long as the ``with`` block lasts, unless this process has it already."""
+    modules: dict[str, Any] = sys.modules
+    leave_out = modules.setdefault(_LEFT_OUT, None) is None
+    try:
+        yield
+    finally:
+        if leave_out:
+            modules.pop(_LEFT_OUT, None)
+
+
+# Parts that Ray starts by default and that a one-machine cluster without a dashboard does not use: seconds of start-up.
+# The driver reads these, too, whenever it starts a run: usage statistics are a thread that would outlive it.
+WITHOUT_EXTRAS = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_OF_THE_CLUSTER = {
+    **WITHOUT_EXTRAS,
+    **LOOPBACK_ENVIRONMENT,
+    # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
+    # CPUs.
+    "RAY_idle_worker_killing_time_threshold_ms": "60000",
+    # The first processes wait until the fork server has imported what they need.
+    "RAY_worker_register_timeout_seconds": "180",
+    "RAY_prestart_worker_first_driver": "0",  # otherwise the driver waits for that, too
+}
+
+TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
+_NUM_TRIES = 3
+_OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
+
+
+class LocalCluster:
+    """A local cluster that is starting. Its processes see ``environment`` besides this process's variables.
+
+    Until it is closed, this process's variables are those that Ray wants to see in the driver of such a cluster.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(driver_variables())
+        self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **environment})
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
+        self._opened.callback(self._stderr.close)
+        self._process = self._start()
+
+    def address(self) -> str:
+        """The cluster's address, once it is up; raises UsageError with the reason if it could not start."""
+        for tries_left in reversed(range(_NUM_TRIES)):
+            assert self._process.stdout is not None
+            if line := self._process.stdout.readline().strip():
+                return line
+            reason = self._reason()
+            if TOO_SLOW not in reason or not tries_left:
+                break
+            self._process = self._start()
+        raise UsageError(f"Ray could not start a cluster on this machine ({reason}); `ray start --head` says more.")
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process that holds it does."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the cluster, wait until its processes are gone, and put this process's variables back."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._opened.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        # A session of its own: a Ctrl-C in the terminal is for the driver alone.
+        return subprocess.Popen(
+            [sys.executable, "-m", "raytrain.launch.ray.own_cluster"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,
+            env=self._environment,
+        )
+
+    def _reason(self) -> str:
+        """The last line that the process wrote before it ended."""
+        self._process.wait()
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr if line.strip()]
+        return lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
+
+
+@contextlib.contextmanager
+def driver_variables() -> Iterator[None]:
+    """While open, this process's variables are those that Ray wants to see in the driver of such a cluster."""
+    variables = {**WITHOUT_EXTRAS, **_token_settings()}
+    before = {name: os.environ.get(name) for name in variables}
+    set_variables(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+        set_variables({name: value for name, value in before.items() if value is not None})
+
+
+def _token_settings() -> dict[str, str]:
+    """Have new clusters ask for a token, which is created before either process looks for it."""
+    settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    if settings["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        _create_token()
+    return settings
+
+
+def _create_token() -> None:
+    path = Path.home() / ".ray" / "auth_token"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            contextlib.suppress(FileExistsError),
+            open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        ):
+            file.write(secrets.token_hex(32))
+
+
+def hold() -> None:
+    """Start the cluster, print its address, and keep it until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    # The system libraries of macOS do not survive a fork.
+    with _fork_server() if sys.platform == "linux" else contextlib.nullcontext() as program:
+        head = start_head(program)  # it ends with this process
+        print(head.gcs_address, flush=True)
+        sys.stdin.read()
+
+
+@contextlib.contextmanager
+def _fork_server() -> Iterator[str]:
+    """While open, there is a process that forks others; gives the program that Ray is to start for each of these."""
+    # Ray reads these when it is imported, so they are the same in all forked processes: no job yet, as in those that
+    # Ray starts ahead of work, and the process with which they end.
+    ray_variables = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
+    with TemporaryFolder() as folder:
+        path = str(folder / "socket")
+        server = subprocess.Popen(
+            [sys.executable, "-m", "raytrain.launch.ray.fork_server", path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
+            env={**os.environ, **ray_variables},
+        )
+        try:
+            os.environ[fork_client.FORK_SERVER] = path
+            yield fork_client.__file__
+        finally:
+            server.kill()
+            server.wait()
+
+
+if __name__ == "__main__":
+    hold()

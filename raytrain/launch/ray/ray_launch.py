@@ -1,0 +1,200 @@
+"""The workers of a run on a Ray cluster, with their coordinator, the feed of their images, and Ray Train's trainer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import ray
+from ray.exceptions import RayActorError
+
+from raytrain.errors import CoordinatorLost
+from raytrain.launch.coordinator import Ending
+from raytrain.launch.placement import fastest_precision, place
+from raytrain.launch.prepare import PreparedRun, load_initial_weights, run_spec
+from raytrain.launch.ray.capacity import CapacityCheck
+from raytrain.launch.ray.connection import Connection
+from raytrain.launch.ray.coordinator import CoordinatorHandle, start_coordinator, stop_coordinator
+from raytrain.launch.ray.credential_server import lend_credentials
+from raytrain.launch.ray.feed.data_feed import DataFeed
+from raytrain.launch.ray.feed.shared_images import SharedImages
+from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes
+from raytrain.launch.ray.head_watch import HeadWatch
+from raytrain.launch.ray.on_each_node import check_shared
+from raytrain.launch.ray.trainer import TrainerThread
+from raytrain.launch.ray.worker import WorkerSpec, pickle_by_value, work
+from raytrain.monitor.events import Event
+from raytrain.monitor.snapshot import RowCursor, Snapshot, Status
+from raytrain.runs.metric_row import SkippedImage
+from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
+from raytrain.storage.temporary_files import TemporaryFolder
+from raytrain.training.run_spec import RunSpec
+
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
+
+
+class RayMonitor:
+    """A :class:`raytrain.launch.session.Monitor`: the run's coordinator, in its own process."""
+
+    def __init__(self, coordinator: CoordinatorHandle, prepared: PreparedRun) -> None:
+        self._coordinator = coordinator
+        self._prepared = prepared
+
+    def snapshot(self, since: RowCursor) -> Snapshot:
+        with self._alive():
+            return ray.get(self._coordinator.snapshot.remote(since))
+
+    def event(self, event: Event) -> None:
+        self._coordinator.event.remote(event)
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        self._coordinator.skip.remote(images)
+
+    def request_stop(self, request: StopReason) -> None:
+        with self._alive():
+            ray.get(self._coordinator.request_stop.remote(request))
+
+    def ending(self) -> Ending:
+        with self._alive():
+            return ray.get(self._coordinator.ending.remote())
+
+    def finish(self, status: Status, result: TrainResult) -> None:
+        with self._alive():
+            ray.get(self._coordinator.finish.remote(status, result))
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            yield
+        except RayActorError:
+            name, storage, url = self._prepared.name, self._prepared.config.storage, self._prepared.store.url
+            sentence = failure_sentence(name, storage, "the process that coordinates it has died")
+            raise CoordinatorLost(sentence, name, url) from None
+
+
+class RayLaunch:
+    """A :class:`raytrain.launch.session.Launch` on the ``cluster``.
+
+    Raises UsageError if that has too little for the run, or if the network and its weights do not fit.
+    """
+
+    def __init__(self, prepared: PreparedRun, cluster: Connection) -> None:
+        found = cluster_hardware()
+        group = prepared.group
+        self._placement = group.placement if group else place(prepared.config, found)
+        check_shared(prepared.store, prepared.config.storage, found.num_nodes)
+        self.num_workers = self._placement.num_workers
+        fastest = fastest_precision if cluster.is_own else fastest_on_nodes
+        self.config = prepared.resolve(self.num_workers, self._placement.device, fastest)
+        self._prepared = prepared
+        self._cluster = cluster
+        self._spec = run_spec(self.config, prepared.data, prepared.store, prepared.load_loop(), self.num_workers)
+        pickle_by_value(self._spec.loop)
+        pickle_by_value(self._spec.transforms)
+        self._shared: SharedImages | None = group and group.images
+        reading = self.config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step
+        self._feed = self._shared.feed if self._shared else DataFeed(*reading, found.object_store_bytes)
+        weights = load_initial_weights(self._spec, prepared.first_step)
+        self._weights = None if weights is None else ray.put(weights)
+        self._is_finished = False
+
+    def start(self) -> RayMonitor:
+        """Start the coordinator, the workers and the reading of the data."""
+        prepared, plan = self._prepared, self._spec.plan
+        with ExitStack() as opened:
+            self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
+            coordinator = start_coordinator(
+                prepared.name,
+                prepared.store,
+                num_steps=plan.num_steps,
+                steps_per_epoch=plan.steps_per_epoch,
+                num_workers=self.num_workers,
+                skip_limit=prepared.skip_limit(),
+                started_at=None if prepared.restarting else prepared.started_at,  # that is in the history
+            )
+            opened.callback(stop_coordinator, coordinator)
+            coordinator.checked.remote()
+            stores = prepared.store, prepared.data.train_store, prepared.data.test_store
+            credentials, self._lender = lend_credentials(coordinator, stores, prepared.scope(f"{prepared.store.url}/"))
+            if self._shared is None:
+                self._feed.connect(coordinator, credentials)
+            folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
+            spec = dataclasses.replace(self._spec, store=prepared.store.with_lent_credentials(credentials))
+            task = self._task(spec, coordinator)
+            self._trainer = TrainerThread(
+                lambda: work(task),
+                coordinator,
+                self._placement,
+                str(folder),
+                max_failures=self.config.max_failures,
+                own_cluster=self._cluster.is_own,
+            )
+            self._trainer.start()
+            opened.callback(self._end_trainer)
+            if self._shared is None:
+                self._feed.start(self._placement)
+                opened.callback(self._feed.close)
+            monitor = RayMonitor(coordinator, prepared)
+            self._monitor = monitor
+            self._head = HeadWatch(monitor.event)
+            opened.callback(self._head.close)
+            self._opened = opened.pop_all()
+        return monitor
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Renew credentials, and look after the cluster."""
+        if snapshot.status == "running":
+            self._feed.workers_started()
+        if snapshot.status == "starting":
+            self._capacity.check()
+        if self._lender is not None:
+            self._lender.lend_if_due()
+        self._head.look()
+        self._trainer.remember_controller()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until Ray Train has ended; returns whether it has."""
+        concurrent.futures.wait([self._trainer.ended], timeout=timeout_s)
+        return self._trainer.ended.done()
+
+    def failure(self) -> str | None:
+        """Why Ray Train gave up."""
+        return self._trainer.failure()
+
+    def end_workers(self) -> None:
+        """Note the images that runs beside this one could not use. The workers end by themselves, or when it closes."""
+        if self._shared is not None:
+            self._monitor.skip(self._shared.skipped_images())
+
+    def close(self, *, finished: bool) -> None:
+        """Leave nothing of the run in the cluster."""
+        self._is_finished = finished
+        self._opened.close()
+
+    def _end_trainer(self) -> None:
+        """See that nothing of the run uses the cluster, now or when the next run uses this process's own."""
+        own = self._cluster.own
+        if self._is_finished and own is not None:
+            own.leave_later(self._trainer)
+            return
+        if self._is_finished:
+            self._trainer.wait()
+        if not self._trainer.ended.done():
+            self._trainer.abort(cluster_ends=own is not None and own.spoil())
+
+    def _task(self, spec: RunSpec, coordinator: CoordinatorHandle) -> WorkerSpec:
+        return WorkerSpec(
+            run=spec,
+            train=self._feed.train,
+            test=self._feed.test,
+            weights=self._weights,
+            train_order=self._feed.orders.get("train"),
+            test_order=self._feed.orders.get("test"),
+            threads=self._placement.threads,
+            folder=os.getcwd() if self._cluster.is_own else None,
+            coordinator=coordinator,
+            directory=self._shared.coordinator if self._shared else coordinator,
+        )

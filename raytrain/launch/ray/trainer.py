@@ -1,0 +1,211 @@
+"""Ray Train's trainer in a thread: fewer processes, an end on request, failures in one line."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.torch import TorchTrainer
+
+from raytrain.errors import RaytrainError
+from raytrain.launch.placement import Placement
+from raytrain.launch.ray.coordinator import CoordinatorHandle
+from raytrain.launch.ray.hardware import worker_resources
+from raytrain.launch.ray.private_api import CONTROLLER_CALLBACK, FIXED_SCALING_POLICY
+from raytrain.monitor.events import WorkerFailed
+
+_OWN = re.compile(r"^raytrain\.errors\.\w+: ")
+
+
+def root_cause(error: BaseException) -> str:
+    """The one line that matters, out of the chain of exceptions that Ray wraps around it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        wrapped = getattr(cause, "cause", None)  # Ray's wrapper may be of the same class as what it wraps
+        if isinstance(cause, RaytrainError) and wrapped is None:
+            return str(cause)
+        cause = wrapped or cause.__cause__
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        return root_cause(failures[min(failures)])
+    text = str(error)
+    if "UserCodeException" in text:  # Ray Data passes on what a task raised as text alone, followed by its own advice
+        text = text.rpartition("The above exception was the direct cause")[0]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _OWN.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
+
+
+_HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
+_CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
+_RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
+_ABORTED_WITHIN_S = 10.0
+_NOTICED_WITHIN_S = 10.0  # Ray Train asks the workers every two seconds
+_CONTROLLER_STARTS_WITHIN_S = 60.0
+# A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
+_WORKERS_START_WITHIN_S = 180.0
+
+
+class TrainerThread:
+    """Runs ``work`` on every worker of ``placement``, and restarts failed workers up to ``max_failures`` times.
+
+    It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. ``own_cluster`` says
+    that only this process uses the cluster, which is this machine. Ray Train keeps notes of its own in ``folder``.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], None],
+        coordinator: CoordinatorHandle,
+        placement: Placement,
+        folder: str,
+        *,
+        max_failures: int,
+        own_cluster: bool,
+    ) -> None:
+        self.ended: Future[None] = Future()
+        self._coordinator = coordinator
+        self._controller: Any = None
+        fewest, most = placement.min_workers, placement.num_workers
+        self._trainer = _Trainer(
+            work,
+            coordinator=coordinator,
+            own_cluster=own_cluster,
+            scaling_config=ScalingConfig(
+                num_workers=most if fewest == most else (fewest, most),
+                use_gpu=placement.device == "cuda",
+                resources_per_worker=worker_resources(placement.device, placement.cpus, placement.accelerator_type),
+                elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
+            ),
+            run_config=RunConfig(
+                storage_path=folder,
+                failure_config=FailureConfig(max_failures=max_failures),
+                callbacks=[_FailureReporter(coordinator)],
+            ),
+        )
+
+    def start(self) -> None:
+        """Start the workers."""
+        threading.Thread(target=self._fit, daemon=True, name="trainer").start()
+
+    def remember_controller(self) -> None:
+        """Get the controller's handle from the coordinator, to be called now and then: the coordinator may die."""
+        if self._controller is None:
+            self._controller = self._ask_for_controller()
+
+    def wait(self) -> None:
+        """Let Ray Train notice that the workers are done, and free their CPUs."""
+        concurrent.futures.wait([self.ended], timeout=_NOTICED_WITHIN_S)
+
+    def abort(self, *, cluster_ends: bool = True) -> None:
+        """End workers that Ray Train would restart, if the cluster outlives the run; others end with their cluster.
+
+        The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
+        """
+        if self.ended.done():
+            return
+        with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
+            self._find_controller(0.0 if cluster_ends else _CONTROLLER_STARTS_WITHIN_S)
+            if self._controller is not None and not cluster_ends:
+                ray.get(self._controller.abort.remote(), timeout=_WORKERS_START_WITHIN_S)
+        if self._controller is not None:
+            ray.kill(self._controller)
+            concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
+
+    def _find_controller(self, timeout_s: float) -> None:
+        """Get the controller's handle, if it starts within ``timeout_s``: it may just be starting."""
+        until = time.monotonic() + timeout_s
+        while self._controller is None and not self.ended.done():
+            with suppress(GetTimeoutError):  # the machine is busy starting the run
+                self._controller = self._ask_for_controller(_ABORTED_WITHIN_S)
+            if time.monotonic() >= until:
+                return
+            concurrent.futures.wait([self.ended], timeout=0.1)
+
+    def _ask_for_controller(self, timeout_s: float | None = None) -> Any:
+        put_away: list[Any] = ray.get(self._coordinator.controller.remote(), timeout=timeout_s)
+        for ref in put_away:
+            with suppress(ObjectLostError):  # it has died
+                return ray.get(ref, timeout=timeout_s)
+        return None
+
+    def failure(self) -> str | None:
+        """Why Ray Train gave up; None if it has not ended, or ended normally."""
+        raised = self.ended.exception() if self.ended.done() else None
+        return root_cause(raised) if raised else None
+
+    def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+            self.ended.set_result(None)
+        except BaseException as error:
+            self.ended.set_exception(error)
+
+
+class _Trainer(TorchTrainer):
+    """A TorchTrainer without the callbacks that start processes which no run here needs."""
+
+    def __init__(self, *args: Any, coordinator: CoordinatorHandle, own_cluster: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._coordinator = coordinator
+        self._own_cluster = own_cluster
+        self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_CONTROLLER} if own_cluster else set())
+
+    def _create_default_callbacks(self) -> list[Any]:  # DEFAULT_CALLBACKS in private_api.py
+        defaults = super()._create_default_callbacks()
+        kept = [callback for callback in defaults if type(callback).__name__ not in self._left_out]
+        return [*kept, _ControllerReporter(self._coordinator)]
+
+    def _initialize_and_run_controller(self, **options: Any) -> Any:  # RUN_CONTROLLER in private_api.py
+        if self._own_cluster and not self.scaling_config.elasticity_enabled:
+            options["scaling_policy"] = _NeverGrows(self.scaling_config)
+        return super()._initialize_and_run_controller(**options)
+
+
+_ControllerCallback: Any = CONTROLLER_CALLBACK.load()
+_FixedScalingPolicy: Any = FIXED_SCALING_POLICY.load()
+
+
+class _NeverGrows(_FixedScalingPolicy):
+    """Asks nobody for machines. Ray's policy starts a process for that, also in a cluster of this machine alone."""
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+    def _cancel_resource_request(self) -> None:
+        pass
+
+
+class _ControllerReporter(_ControllerCallback):
+    """Gives the coordinator the handle of the process that starts and watches the workers."""
+
+    def __init__(self, coordinator: CoordinatorHandle) -> None:
+        self._coordinator = coordinator
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray Train, in the controller's process."""
+        # Put away, and in a list: whoever is given the handle itself imports all of Ray Train.
+        self._coordinator.set_controller.remote([ray.put(ray.get_runtime_context().current_actor)])
+
+
+class _FailureReporter(UserCallback):
+    """Reports why a worker group failed. Ray Train then starts another one, up to ``--max-failures`` times."""
+
+    def __init__(self, coordinator: CoordinatorHandle) -> None:
+        self._coordinator = coordinator
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Called by Ray Train."""
+        rank, error = min(worker_exceptions.items())
+        self._coordinator.event.remote(WorkerFailed(root_cause(error), rank))

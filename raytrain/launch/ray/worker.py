@@ -1,0 +1,193 @@
+"""One worker, as Ray Train starts it, with the user's modules that travel to it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+
+import raytrain
+from raytrain.data.blocks import CachedBlocks
+from raytrain.data.images.decode import ImageShape
+from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import Partition
+from raytrain.errors import RaytrainError
+from raytrain.launch.ray.coordinator import CoordinatorHandle
+from raytrain.launch.ray.feed.block_cache import RemoteBlocks
+from raytrain.launch.ray.feed.exchange import Stream
+from raytrain.launch.ray.feed.ingest import ImageSet
+from raytrain.launch.ray.feed.streaming import stream_blocks
+from raytrain.launch.ray.private_api import announced_preemption
+from raytrain.monitor.events import Event, NodeLeaving
+from raytrain.runs.logs import ProcessLog
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow
+from raytrain.training.run_spec import RunSpec
+
+
+def pickle_by_value(function: Callable[..., object] | None) -> None:
+    """Have the module that a function of the user's is defined in travel with it."""
+    module = inspect.getmodule(getattr(function, "func", function))
+    if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):
+        return  # pickled by value anyway
+    installed = (*set(sysconfig.get_paths().values()), *raytrain.__path__)
+    if not any(Path(file).is_relative_to(folder) for folder in installed):
+        ray.cloudpickle.register_pickle_by_value(module)  # pyright: ignore
+
+
+_POLL_S = 20.0
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that a worker is given. It travels to each of them, and holds no secret."""
+
+    run: RunSpec
+    train: ImageSet
+    test: ImageSet
+    weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
+    train_order: CacheOrder | None  # in which the training images are kept; None if they are streamed
+    test_order: CacheOrder | None
+    threads: int
+    folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
+    coordinator: CoordinatorHandle
+    directory: CoordinatorHandle  # knows where the images are that are kept
+
+
+def work(spec: WorkerSpec) -> None:
+    """Train on this worker until the run ends or stops."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    torch.set_num_threads(spec.threads)
+    if spec.folder is not None:
+        os.chdir(spec.folder)  # a loop or a model may read files by relative paths
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = spec.run.config
+    device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
+    source = RayBatches(spec, rank, config.worker_load or (1.0,) * world_size)
+    reporter = RayReporter(spec.coordinator, watch=rank == 0)
+    weights: Any = None if spec.weights is None else ray.get(spec.weights)
+    try:
+        with ProcessLog(spec.run.store, rank):
+            outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
+    except RaytrainError as error:
+        ray.get(spec.coordinator.give_up.remote(error))  # the driver ends the run
+        raise
+    if dist.is_initialized():
+        dist.barrier()  # every worker's log must be there before the driver ends them
+    if rank == 0:
+        ray.get(spec.coordinator.conclude.remote(outcome))
+
+
+class RayBatches:
+    """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the driver's streams."""
+
+    def __init__(self, spec: WorkerSpec, rank: int, loads: tuple[float, ...]) -> None:
+        self._spec = spec
+        self._group = _join_group(spec.coordinator, rank)
+        self._num_streams: Counter[str] = Counter()
+        self._train = Partition(spec.run.plan, rank, loads)
+        self._test = Partition(spec.run.test_plan, rank, loads)
+        self._caches: dict[str, CachedBlocks] = {}
+
+    def train(self, first_step: int) -> Iterator[LocalBatch]:
+        """This worker's part of each global batch from ``first_step`` on."""
+        order = self._spec.train_order
+        if order is None:
+            return self._stream("train", self._spec.train.shape, self._train, first_step)
+        return batches_from_cache(self._train, self._cache("train", self._spec.train, order), first_step)
+
+    def test(self) -> Iterator[LocalBatch]:
+        """This worker's part of the test images."""
+        order = self._spec.test_order
+        if order is None:
+            return self._stream("test", self._spec.test.shape, self._test, 0)
+        return batches_from_cache(self._test, self._cache("test", self._spec.test, order), 0)
+
+    def _stream(self, dataset: str, shape: ImageShape, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
+        stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
+        self._num_streams[dataset] += 1
+        blocks = stream_blocks(self._spec.coordinator, stream, partition.rank, shape)
+        return batches_from_stream(partition, blocks, first_step)
+
+    def _cache(self, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:
+        if dataset not in self._caches:
+            remote = RemoteBlocks(self._spec.directory, dataset, images.shape)
+            self._caches[dataset] = CachedBlocks(remote, order)
+        return self._caches[dataset]
+
+
+class RayReporter:
+    """A :class:`raytrain.training.protocols.Reporter` that sends everything to the run's coordinator without waiting.
+
+    With ``watch``, it waits there for a stop request.
+    """
+
+    def __init__(self, coordinator: CoordinatorHandle, *, watch: bool) -> None:
+        self._coordinator = coordinator
+        self._stop_requested = threading.Event()
+        self._preemption: Any = None
+        if watch:
+            threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
+
+    def started(self, num_workers: int, step: int) -> None:
+        """A worker group starts after ``step`` steps."""
+        self._coordinator.started.remote(num_workers, step)
+
+    def record(self, row: MetricRow) -> None:
+        """Add a row of metrics."""
+        self._coordinator.record.remote(row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note how this worker's machine is used."""
+        self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
+
+    def event(self, event: Event) -> None:
+        """Note something worth a line."""
+        self._coordinator.event.remote(event)
+
+    def flush(self) -> None:
+        """Wait until all rows so far are in storage."""
+        ray.get(self._coordinator.received.remote())  # returns after they have arrived
+        ray.get(self._coordinator.flush.remote())
+
+    def stop_requested(self) -> bool:
+        """Whether the run should stop."""
+        return self._stop_requested.is_set()
+
+    def checkpoint_requested(self) -> bool:
+        """Whether Ray has announced that a node of these workers will be taken away: True once per announcement."""
+        preemption = announced_preemption()
+        if preemption is None or preemption is self._preemption:
+            return False
+        self._preemption = preemption
+        self.event(NodeLeaving(len(preemption.preempted_node_ids)))
+        return True
+
+    def _watch(self) -> None:
+        with suppress(RayActorError):  # the run is over
+            while ray.get(self._coordinator.wait_for_stop_request.remote(_POLL_S)) is None:
+                pass
+            self._stop_requested.set()
+
+
+def _join_group(coordinator: CoordinatorHandle, rank: int) -> int:
+    """The number of this worker group in the run, counted from 0."""
+    number: list[Any] = [ray.get(coordinator.join_group.remote()) if rank == 0 else 0]
+    if dist.is_initialized():
+        dist.broadcast_object_list(number, src=0)
+    return number[0]

@@ -1,0 +1,267 @@
+"""`raytrain.train`, `raytrain.stop`, and a run beside its caller with a handle."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from raytrain.config import TrainConfig
+from raytrain.errors import CoordinatorLost, TrainingFailed
+from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_asked, check_places, prepare, refuse_sweep
+from raytrain.launch.ray.connection import connection, is_connected
+from raytrain.launch.session import RunSession
+from raytrain.monitor.snapshot import Snapshot, View
+from raytrain.monitor.stop_request import StopSignals, request_stop
+from raytrain.runs.logs import STARTUP
+from raytrain.runs.outcome import StopReason, TrainResult
+from raytrain.runs.status import mark_failed
+from raytrain.trackers.open_trackers import open_trackers
+from raytrain.trackers.tracker import Tracker
+
+if TYPE_CHECKING:
+    from raytrain.training.run import Run
+
+Prepare = Callable[[TrainConfig], PreparedRun]
+"""Lists the images of a run, and makes it this process's own."""
+_LOG = logging.getLogger("raytrain")
+
+
+def train(
+    config: TrainConfig,
+    *,
+    loop: Callable[[Run], None] | None = None,
+    view: View | None = None,
+    signals: StopSignals | None = None,
+    trackers: Sequence[str | Tracker] = (),
+    started_at: float | None = None,
+) -> TrainResult:
+    """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
+
+    It trains on Ray, or without Ray on this machine if ``config.backend`` is ``local``.
+
+    Args:
+        config: the options; see :class:`TrainConfig`.
+        loop: a training loop to use instead of the built-in one (``raytrain/training/loop.py``) or the one that
+            ``config`` names.
+        view: called about twice a second with the run's :class:`Snapshot`.
+        signals: where stop requests come from; by default Ctrl-C and SIGTERM, if this is the main thread.
+        trackers: where else to send metrics, besides those that ``config.track`` names: names like those, or objects
+            with the methods of :class:`raytrain.trackers.tracker.Tracker`, such as Lightning's loggers.
+        started_at: since when the run's time counts, as ``time.monotonic()`` tells it; now by default.
+
+    Raises:
+        UsageError, StorageError: a setting or an input is wrong; nothing was started.
+        TrainingFailed: the run ended early; the sentence says why and how to resume.
+    """
+    check_asked(config, loop)
+    refuse_sweep(config)
+    return train_group(
+        config,
+        None,
+        loop=loop,
+        view=view,
+        signals=signals,
+        trackers=trackers,
+        started_at=started_at or time.monotonic(),
+    )
+
+
+def train_group(
+    config: TrainConfig,
+    group: RunGroup | None,
+    *,
+    loop: Loop | None = None,
+    signals: StopSignals | None = None,
+    trackers: Sequence[str | Tracker] = (),
+    **options: Any,
+) -> TrainResult:
+    """Train, again in more parts as long as the memory does not suffice.
+
+    Several threads may do so at once for runs of one ``group``. Takes and raises what :func:`train` does.
+    """
+    asked = partial(prepare, group=group, loop=loop, signals=signals or StopSignals(), **options)
+    fits_by_trial = config.accumulate == "auto"
+    while True:
+        opened = open_trackers([*config.track, *trackers])
+        try:
+            return _train(config, partial(asked, trackers=opened))
+        except TrainingFailed as failed:
+            if not fits_by_trial or failed.summary.get("accumulate") is None:
+                raise
+            config = _in_more_parts(config, failed)
+
+
+def _train(config: TrainConfig, prepare: Prepare) -> TrainResult:
+    """Train, and start the run again if its coordinator is lost, as long as that may help."""
+    attempts_left = 1 + config.max_failures
+    train_once = _train_locally if config.backend == "local" else _train_on_ray
+    while True:
+        config = check_places(config)
+        try:
+            return train_once(config, prepare)
+        except CoordinatorLost as lost:
+            attempts_left -= 1
+            if not attempts_left or is_connected():  # what is left of the run is in a cluster that stays
+                mark_failed(config.storage, lost.name)
+                raise
+            config = dataclasses.replace(config, resume=True)
+            prepare = partial(prepare, restarting=True)
+
+
+def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
+    """The options with which a run continues for which the memory did not suffice."""
+    name, parts = failed.summary["name"], failed.summary["accumulate"]
+    _LOG.warning(
+        "Run %r does not fit into memory: it goes on from its last checkpoint with --accumulate %d.", name, parts
+    )
+    return dataclasses.replace(config, name=name, resume=True, accumulate=parts)
+
+
+def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str | None = None) -> None:
+    """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
+
+    Either way, ``storage`` and ``name`` say which run. ``reason`` is for whoever looks at it later; by default it is
+    this host.
+    """
+    request = StopReason("caller", reason) if reason else StopReason("command", socket.gethostname())
+    if address is None:
+        request_stop(storage, name, request)
+        return
+    with connection(address) as cluster:
+        cluster.connect()
+        from raytrain.launch.ray.coordinator import request_stop_in_cluster
+
+        request_stop_in_cluster(name, storage, address, request)
+
+
+def import_in_background(module: str) -> threading.Thread:
+    """Import ``module`` with Ray and torch, the slowest part of a start, while the cluster starts."""
+    # Not a daemon: Python would stop it in the middle of an import, and then wait for that import's lock for ever.
+    thread = threading.Thread(target=importlib.import_module, args=(module,), name="imports")
+    thread.start()
+    return thread
+
+
+@contextmanager
+def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
+    """The machines of several runs: this one with the local backend, otherwise a Ray cluster that all of them use.
+
+    Yields a function that waits until the cluster is there, and returns its hardware; until then, it starts.
+    """
+    if config.backend == "local":
+        yield partial(machine_hardware, config.gpus)
+        return
+    with connection(config.address, config.gpus) as cluster:
+        importing = import_in_background("raytrain.launch.ray.ray_launch")
+
+        def join() -> Hardware:
+            importing.join()
+            cluster.connect()
+            from raytrain.launch.ray.hardware import cluster_hardware
+
+            return cluster_hardware()
+
+        yield join
+
+
+def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
+    """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
+    from raytrain.launch.local.agent_process import AgentProcess
+
+    check_room(config, machine_hardware(config.gpus))
+    agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
+    with closing(agent), prepare(config) as prepared:
+        from raytrain.launch.local.local_launch import LocalLaunch
+
+        with prepared.signals, RunSession(prepared, LocalLaunch(prepared, agent)) as session:
+            return session.watch()
+
+
+def _train_on_ray(config: TrainConfig, prepare: Prepare) -> TrainResult:
+    """Train on a Ray cluster. It starts, and Ray and torch are imported, while the data is listed."""
+    check = partial(check_room, config, machine_hardware(config.gpus))
+    with connection(config.address, config.gpus, check) as cluster:
+        importing = import_in_background("raytrain.launch.ray.ray_launch")
+        with prepare(config) as prepared:
+            STARTUP.info("importing Ray and torch …")
+            importing.join()
+            cluster.connect()
+            from raytrain.launch.ray.capacity import wait_for_machines
+            from raytrain.launch.ray.ray_launch import RayLaunch
+
+            with prepared.signals as signals:
+                STARTUP.info("starting the workers …")
+                wait_for_machines(config, lambda: signals.stop_request is not None)
+                with RunSession(prepared, RayLaunch(prepared, cluster)) as session:
+                    return session.watch()
+
+
+class RunHandle:
+    """A run that trains in a thread of this process; :func:`raytrain.start` makes one.
+
+    ``await handle`` is :meth:`result` for asynchronous code. In a notebook it leaves the kernel free for a Stop button.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        loop: Callable[[Run], None] | None,
+        view: View | None,
+        trackers: Sequence[str | Tracker] = (),
+    ) -> None:
+        self._view = view
+        self._trackers = trackers
+        self._signals = StopSignals()
+        self._snapshot: Snapshot | None = None
+        self._result: Future[TrainResult] = Future()
+        self._thread = Thread(target=self._train, args=(config, loop), name="raytrain", daemon=True)
+        self._thread.start()
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """How the run stands, half a second old at most; None while it is starting."""
+        return self._snapshot
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, one way or another."""
+        return self._result.done()
+
+    def stop(self, reason: str = "stop() of its handle") -> None:
+        """Ask the run to stop with a checkpoint; returns at once."""
+        self._signals.request_stop(StopReason("caller", reason))
+
+    def result(self, timeout_s: float | None = None) -> TrainResult:
+        """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""
+        return self._result.result(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, TrainResult]:
+        return asyncio.shield(asyncio.wrap_future(self._result)).__await__()
+
+    def on_end(self, call: Callable[[BaseException | None], None]) -> None:
+        """Call ``call`` when the run has ended, with what :meth:`result` raises; at once if it has ended already."""
+        self._result.add_done_callback(lambda result: call(result.exception()))
+
+    def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
+        try:
+            result = train(config, loop=loop, view=self._update, signals=self._signals, trackers=self._trackers)
+            self._result.set_result(result)
+        except BaseException as error:
+            self._result.set_exception(error)
+
+    def _update(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        if self._view is not None:
+            self._view(snapshot)

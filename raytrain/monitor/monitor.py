@@ -1,0 +1,260 @@
+"""The one place that knows how a run stands: metrics and stop requests come in, snapshots go out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from raytrain.monitor import events
+from raytrain.monitor.events import Event, TimedEvent
+from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, epoch_of
+from raytrain.runs.history import History
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage
+from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
+
+_NUM_EVENTS = 50
+_NUM_DIVERGED_ROWS = 3
+"""Rows of steps with a loss that is not finite, one after the other, that end a run."""
+
+
+class RunMonitor:
+    """Collects the metrics of a run, keeps its history, answers with snapshots, and passes on the stop request.
+
+    Safe to call from several threads. Nothing here waits for storage or for the training, except for the first look at
+    a history that exists already. ``num_steps`` are those of the whole run, ``skip_limit`` says how many images may be
+    skipped (any number by default), and ``started_at`` when the user started the run, by ``clock``.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        num_steps: int,
+        steps_per_epoch: int,
+        history: History,
+        clock: Callable[[], float] = time.monotonic,
+        skip_limit: SkipLimit | None = None,
+        started_at: float | None = None,
+    ) -> None:
+        self._name = run_name
+        self._num_steps = num_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._history = history
+        self._clock = clock
+        self._skip_limit = skip_limit
+        self._lock = threading.RLock()
+        self._stop_requested = threading.Event()
+        self._stop_request: StopReason | None = None
+        self._failure: str | None = None
+        self._num_retries = 0
+        self._status: Status = "starting"
+        self._result: TrainResult | None = None
+        self._events: deque[TimedEvent] = deque(maxlen=_NUM_EVENTS)
+        self._num_events = 0
+        self._reported_error: str | None = None
+        self._attempt = 0
+        self._machines: dict[int, MachineUse] = {}
+        self._num_workers = 0
+        self._step = 0
+        self._latest: MetricRow | None = None
+        self._evaluation: MetricRow | None = None
+        self._num_diverged = 0
+        self._elapsed_before_s = 0.0
+        self._started_at = clock() if started_at is None else started_at
+        self._startup_s: float | None = None
+        self._ended_s: float | None = None
+        self._first_timed: tuple[float, int] | None = None
+        self._last_timed: tuple[float, int] | None = None
+
+    def started(self, num_workers: int, step: int) -> None:
+        """A worker group starts, or restarts, after ``step`` completed steps: metrics of later steps are dropped."""
+        with self._lock:
+            self._attempt += 1
+            self._num_workers = num_workers
+            self._machines.clear()
+            self._continue_clock()
+            self._restore(step)
+            self._status = "running"
+            self.event(events.TrainingStarted(num_workers, step))
+
+    def record(self, row: MetricRow) -> None:
+        """Add a row of metrics, stamped with the seconds of training so far."""
+        with self._lock:
+            row = dataclasses.replace(row, elapsed_s=round(self._elapsed_s(), 3))
+            self._history.record(row)
+            self._step = max(self._step, row.step)
+            if row.kind == "evaluation":
+                self._evaluation = row
+                self.event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
+            else:
+                self._latest = row
+                self._last_timed = self._clock(), row.step
+                self._first_timed = self._first_timed or self._last_timed
+                self._check_loss(row)
+
+    def measured(self, use: MachineUse) -> None:
+        """Note what a worker makes of its machine, in place of what it said before."""
+        with self._lock:
+            self._machines[use.rank] = use
+
+    def skip(self, images: Sequence[SkippedImage]) -> None:
+        """Note images that could not be used; an image counts once, however often it is reported.
+
+        If they are too many, the run is asked to stop, and :attr:`failure` says why.
+        """
+        with self._lock:
+            first = not self._history.skipped_images
+            new = self._history.skip(images)
+            if first and new:
+                self.event(events.ImageSkipped(new[0].key, new[0].reason))
+            if self._skip_limit and self._failure is None:
+                self._failure = self._skip_limit.exceeded(self._history.skipped_images)
+                if self._failure:
+                    self.request_stop(StopReason("too_many_bad_images", self._failure))
+
+    def retried(self, num_requests: int) -> None:
+        """Note requests for images that failed and were retried."""
+        with self._lock:
+            if not self._num_retries:
+                self.event(events.RequestsRetried())
+            self._num_retries += num_requests
+
+    def event(self, event: Event) -> None:
+        """Note something that a viewer should read. Secrets are left out."""
+        with self._lock:
+            timed = TimedEvent(self._num_events, self._elapsed_s(), event.redacted())
+            self._events.append(timed)
+            self._num_events += 1
+            self._history.note(timed.to_json())
+
+    def flush(self) -> None:
+        """Return when everything recorded so far is in storage; raises what storage raises."""
+        self._history.flush()
+
+    def request_stop(self, request: StopReason) -> None:
+        """Ask the run to stop with a checkpoint. The first request counts; a run that is over is left alone."""
+        with self._lock:
+            if self._stop_request is None and self._ended_s is None:
+                self._stop_request = request
+                self.event(events.StopRequested(request))
+                self._stop_requested.set()
+
+    @property
+    def stop_request(self) -> StopReason | None:
+        """The request that the run should stop; None as long as there is none."""
+        return self._stop_request
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run has to end although its workers could continue; None if it need not."""
+        return self._failure
+
+    @property
+    def skipped_images(self) -> list[SkippedImage]:
+        """The images that could not be used so far."""
+        return self._history.skipped_images
+
+    def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
+        """Wait at most ``timeout_s`` seconds for a stop request; return :attr:`stop_request`."""
+        self._stop_requested.wait(timeout_s)
+        return self._stop_request
+
+    def finish(self, status: Status, result: TrainResult | None = None) -> None:
+        """End the run: nothing is recorded after this, and the history is in storage (or an event says why not)."""
+        with self._lock:
+            self._status, self._result = status, result
+            self._ended_s = self._elapsed_s()
+        try:
+            self._history.close()
+        except Exception as error:  # the outcome of the run is valid whatever storage says
+            self.event(events.DocumentLost("the history", str(error)))
+
+    def snapshot(self, since: RowCursor = START) -> Snapshot:
+        """How the run stands, with the rows that a viewer at ``since`` lacks: all of them if a failure undid some."""
+        with self._lock:
+            self._report_storage_errors()
+            first_row, rows = self._history.rows_since(since.row if since.attempt == self._attempt else 0)
+            return Snapshot(
+                name=self._name,
+                status=self._status,
+                step=self._step,
+                num_steps=self._num_steps,
+                steps_per_epoch=self._steps_per_epoch,
+                num_workers=self._num_workers,
+                elapsed_s=self._elapsed_s(),
+                startup_s=self._startup_s,
+                time_left_s=self._time_left_s(),
+                attempt=self._attempt,
+                first_row=first_row,
+                rows=tuple(rows),
+                num_rows=self._history.num_rows,
+                latest=self._latest,
+                evaluation=self._evaluation,
+                num_skipped=len(self._history.skipped_images),
+                num_retries=self._num_retries,
+                stop_request=self._stop_request,
+                events=tuple(self._events),
+                result=self._result,
+                machines=tuple(use for _, use in sorted(self._machines.items())),
+            )
+
+    def _report_storage_errors(self) -> None:
+        for problem in self._history.take_problems():
+            self.event(events.HistoryDamaged(problem))
+        error = self._history.error
+        if error != self._reported_error:
+            self.event(events.StorageWaits(error) if error else events.StorageBack())
+            self._reported_error = error
+
+    def _continue_clock(self) -> None:
+        """Add the time of a run that is resumed to that of its start-up; the clock never goes back."""
+        elapsed_s = self._elapsed_s()
+        rows_s = max([row.elapsed_s for row in self._history.rows()[-1:]], default=0.0)
+        if self._startup_s is None:
+            self._startup_s = elapsed_s
+            self._elapsed_before_s = rows_s + elapsed_s
+        else:
+            self._elapsed_before_s = max(rows_s, elapsed_s)
+        self._started_at = self._clock()
+
+    def _restore(self, step: int) -> None:
+        """Rewind to the state after ``step``."""
+        self._history.rewind(step)
+        rows = self._history.rows()
+        self._step = step
+        self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
+        self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
+        self._first_timed = self._last_timed = None
+        self._num_diverged = 0
+
+    def _check_loss(self, row: MetricRow) -> None:
+        """Report a loss that is not finite, and ask the run to stop after a few rows of them."""
+        if row.loss is None or math.isfinite(row.loss):
+            self._num_diverged = 0
+            return
+        self._num_diverged += 1
+        if self._num_diverged == 1:
+            self.event(events.LossNotFinite(str(row.loss), row.step))
+        elif self._num_diverged == _NUM_DIVERGED_ROWS and self._failure is None:
+            rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
+            self._failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
+            self.request_stop(StopReason("diverged", self._failure))
+
+    def _elapsed_s(self) -> float:
+        if self._ended_s is not None:
+            return self._ended_s
+        return self._elapsed_before_s + self._clock() - self._started_at
+
+    def _time_left_s(self) -> float | None:
+        """Extrapolated from the first and the last row of this attempt, evaluations and checkpoints included."""
+        if self._first_timed is None or self._last_timed is None or self._ended_s is not None:
+            return None
+        (since, first_step), (until, last_step) = self._first_timed, self._last_timed
+        if last_step <= first_step:
+            return None
+        end = until + (self._num_steps - last_step) * (until - since) / (last_step - first_step)
+        return max(0.0, end - self._clock())

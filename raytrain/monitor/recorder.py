@@ -1,0 +1,158 @@
+"""Writes the documents of a run while it trains: its configuration, its status as a heartbeat, and its summary.
+
+What happens to the run also goes to the logger ``raytrain.monitor.recorder``, at level INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+from raytrain.config import ResolvedConfig
+from raytrain.errors import StorageError
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import clear_stop_request, read_stop_request
+from raytrain.runs.background import Throttle
+from raytrain.runs.checkpoint_files import newest_checkpoint
+from raytrain.runs.documents import CONFIG, SUMMARY, write_config, write_json
+from raytrain.runs.machine_history import (
+    MEASURE_EVERY_S,
+    MachineHistory,
+    read_machine_history,
+    write_machine_history,
+    write_machines,
+)
+from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
+from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
+from raytrain.storage.store import Store
+
+_LOOK_EVERY_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+class RunRecorder:
+    """Keeps the documents of the run in ``store`` up to date, for whichever process started it.
+
+    The run has ``num_steps`` in all and begins after ``first_step``; its time counts from ``started_at``.
+    """
+
+    def __init__(self, store: Store, num_steps: int, first_step: int = 0, started_at: float | None = None) -> None:
+        self._store = store
+        self._num_steps = num_steps
+        self._step = first_step  # the monitor knows less before its workers start, and after they ended
+        self._started_at = time.monotonic() if started_at is None else started_at
+        self._throttle = Throttle()
+        self._num_logged = 0
+        self._unwritten: ResolvedConfig | None = None
+        self._machines: MachineHistory | None = None
+
+    def begin(self, config: ResolvedConfig, *, restarting: bool = False) -> None:
+        """Make the run known. A stop request is kept only if this process is ``restarting`` the run.
+
+        The options of a run that exists are replaced when its workers have started: they refuse a checkpoint that does
+        not fit the new ones.
+        """
+        if not restarting:
+            clear_stop_request(self._store)
+        self.write_status("starting")
+        if self._store.exists(CONFIG):
+            self._unwritten = config
+        else:
+            write_config(self._store, config)  # comes last: others know by it that the run exists
+
+    def heartbeat(self, snapshot: Snapshot) -> None:
+        """Log new events, and write the status every few seconds; storage may be out of reach for a while."""
+        self.log_events(snapshot)
+        with suppress(StorageError):
+            self._replace_config(snapshot)
+            self._add_machines(snapshot)
+            if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
+                self.write_status(snapshot.status, snapshot, fail_fast=True)
+                self._write_machines(self._store.fail_fast(), snapshot)
+
+    def stop_request(self) -> StopReason | None:
+        """A stop request in storage, looked for about once a second; storage that is out of reach may be back then."""
+        with suppress(StorageError):
+            if self._throttle.due("stop request", _LOOK_EVERY_S):
+                return read_stop_request(self._store.fail_fast())
+        return None
+
+    def result(self, outcome: Outcome, snapshot: Snapshot, num_workers: int) -> TrainResult:
+        """How the run ended, as its summary says it."""
+        progress, steps_per_epoch = outcome.progress, snapshot.steps_per_epoch
+        checkpoint, request = outcome.checkpoint, snapshot.stop_request
+        with suppress(StorageError):
+            checkpoint = checkpoint or newest_checkpoint(self._store)
+        return TrainResult(
+            name=snapshot.name,
+            status=outcome.status,
+            steps=progress.step,
+            epochs=round(progress.step / steps_per_epoch, 4),
+            samples_seen=progress.samples_seen,
+            test_accuracy=progress.test_accuracy,
+            test_loss=progress.test_loss,
+            checkpoint=checkpoint and f"{self._store.url}/{checkpoint}",
+            run_dir=self._store.url,
+            seconds=round(time.monotonic() - self._started_at, 2),
+            startup_seconds=None if snapshot.startup_s is None else round(snapshot.startup_s, 2),
+            num_workers=snapshot.num_workers or num_workers,
+            num_skipped=snapshot.num_skipped,
+            num_retries=snapshot.num_retries,
+            stop_reason=None if outcome.status == "finished" else outcome.stop_reason or request,
+            error=outcome.error,
+            accumulate=outcome.accumulate,
+        )
+
+    def conclude(self, result: TrainResult, snapshot: Snapshot) -> None:
+        """Write the summary and the last status; raises StorageError if storage is out of reach."""
+        self.log_events(snapshot)
+        self._step = result.steps
+        self._replace_config(snapshot)
+        self._write_machines(self._store, snapshot)
+        write_json(self._store, SUMMARY, result.summary())
+        self.write_status(result.status, snapshot)
+
+    def _add_machines(self, snapshot: Snapshot) -> None:
+        if snapshot.machines and self._throttle.due("machines", MEASURE_EVERY_S):
+            self._machines = self._machines or read_machine_history(self._store.fail_fast())  # of a run that resumes
+            self._machines.add(snapshot.elapsed_s, snapshot.machines)
+
+    def _write_machines(self, store: Store, snapshot: Snapshot) -> None:
+        if self._machines is not None:
+            write_machines(store, snapshot.machines)
+            write_machine_history(store, self._machines)
+
+    def _replace_config(self, snapshot: Snapshot) -> None:
+        if self._unwritten is not None and snapshot.num_workers:
+            write_config(self._store, self._unwritten)
+            self._unwritten = None
+
+    def write_status(self, status: str, snapshot: Snapshot | None = None, *, fail_fast: bool = False) -> None:
+        """Write the status with what ``snapshot`` knows."""
+        known: dict[str, Any] = {"num_steps": self._num_steps}
+        if snapshot is not None:
+            self._step = max(self._step, snapshot.step)
+            known = {name: getattr(snapshot, name) for name in ("num_steps", "epoch", "num_epochs", "num_workers")}
+        store = self._store.fail_fast() if fail_fast else self._store
+        write_status(store, RunStatus(status=status, step=self._step, **known))
+
+    def log_events(self, snapshot: Snapshot) -> None:
+        """Log the events that are new."""
+        for event in snapshot.events:
+            if event.number >= self._num_logged:
+                _logger.info("%s: %s", snapshot.name, event.event)
+                self._num_logged = event.number + 1
+
+
+def failed(error: str, snapshot: Snapshot, accumulate: int | None = None) -> Outcome:
+    """The outcome of a run whose workers could not say how far they came; see :class:`Outcome` for ``accumulate``."""
+    tested = snapshot.evaluation
+    progress = Progress(
+        step=snapshot.step,
+        samples_seen=(snapshot.latest and snapshot.latest.samples_seen) or 0,
+        test_accuracy=tested and tested.accuracy,
+        test_loss=tested and tested.loss,
+    )
+    return Outcome(status="failed", progress=progress, error=error, accumulate=accumulate)

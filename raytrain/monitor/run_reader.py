@@ -1,0 +1,214 @@
+"""A run as its documents in storage tell it, read again and again by whoever watches it from elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args
+
+from raytrain.errors import StorageError
+from raytrain.monitor.events import TimedEvent
+from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, View
+from raytrain.monitor.stop_request import read_stop_request
+from raytrain.runs.documents import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY, known_fields, parse_line, read_json
+from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
+from raytrain.runs.machine_history import read_machines
+from raytrain.runs.metric_row import MetricRow, steps_per_epoch
+from raytrain.runs.outcome import TrainResult, stop_reason_of
+from raytrain.runs.status import RunStatus, read_status
+from raytrain.runs.stored_rows import RowParser, rows_of_kind
+
+if TYPE_CHECKING:
+    from raytrain.storage.store import Store
+
+T = TypeVar("T")
+
+_READ_EVERY_S = 1.0
+_NUM_ROWS_TIMED = 50
+"""Latest rows from whose pace the time left is extrapolated."""
+_END_BYTES = 1000
+
+
+class RunReader:
+    """Reads a run, wherever it trains, as :class:`Snapshot`: what a :class:`RunMonitor` gives in the run's own process.
+
+    Of the metrics only what is new is read and parsed, so that :meth:`snapshot` may be called every second, and none of
+    it is kept. Its documents may be damaged, or somebody else's: what cannot be used is left out.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self.name = name
+        parse_rows = RowParser()
+        self._rows = _GrowingLines(store, METRICS, lambda number, lines: parse_rows(lines))
+        self._events = _GrowingLines(store, EVENTS, partial(_parse_each, TimedEvent.from_json))
+        self._skipped = _GrowingLines(store, SKIPPED, partial(_parse_each, lambda number, document: number))
+        self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
+        self._evaluation: MetricRow | None = None
+        self._steps_per_epoch = 1
+        self._exists = False
+
+    def exists(self) -> bool:
+        """Whether there is such a run already."""
+        self._exists = self._exists or self.store.exists(CONFIG)
+        return self._exists
+
+    @property
+    def behind(self) -> bool:
+        """Whether there are more rows already: the latest snapshot had only some of a long history."""
+        return self._rows.behind
+
+    def snapshot(self, since: RowCursor = START) -> Snapshot:
+        """How the run stands, with the rows that a viewer at ``since`` lacks, or some of them. Raises StorageError."""
+        status = read_status(self.store)  # before the rows: a run that is over has all of them
+        first_row, rows = self._read_rows(since)
+        self._events.read_all()
+        self._skipped.read_all()
+        latest = [row for row in (*list(self._steps)[-1:], self._evaluation) if row is not None]
+        step = max([status.step, *(row.step for row in latest)])
+        result = None if status.active else _result(self.store)
+        return Snapshot(
+            name=self.name,
+            status=cast(Status, status.status if status.status in get_args(Status) else "interrupted"),
+            step=step,
+            num_steps=max(1, status.num_steps, step),
+            steps_per_epoch=self._count_steps_per_epoch(status),
+            num_workers=status.num_workers,
+            elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(event.at_s for event in self._events.parsed)]),
+            time_left_s=_time_left_s(self._steps, status.num_steps) if status.active else None,
+            attempt=self._rows.generation,
+            first_row=first_row,
+            rows=rows,
+            num_rows=self._rows.num_parsed,
+            latest=next(reversed(self._steps), None),
+            evaluation=self._evaluation,
+            num_skipped=len(self._skipped.parsed),
+            num_retries=result.num_retries if result else 0,
+            stop_request=read_stop_request(self.store) if status.active else None,
+            events=tuple(self._events.parsed),
+            result=result,
+            machines=read_machines(self.store) if status.active else (),
+        )
+
+    def _read_rows(self, since: RowCursor) -> tuple[int, Sequence[MetricRow]]:
+        """The next rows for a viewer at ``since``, and the index of the first one."""
+        if since != (self._rows.generation, self._rows.num_parsed):
+            self._rows.restart()
+        self._rows.forget()
+        self._rows.read()
+        rows, first_row = self._rows.parsed, self._rows.num_parsed - len(self._rows.parsed)
+        if first_row == 0:
+            self._steps.clear()
+            self._evaluation = None
+        evaluations = rows_of_kind(rows, "evaluation")[-_NUM_ROWS_TIMED:]
+        self._steps.extend(rows_of_kind(rows, "step")[-_NUM_ROWS_TIMED:])
+        self._evaluation = next(reversed(evaluations), self._evaluation)
+        self._steps_per_epoch = max(self._steps_per_epoch, steps_per_epoch([*evaluations, *self._steps]))
+        return first_row, rows
+
+    def _count_steps_per_epoch(self, status: RunStatus) -> int:
+        by_status = math.ceil(status.num_steps / status.num_epochs) if status.num_epochs else 1
+        return max(self._steps_per_epoch, by_status)
+
+
+def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = time.sleep) -> None:
+    """Show a run of another process to ``view`` until it is over; storage that is out of reach may be back later."""
+    cursor = START
+    while True:
+        with suppress(StorageError):
+            snapshot = reader.snapshot(cursor)
+            cursor = snapshot.cursor
+            view(snapshot)
+            if reader.behind:
+                continue
+            if snapshot.over:
+                return
+        pause(_READ_EVERY_S)
+
+
+class _GrowingLines(Generic[T]):
+    """A document of JSON lines that mostly grows, read in pieces: ``parsed`` is what ``parse`` makes of the number of
+    the next line and some lines, apart from what was forgotten.
+
+    ``generation`` counts how often the document was replaced by another one, as by a run that resumes.
+    """
+
+    def __init__(self, store: Store, path: str, parse: Callable[[int, list[bytes]], Sequence[T]]) -> None:
+        self.generation = 1
+        self._lines = StoredLines(store, path)
+        self._parse = parse
+        self.restart()
+
+    def restart(self) -> None:
+        """Read the document from its beginning."""
+        self._lines.restart()
+        self.parsed: Sequence[T] = []
+        self.num_parsed = 0
+        self.behind = False  # the last piece did not reach the end
+        self._num_bytes = 0
+        self._end = b""  # of what was parsed
+
+    def forget(self) -> None:
+        """Drop what was parsed so far."""
+        self.parsed = []
+
+    def read(self) -> None:
+        """Parse what is new, or a piece of it."""
+        data = self._piece()
+        if not data.startswith(self._end):
+            self.restart()
+            self.generation += 1
+            data = self._piece()
+        new = data[len(self._end) :]
+        whole = new[: new.rfind(b"\n") + 1]  # the last line may still be growing
+        parsed = self._parse(self.num_parsed, whole.splitlines())
+        self.parsed = [*self.parsed, *parsed] if self.parsed else parsed
+        self.num_parsed += len(parsed)
+        self.behind = len(new) == BLOCK_BYTES and bool(whole)
+        self._num_bytes += len(whole)
+        self._end = (self._end + whole)[-_END_BYTES:]
+
+    def read_all(self) -> None:
+        """Parse all that is new."""
+        self.read()
+        while self.behind:
+            self.read()
+
+    def _piece(self) -> bytes:
+        """The end of what was parsed, and what follows."""
+        start = self._num_bytes - len(self._end)
+        try:
+            return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)
+        except FileNotFoundError:
+            return b""
+
+
+def _parse_each(parse: Callable[[int, dict[str, Any]], T], first: int, lines: Sequence[bytes]) -> list[T]:
+    """What ``parse`` makes of each line that is whole, and of its number."""
+    parsed: list[T] = []
+    for line in lines:
+        one = parse_line(line, partial(parse, first + len(parsed)))
+        if one is not None:
+            parsed.append(one)
+    return parsed
+
+
+def _result(store: Store) -> TrainResult | None:
+    """The summary of a run that is over; None if it has none, or a damaged one."""
+    document = read_json(store, SUMMARY)
+    with suppress(TypeError):
+        known = known_fields(TrainResult, document) | {"stop_reason": stop_reason_of(document)}
+        return TrainResult(**cast("dict[str, Any]", known))
+    return None
+
+
+def _time_left_s(rows: Sequence[MetricRow], num_steps: int) -> float | None:
+    """Extrapolated from the pace of ``rows``; None if they are too few."""
+    if len(rows) < 2 or rows[-1].step <= rows[0].step:
+        return None
+    seconds_per_step = (rows[-1].elapsed_s - rows[0].elapsed_s) / (rows[-1].step - rows[0].step)
+    return max(0.0, (num_steps - rows[-1].step) * seconds_per_step)

@@ -1,0 +1,85 @@
+"""How a run stands at one moment, as viewers get it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from raytrain.monitor.events import TimedEvent
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import StopReason, TrainResult
+
+Status = Literal["starting", "running", "finished", "stopped", "failed", "interrupted"]
+
+
+class RowCursor(NamedTuple):
+    """How far a viewer has read: the ``row`` that it wants next, among the rows as they are in ``attempt``."""
+
+    attempt: int = 0
+    row: int = 0
+
+
+START = RowCursor()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """How a run stands at one moment.
+
+    ``rows`` are the metrics from index ``first_row`` on; if that is 0, a viewer forgets what it has, and of a long
+    history it gets the newest rows and a part of the others. It asks for the next snapshot with ``snapshot.cursor``.
+    """
+
+    name: str
+    status: Status
+    step: int
+    num_steps: int
+    steps_per_epoch: int
+    num_workers: int
+    elapsed_s: float  # since the user started the run, and in its earlier lives
+    startup_s: float | None = None  # of it, until the workers trained; None if they do not yet, or nobody knows
+    time_left_s: float | None
+    attempt: int
+    first_row: int
+    rows: Sequence[MetricRow]
+    num_rows: int  # of the history so far
+    latest: MetricRow | None  # of the kind "step"
+    evaluation: MetricRow | None
+    num_skipped: int
+    num_retries: int
+    stop_request: StopReason | None
+    events: tuple[TimedEvent, ...]
+    result: TrainResult | None
+    machines: tuple[MachineUse, ...] = ()  # by the ranks of the workers
+
+    @property
+    def cursor(self) -> RowCursor:
+        """What to ask for the next snapshot with, to get the rows after these."""
+        return RowCursor(self.attempt, self.num_rows)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest step, counted from 1."""
+        return epoch_of(self.step, self.steps_per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole run; the last one may be cut short."""
+        return epoch_of(self.num_steps, self.steps_per_epoch)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, one way or another."""
+        return self.status not in ("starting", "running")
+
+
+View = Callable[[Snapshot], None]
+"""Shows a run: called about twice a second with how it stands."""
+
+
+def epoch_of(step: int, steps_per_epoch: int) -> int:
+    """The epoch, counted from 1, that the ``step``-th step of a run (counted from 1) belongs to."""
+    return max(1, math.ceil(step / steps_per_epoch))

@@ -1,0 +1,79 @@
+"""Requests to stop a run, from storage, from Ctrl-C and from the process that started it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import suppress
+from time import monotonic
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from raytrain.errors import UsageError
+from raytrain.runs.documents import STOP_REQUEST, open_run, read_json, write_json
+from raytrain.runs.outcome import StopReason
+from raytrain.runs.status import read_status
+
+if TYPE_CHECKING:
+    from raytrain.storage.store import Store
+
+
+def request_stop(storage: str, name: str, reason: StopReason) -> None:
+    """Leave a stop request in the storage of a run, which looks for it about once a second.
+
+    Raises UsageError if there is no such run, or if it is not training.
+    """
+    store = open_run(storage, name)
+    status = read_status(store)
+    if not status.active:
+        resume = "" if status.status == "finished" else "; resume it with --resume"
+        raise UsageError(f"Run {name!r} is not training: it is {status.status} at step {status.step:,}{resume}.")
+    write_json(store, STOP_REQUEST, reason.to_json())
+
+
+def read_stop_request(store: Store) -> StopReason | None:
+    """The stop request that lies in a run's storage, if there is one."""
+    with suppress(ValueError):
+        return StopReason.from_json(read_json(store, STOP_REQUEST))
+    return None
+
+
+def clear_stop_request(store: Store) -> None:
+    """Delete a stop request: it was meant for an earlier start of the run."""
+    store.delete(STOP_REQUEST)
+
+
+_ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
+
+
+class StopSignals:
+    """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`.
+
+    Signals within a second of the first belong to it. A later one raises KeyboardInterrupt. Opened in a thread other
+    than the main one, where Python allows no signal handlers, it receives no signals; others may still call
+    :meth:`request_stop`.
+    """
+
+    stop_request: StopReason | None = None
+    _signalled_at_s: float | None = None
+
+    def request_stop(self, request: StopReason) -> None:
+        """Ask the run to stop with a checkpoint; the first request counts. From any thread, whatever storage does."""
+        self.stop_request = self.stop_request or request
+
+    def __enter__(self) -> StopSignals:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled_at_s is None:
+            self._signalled_at_s = monotonic()
+        elif monotonic() - self._signalled_at_s >= _ONE_STOP_S:
+            raise KeyboardInterrupt
+        self.request_stop(StopReason("signal", signal.Signals(number).name))

@@ -1,1 +1,0 @@
-"""Where the metrics of a run are sent besides its own documents: TensorBoard, MLflow, W&B, Prometheus, or your own."""

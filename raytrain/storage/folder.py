@@ -1,0 +1,228 @@
+"""Storage in a local folder, or on a disk that all machines share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import uuid
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+
+from raytrain.errors import StorageError, UsageError
+from raytrain.storage.locks import FileLock, file_lock
+from raytrain.storage.store import ObjectChanged, Store, StoredObject
+
+# put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
+_NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
+
+_BY_ERRNO: dict[int, str] = {
+    errno.ENOENT: "There is no folder {url}; check the path, on every machine that uses it.",
+    errno.ENOTDIR: "{url} is below a file, not below a folder; check the path.",
+    errno.EISDIR: "{url} is a folder, but should be a file; remove it or choose another place.",
+    errno.EACCES: "This user has no permission for {url}; change the permissions or choose another place.",
+    errno.EPERM: "This user has no permission for {url}; change the permissions or choose another place.",
+    errno.EROFS: "{url} is on a read-only disk; choose another place.",
+    errno.ENOSPC: "The disk of {url} is full; free space or choose another place.",
+    errno.EDQUOT: "The disk quota for {url} is used up; free space or choose another place.",
+}
+
+
+@dataclass(frozen=True)
+class FolderStore(Store):
+    """See :class:`Store`. ``url`` is an absolute path; the first :meth:`put` creates the folder."""
+
+    url: str
+    cloud = None
+
+    def get(self, path: str, etag: str = "") -> bytes:
+        data = self.get_range(path, 0, -1)
+        # Only the size: machines may have copies of the folder with other modification times.
+        if etag and etag.partition("-")[0] != f"{len(data):x}":
+            raise ObjectChanged(f"{self.url}/{path}")
+        return data
+
+    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        try:
+            with open(self._file(path), "rb", buffering=0, opener=_open_at_once) as file:
+                _check_file(file.fileno(), f"{self.url}/{path}")
+                file.seek(start)
+                return file.readall() if num_bytes < 0 else file.read(num_bytes) or b""
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise FileNotFoundError(f"{self.url}/{path}") from None
+        except OSError as error:
+            raise explain_os_error(error, f"{self.url}/{path}") from error
+
+    def put(self, path: str, data: bytes) -> None:
+        file = self._file(path)
+        unfinished = f"{file}.{uuid.uuid4().hex}.part"
+        with self._explained(path):
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            try:
+                _write_to_disk(unfinished, data)
+                os.replace(unfinished, file)
+            except BaseException:
+                Path(unfinished).unlink(missing_ok=True)
+                raise
+
+    def put_file(self, path: str, file: Path) -> None:
+        with self._explained(path):
+            os.replace(file, self._file(path))
+
+    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
+        with self._locked(path):
+            found = self._content(path)
+            if found == data:
+                return
+            if found != expected:
+                raise ObjectChanged(f"{self.url}/{path}")
+            self.put(path, data)
+
+    def has_conditional_puts(self) -> bool:
+        name = f".condition-check-{uuid.uuid4().hex}"
+        with self._locked(name) as lock:
+            return lock.exclusive
+
+    def append(self, path: str, data: bytes) -> None:
+        with self._explained(path), open(self._file(path), "ab") as file:
+            file.write(data)
+
+    def truncate(self, path: str, num_bytes: int) -> None:
+        with self._explained(path), suppress(FileNotFoundError):
+            os.truncate(self._file(path), num_bytes)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        with self._explained(prefix):
+            if os.path.isdir(folder := self._file(prefix)):
+                yield from self._walk(folder, set())
+
+    def delete(self, path: str) -> None:
+        with self._explained(path):
+            Path(self._file(path)).unlink(missing_ok=True)
+
+    def exists(self, path: str) -> bool:
+        with self._explained(path):
+            return os.path.isfile(self._file(path))
+
+    def check_readable(self) -> None:
+        with self._explained(""):
+            os.scandir(self.url).close()
+
+    def remove_if_empty(self) -> None:
+        with suppress(OSError):  # it is not empty
+            os.rmdir(self.url)
+
+    def _content(self, path: str) -> bytes | None:
+        try:
+            return self.get(path)
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def _locked(self, path: str) -> Generator[FileLock]:
+        """Have the file ``path`` for this caller alone, on all machines, unless the disk knows no locks."""
+        file = f"{self._file(path)}.lock"
+        with self._explained(path):
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            with file_lock(file) as lock:
+                yield lock
+
+    def _file(self, path: str) -> str:
+        return os.path.join(self.url, path.strip("/"))
+
+    def _walk(self, folder: str, parents: set[tuple[int, int]]) -> Iterator[StoredObject]:
+        """Iterate over all files in ``folder``. Follows links, except to a folder that contains ``folder``."""
+        status = os.stat(folder)
+        here = (status.st_dev, status.st_ino)
+        if here in parents:
+            return
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    yield from self._walk(entry.path, parents | {here})
+                elif entry.is_file() and not _NO_OBJECT.search(entry.name):
+                    with suppress(FileNotFoundError):  # deleted since it was listed
+                        yield self._stored(entry)
+
+    def _stored(self, entry: os.DirEntry[str]) -> StoredObject:
+        status = entry.stat()
+        return StoredObject(
+            path=entry.path[len(self.url.rstrip("/")) + 1 :],
+            size_bytes=status.st_size,
+            etag=f"{status.st_size:x}-{status.st_mtime_ns:x}",
+            modified=datetime.fromtimestamp(status.st_mtime, timezone.utc),
+        )
+
+    @contextmanager
+    def _explained(self, path: str) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise explain_os_error(error, f"{self.url}/{path}".rstrip("/")) from error
+
+
+def explain_os_error(error: OSError, url: str) -> StorageError:
+    """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do."""
+    sentence = _BY_ERRNO.get(error.errno or 0, "{url} cannot be used: {detail}.")
+    return StorageError(sentence.format(url=url, detail=error.strerror))
+
+
+def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
+    """Raise UsageError if links in a folder lead to files outside it, which are not meant to be copied elsewhere."""
+    if not isinstance(store, FolderStore):
+        return
+    inside = os.path.join(os.path.realpath(store.url), "")
+    real_folder = cache(os.path.realpath)
+
+    def leads_out(path: str) -> bool:
+        folder, name = os.path.split(os.path.join(store.url, path))
+        file = os.path.join(real_folder(folder), name)
+        return not (os.path.realpath(file) if os.path.islink(file) else file).startswith(inside)
+
+    outside = [path for path in paths if leads_out(path)]
+    if outside:
+        raise UsageError(
+            f"{len(outside):,} of {len(paths):,} files in {store.url} are links that lead out of it, such as "
+            f"{outside[0]}; remove them, or copy what they lead to with cp -rL to a new folder and give that."
+        )
+
+
+def _open_at_once(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NONBLOCK)  # a pipe that nobody writes to would block
+
+
+def _check_file(descriptor: int, url: str) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise StorageError(f"{url} is not a file but a pipe or a device; remove it.")
+
+
+def _write_to_disk(file: str, data: bytes) -> None:
+    """Write a new file, and return when its content is on the disk."""
+    with open(file, "xb") as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def broken_links(store: Store) -> list[str]:
+    """The paths of links in a folder that lead nowhere, which :meth:`Store.list` leaves out."""
+    return (
+        [path[len(store.url.rstrip("/")) + 1 :] for path in _broken(store.url)]
+        if isinstance(store, FolderStore)
+        else []
+    )
+
+
+def _broken(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                if not os.path.exists(entry.path):
+                    yield entry.path
+            elif entry.is_dir():
+                yield from _broken(entry.path)

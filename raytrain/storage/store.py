@@ -1,0 +1,147 @@
+"""The storage interface: objects addressed by path, in a local folder or below a prefix of a bucket."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.credentials import LentCredentials
+from raytrain.storage.disk_cache import DiskCache
+from raytrain.storage.hedged_requests import fetch_each
+
+
+class StoredObject(NamedTuple):
+    """One object or file in a listing."""
+
+    path: str
+    """Relative to the store's URL, with forward slashes."""
+    size_bytes: int
+    etag: str
+    """Changes if the content changes: S3's ETag, or a file's size and modification time."""
+    modified: datetime
+
+
+class ObjectChanged(Exception):
+    """An object was replaced after it was listed or read."""
+
+
+class Store(ABC):
+    """A local folder or a prefix of a bucket. Paths are relative to ``url``. Can be pickled, and contains no secret.
+
+    Every method raises StorageError, one sentence that says what to do, if storage refuses the request or cannot be
+    reached. Transient failures (the cloud is busy, a connection breaks, credentials expire) are retried first.
+    """
+
+    url: str
+    """``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder."""
+    cloud: Cloud | None
+    """Where the bucket is reached; None for a folder."""
+
+    @abstractmethod
+    def get(self, path: str, etag: str = "") -> bytes:
+        """Return the content. Raises FileNotFoundError, or ObjectChanged if a listing's ``etag`` no longer matches."""
+
+    @abstractmethod
+    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        """Return at most ``num_bytes`` of the content, from byte ``start`` on. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def put(self, path: str, data: bytes) -> None:
+        """Write or replace an object atomically: a reader sees the old or the new content, never a part of it."""
+
+    @abstractmethod
+    def put_file(self, path: str, file: Path) -> None:
+        """Do the same with a file on this machine; a folder takes the file itself, which must be on the same disk."""
+
+    @abstractmethod
+    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
+        """Write an object if its content is ``expected``, or if it does not exist and ``expected`` is None.
+
+        Raises ObjectChanged otherwise. Contents must be unique: an object that holds ``data`` counts as written by an
+        earlier attempt whose answer was lost. A server may accept a write in spite of another one at the same moment:
+        see :meth:`has_conditional_puts`.
+        """
+
+    @abstractmethod
+    def has_conditional_puts(self) -> bool:
+        """Whether of two calls of :meth:`put_if` at the same moment one is refused."""
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file, or create it. Only for folders: an object cannot grow."""
+        raise NotImplementedError
+
+    def truncate(self, path: str, num_bytes: int) -> None:
+        """Keep the first ``num_bytes`` of a file, if it exists. Only for folders."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Iterate over all objects below the folder ``prefix``, in no order. Empty if there is no such folder."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete an object; do nothing if it does not exist."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether the object exists."""
+
+    def kept_on(self, disk: DiskCache | None) -> Store:
+        """Return the same store that keeps what :meth:`get` gives on a disk of the machine; a folder is on one already.
+
+        For objects that do not change, or are asked for with their ETag.
+        """
+        return self
+
+    def with_lent_credentials(self, lent: LentCredentials) -> Store:
+        """Return the same store with the credentials that ``lent`` has for its cloud; a folder needs none.
+
+        In Amazon's S3, those of the node's own role come first, if it has one.
+        """
+        return self
+
+    def fail_fast(self) -> Store:
+        """Return the same store for callers that must not wait: it gives up within seconds if nothing answers."""
+        return self
+
+    @abstractmethod
+    def check_readable(self) -> None:
+        """Raise StorageError unless the store can be listed. Takes only seconds, also if nothing answers."""
+
+    def check_writable(self) -> None:
+        """Raise StorageError unless objects can be written and deleted. Takes only seconds, also if nothing answers."""
+        store, name = self.fail_fast(), f".write-check-{uuid.uuid4().hex}"
+        store.put(name, b"")
+        store.delete(name)
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
+
+    def get_each(self, paths: Sequence[str], etags: Sequence[str] = ()) -> Iterator[tuple[int, bytes | Exception]]:
+        """Fetch objects, many at a time; yields the index of each path and its content, whichever comes first.
+
+        ``etags`` are those of ``paths`` in a listing, or empty. If :meth:`get` raises an error, that takes the
+        content's place.
+        """
+        wanted = list(zip(paths, etags or repeat(""), strict=bool(etags)))
+        return fetch_each(lambda index: self._get_or_error(*wanted[index]), len(wanted))
+
+    def get_many(self, paths: Sequence[str], etags: Sequence[str] = ()) -> list[bytes | Exception]:
+        """What :meth:`get_each` fetches, in the order of ``paths``."""
+        contents: list[bytes | Exception] = [b""] * len(paths)
+        for index, content in self.get_each(paths, etags):
+            contents[index] = content
+        return contents
+
+    def _get_or_error(self, path: str, etag: str) -> bytes | Exception:
+        try:
+            return self.get(path, etag)
+        except Exception as error:
+            return error

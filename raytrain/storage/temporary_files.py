@@ -1,0 +1,69 @@
+"""Temporary folders that go even after a kill, and output files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from raytrain.storage.locks import FileLock, acquire
+
+_PREFIX, _LOCK = "raytrain-", "lock"
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as tempfile.mkdtemp makes it
+_MARK = b"A temporary folder of raytrain. Removed once its process has ended.\n"
+"""The content of the lock file, so that nobody else's folder is taken for one of these."""
+
+
+class TemporaryFolder:
+    """A temporary folder for this process, in ``parent``, by default the system's folder for such things.
+
+    Creating one also removes those of killed processes there.
+    """
+
+    def __init__(self, parent: str | None = None) -> None:
+        parent = parent or tempfile.gettempdir()
+        _remove_abandoned(Path(parent))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = acquire(self.path / _LOCK)
+        os.write(self._lock.descriptor, _MARK)  # once it is locked, so that no other process removes the folder
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the folder with its content."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove folders whose lock is free. The operating system releases a lock when its process ends."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # BlockingIOError if the lock is held
+            if _is_own_folder(folder):
+                _remove_if_unlocked(folder)
+
+
+def _is_own_folder(folder: Path) -> bool:
+    status = folder.lstat()
+    return _NAME.fullmatch(folder.name) is not None and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _remove_if_unlocked(folder: Path) -> None:
+    lock = acquire(folder / _LOCK, wait=False, create=False)
+    try:
+        if lock.exclusive and stat.S_ISREG(os.fstat(lock.descriptor).st_mode) and _is_marked(lock):
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock.descriptor)
+
+
+def _is_marked(lock: FileLock) -> bool:
+    return os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK

@@ -1,0 +1,1 @@
+"""Where else a run's metrics are sent."""

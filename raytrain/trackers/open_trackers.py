@@ -1,0 +1,123 @@
+"""Trackers by name, and `raytrain track`, which sends a stored history to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+from raytrain.config.user_function import load_function
+from raytrain.errors import RaytrainError, UsageError, did_you_mean
+from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
+from raytrain.runs.checkpoint_files import newest_checkpoint
+from raytrain.runs.documents import SWEEP, open_run, read_config
+from raytrain.runs.history import read_all_metrics
+from raytrain.runs.status import read_status
+from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams
+from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
+
+_BUILT_IN = {
+    "tensorboard": ("raytrain.trackers.tensorboard", "TensorBoardTracker", "tensorboardX"),
+    "mlflow": ("raytrain.trackers.mlflow", "MLflowTracker", "mlflow"),
+    "wandb": ("raytrain.trackers.wandb", "WandbTracker", "wandb"),
+    "prometheus": ("raytrain.trackers.prometheus", "PrometheusTracker", "prometheus_client"),
+}
+"""Module, class, and the package that it needs, which the extra of the tracker's name installs."""
+
+
+def open_trackers(trackers: Sequence[str | Tracker]) -> list[NamedTracker]:
+    """The trackers of a run, each under a name of its own; nothing is sent or opened yet.
+
+    Raises UsageError if a name means nothing, if a package is not installed, or if an object is no tracker.
+    """
+    opened: list[NamedTracker] = []
+    for place, tracker in enumerate(trackers):
+        if isinstance(tracker, str) and tracker in trackers[:place]:
+            continue
+        named = _by_name(tracker) if isinstance(tracker, str) else _of_object(tracker)
+        number = sum(other.name.partition("#")[0] == named.name for other in opened) + 1
+        opened.append(named if number == 1 else named._replace(name=f"{named.name}#{number}"))
+    return opened
+
+
+def _by_name(name: str) -> NamedTracker:
+    if name in _BUILT_IN:
+        return NamedTracker(name, _built_in(name, *_BUILT_IN[name]))
+    if ":" not in name:
+        hint = did_you_mean(name, _BUILT_IN)
+        known = ", ".join(_BUILT_IN)
+        raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
+    own = load_function("--track", name)
+
+    def make(run: TrackedRun) -> Tracker:
+        return own()
+
+    return NamedTracker(name, make)
+
+
+def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
+    if find_spec(needs) is None:
+        raise UsageError(f"--track {name} needs the package {needs}: `pip install 'raytrain[{name}]'`.")
+    return lambda run: getattr(import_module(module), kind)(run)
+
+
+def _of_object(tracker: object) -> NamedTracker:
+    if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+        raise UsageError(
+            f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
+            "finalize."
+        )
+
+    def make(run: TrackedRun) -> Tracker:
+        return tracker
+
+    return NamedTracker(type(tracker).__name__, make)
+
+
+@dataclass(frozen=True)
+class TrackResult:
+    """Where the history of ``run`` is now: ``rows`` counts those of the history, also those that were sent before.
+
+    ``places`` has the URLs of the trackers that have one, or the commands that show them.
+    """
+
+    run: str
+    trackers: list[str]
+    rows: int
+    places: list[str]
+
+    def summary(self) -> dict[str, Any]:
+        """The result as a dictionary of plain values."""
+        return asdict(self)
+
+
+def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs") -> TrackResult:
+    """Send the history of a run that is over, and its last checkpoint, as far as the trackers lack it.
+
+    ``trackers`` are names or objects, as for :func:`raytrain.train`. Raises UsageError if the run still trains or is a
+    sweep, and RaytrainError with what went wrong if a tracker fails.
+    """
+    if not trackers:
+        raise UsageError("--track is missing; name a tracker, such as tensorboard or mlflow.")
+    store = open_run(storage, run)
+    status = read_status(store)
+    if status.active:
+        raise UsageError(f"Run {run!r} is training; `raytrain train … --track` sends it while it trains.")
+    if store.exists(SWEEP):
+        raise UsageError(f"{run!r} is a sweep; name one of its trials, which `raytrain runs` lists.")
+    params = hyperparams(read_config(store))
+    end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
+    events: list[Event] = []
+    threads = [TrackerThread(tracker, run, store, params, events.append) for tracker in open_trackers(trackers)]
+    for thread in threads:
+        thread.send(chain.from_iterable(read_all_metrics(store)))  # which the thread reads as it sends
+        thread.end(end)
+    for thread in threads:
+        thread.join(None)  # this is what the user waits for
+    if failures := [event for event in events if isinstance(event, TrackerFailed)]:
+        raise RaytrainError("; ".join(f"tracker {event.tracker} {event.reason}" for event in failures))
+    places = [event.place for event in events if isinstance(event, TrackerOpened)]
+    return TrackResult(run, [thread.name for thread in threads], threads[0].num_rows, places)

@@ -1,0 +1,68 @@
+"""A run as TensorBoard shows it: event files in the folder ``tensorboard`` of the run."""
+
+# tensorboardX is typed in parts only.
+# pyright: basic
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] ; made at import
+from tensorboardX.summary import hparams
+
+from raytrain.runs.background import Throttle
+from raytrain.storage.temporary_files import TemporaryFolder
+from raytrain.trackers.pictures import Pixels, sheet
+from raytrain.trackers.tracker import TrackedRun
+
+_FOLDER = "tensorboard"
+_UPLOAD_EVERY_S = 30.0
+
+
+class TensorBoardTracker:
+    """Writes into the run's folder. Event files of a run in S3 grow here, and are copied there now and then."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.place = f"tensorboard --logdir {run.store.url}/{_FOLDER}"
+        self._store = run.store
+        self._local = TemporaryFolder() if "://" in run.store.url else None
+        self._folder = self._local.path if self._local else Path(run.store.url, _FOLDER)
+        # Files are named by the second: one of an earlier start must not be replaced, and is read first.
+        self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{time.time_ns()}")
+        self._throttle = Throttle()
+
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
+        """Write the options for the tab HPARAMS."""
+        assert self._writer.file_writer is not None
+        for summary in hparams(params, {})[:2]:  # the experiment and the start of the session
+            self._writer.file_writer.add_summary(summary)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write a row, as one event: an event for each number would take several times as long."""
+        assert self._writer.file_writer is not None
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)
+
+    def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
+        """Write images as one, for which TensorBoard has a slider over the steps."""
+        self._writer.add_image(key, sheet(images, caption), step, dataformats="HWC")
+
+    def save(self) -> None:
+        """Flush the event file."""
+        self._writer.flush()
+        if self._throttle.due("upload", _UPLOAD_EVERY_S):
+            self._upload()
+
+    def finalize(self, status: str) -> None:
+        """Close the event file."""
+        self._writer.close()
+        self._upload()
+        if self._local is not None:
+            self._local.remove()
+
+    def _upload(self) -> None:
+        for file in self._local.path.glob("events.*") if self._local else ():
+            self._store.put(f"{_FOLDER}/{file.name}", file.read_bytes())

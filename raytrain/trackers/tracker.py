@@ -1,0 +1,89 @@
+"""The interface of a tracker, and options and rows as flat dictionaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast, runtime_checkable
+
+from raytrain.config import TrainConfig
+from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.redact import one_line
+from raytrain.storage.store import Store
+
+TrackerStatus = Literal["success", "failed"]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Gets what a run measures, from one thread. Whatever it raises, and however long it takes, the run goes on.
+
+    A tracker may have more methods, which are called if they exist:
+
+    - ``save()`` after each group of calls of ``log_metrics``, to send or flush what it has gathered;
+    - ``log_image(key, images, step, caption)``, as Lightning's, after an evaluation: a list of images, each of uint8,
+      (H, W, 3), and a list of their captions, which may have two lines;
+    - ``log_network(file)`` at the end, with the path of the run's last checkpoint.
+    """
+
+    def log_hyperparams(self, params: dict[str, str | int | float]) -> None:
+        """Take the options of the run, in a flat dictionary. Called once in each start of the run."""
+        ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Take numbers by name, after ``step`` completed steps. A number may be NaN or infinite."""
+        ...
+
+    def finalize(self, status: TrackerStatus) -> None:
+        """The run has ended: ``success`` if it finished or was stopped, otherwise ``failed``. It may resume later."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker is opened for: its name and storage, and the ``id`` that an earlier start had there."""
+
+    name: str
+    store: Store
+    id: str | None = None
+
+
+_MAX_NAME = 250  # characters, MLflow's limit
+_NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # what MLflow refuses
+_PREFIX = {"step": "train", "evaluation": "test"}
+_COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "samples_seen", "elapsed_s")
+_PLACE = ("resume", "address", "track")  # options that are not the run's
+
+
+def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
+    """The options of a run: those with several values as text, those that are not set left out."""
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: _scalar(value) for name, value in options.items() if value not in (None, ()) and name not in _PLACE}
+
+
+def row_metrics(row: MetricRow) -> dict[str, float]:
+    """A row as numbers: ``train/loss`` or ``test/loss``, and the columns of a row of steps under their own names.
+
+    A metric that was not finite when it was written, so that storage has no number for it, is NaN.
+    """
+    measured = {
+        metric_name(f"{_PREFIX[row.kind]}/{name}"): math.nan if value is None else float(value)
+        for name, value in row.metrics.items()
+    }
+    columns = {name: row.value(name) for name in _COLUMNS} if row.kind == "step" else {}
+    return {name: float(value) for name, value in columns.items() if value is not None} | measured
+
+
+def metric_name(name: str) -> str:
+    """A name that every tracker accepts. Loops, and whoever wrote a stored run, may use any text."""
+    parts = (part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part.strip(". "))
+    return "/".join(parts)[:_MAX_NAME] or "_"
+
+
+def _scalar(value: object) -> str | int | float:
+    if isinstance(value, (bool, int, float)):
+        return value
+    return one_line(" ".join(map(str, cast(Iterable[object], value) if isinstance(value, tuple) else (value,))))

@@ -1,0 +1,58 @@
+"""A run in Weights & Biases, in the project that ``WANDB_PROJECT`` and the like name."""
+
+# wandb is typed in parts only.
+# pyright: basic
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import wandb
+
+from raytrain.trackers.tracker import TrackedRun
+
+if TYPE_CHECKING:
+    from raytrain.trackers.pictures import Pixels
+
+_EXIT_CODES = {"success": 0, "failed": 1}
+
+
+class WandbTracker:
+    """One run of W&B. Its standard variables, such as WANDB_API_KEY and WANDB_ENTITY, are read by wandb itself."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "raytrain"),
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            reinit="create_new",  # a notebook may have a run of its own
+            settings=wandb.Settings(console="off", silent=True),  # the terminal shows the run
+        )
+        self.run_id: str = self._run.id
+        sync = f"wandb sync {self._run.settings.sync_dir}"
+        self.place = sync if self._run.offline else self._run.url or sync
+
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
+        """Send the options; a resume may change them."""
+        self._run.config.update(params, allow_val_change=True)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue a row; wandb sends it in a process of its own."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_image(self, key: str, images: Sequence[Pixels], step: int, caption: Sequence[str]) -> None:
+        """Queue images. W&B drops what comes for an earlier step than its latest one: they are sent with that."""
+        shown = [wandb.Image(pixels, caption=text) for pixels, text in zip(images, caption, strict=True)]
+        self._run.log({key: shown}, step=max(step, self._run.step))
+
+    def log_network(self, file: str) -> None:
+        """Send the last checkpoint, as an artifact."""
+        artifact = wandb.Artifact(f"network-{self.run_id}", type="model")
+        artifact.add_file(file)
+        self._run.log_artifact(artifact)
+
+    def finalize(self, status: str) -> None:
+        """End the run; a resume opens it again."""
+        self._run.finish(exit_code=_EXIT_CODES[status])

@@ -1,0 +1,98 @@
+"""Out of memory: in how many parts a global batch fits, found by trial, or told when a run meets its limit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from raytrain.data.plan.partition import Partition
+from raytrain.errors import OutOfMemory, RaytrainError, UsageError
+from raytrain.training.prepared_models import WeightAverage, apply_options, mixed_precision
+from raytrain.training.run import Run
+
+
+def check_memory(run: Run) -> None:
+    """Raise OutOfMemory on all workers if one cannot compute its images of a step at once; it says in how many parts.
+
+    Each worker tries a step with black images, and halves their number as often as it must. Raises UsageError if not
+    even one image fits.
+    """
+    parts = torch.tensor(_parts_that_fit(run, lambda num_images: _try_step(run, num_images)), device=run.device)
+    if run.world_size > 1:
+        dist.all_reduce(parts, dist.ReduceOp.MAX)
+    if parts > run.plan.accumulate:
+        raise _out_of_memory(run, int(parts))
+
+
+def out_of_memory(run: Run) -> RaytrainError:
+    """What to do after a step, or an evaluation, for which the memory did not suffice."""
+    if run.evaluating:
+        return UsageError(
+            "The memory of a worker does not suffice for its images of an evaluation; use a smaller --image-size, or "
+            "more workers."
+        )
+    return _out_of_memory(run, 2 * run.plan.accumulate)
+
+
+def _out_of_memory(run: Run, parts: int) -> RaytrainError:
+    if parts // 2 >= run.plan.batch_size:  # so many did not fit
+        return UsageError(
+            "The memory of a worker does not suffice for a single image; use --gradient-checkpointing, a smaller "
+            "--image-size, or a smaller network."
+        )
+    before = run.plan.accumulate
+    at_once = "at once" if before == 1 else f"in {before} parts"
+    return OutOfMemory(
+        f"The memory of a worker does not suffice for a global batch {at_once}; compute it with --accumulate {parts}",
+        parts,
+    )
+
+
+def _parts_that_fit(run: Run, try_step: Callable[[int], None]) -> int:
+    """The fewest parts, a power of two, of which ``try_step`` can compute this worker's images; too many if none do."""
+    parts = 1
+    while parts < 2 * run.plan.batch_size and not _fits(try_step, _images_at_once(run, parts)):
+        parts *= 2
+    return parts
+
+
+def _images_at_once(run: Run, parts: int) -> int:
+    """This worker's images in the largest part of a global batch."""
+    plan = replace(run.plan, accumulate=parts)
+    partition = Partition(plan, run.rank, run.config.worker_load or (1.0,) * run.world_size)
+    return max(1, *partition.part_sizes(plan.batch(0)))
+
+
+def _fits(try_step: Callable[[int], None], num_images: int) -> bool:
+    fits = True
+    try:
+        try_step(num_images)
+    except torch.OutOfMemoryError:
+        fits = False
+    gc.collect()  # not in the handler, where the exception still holds the tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return fits
+
+
+def _try_step(run: Run, num_images: int) -> None:
+    """A step of a network that is then forgotten, as the built-in loop makes it, on this worker alone."""
+    config = run.config
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+    model = run.build_model().to(run.device, dtype)
+    average = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
+    optimizer = run.build_optimizer(model)
+    apply_options(model, config)
+    model.eval()  # batch norm of a single value has no gradient
+    images = torch.zeros(num_images, config.channels, *config.full_image_size, dtype=dtype, device=run.device)
+    labels = torch.zeros(num_images, dtype=torch.int64, device=run.device)
+    targets = labels if run.label_sets is None else run.label_sets[labels].to(dtype)
+    with mixed_precision(config, run.device):
+        loss = run.loss(model(images), targets)
+    loss.backward()
+    optimizer.step()
+    del average

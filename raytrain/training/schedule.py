@@ -1,0 +1,131 @@
+"""When a checkpoint is due, and when a run has trained enough."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from raytrain.config import TrainConfig
+from raytrain.errors import UsageError
+from raytrain.runs.checkpoint_files import checkpoint_path
+from raytrain.runs.outcome import DIVERGED_HINT, Progress, StopReason
+
+
+class EarlyStop:
+    """Looks at each evaluation for ``--until`` and ``--patience``, and at the clock for ``--max-time``.
+
+    ``reason`` says why the run should stop; None as long as it should not.
+    """
+
+    def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.reason: StopReason | None = None
+        self._config = config
+        self._clock = clock
+        self._started_at = clock()
+
+    def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
+        """Take note of an evaluation. The progress, which checkpoints hold, counts those that are not the best.
+
+        Raises UsageError if the evaluation lacks the metric that ``--best`` names.
+        """
+        config = self._config
+        if config.target is not None:
+            name, value = config.target
+            if _is_reached(name, measured.get(name, float("nan")), value):
+                self.reason = StopReason("target", config.until, metric=name, value=measured[name])
+        if config.best is not None and config.best not in measured:
+            raise UsageError(
+                f"--best is {config.best}, and evaluations measure {', '.join(measured)}; name one of these."
+            )
+        if config.best_metric not in measured:
+            return replace(progress, score=None)
+        score = _score(config.best_metric, measured)
+        progress = replace(progress, score=score)
+        best = progress.best_score
+        if score is not None and (best is None or score > best):
+            return replace(progress, best_score=score, num_worse=0)
+        num_worse = progress.num_worse + 1
+        if config.patience is not None and num_worse >= config.patience:
+            value = None if best is None else abs(best)
+            self.reason = StopReason("patience", metric=config.best_metric, value=value, count=config.patience)
+        return replace(progress, num_worse=num_worse)
+
+    def time_is_up(self) -> bool:
+        """Whether ``--max-time`` is over. It counts from the start of this attempt."""
+        limit_s = self._config.max_time_s
+        if limit_s is None or self._clock() - self._started_at < limit_s:
+            return False
+        self.reason = self.reason or StopReason("time", self._config.max_time)
+        return True
+
+
+def _is_reached(name: str, measured: float, wanted: float) -> bool:
+    return measured <= wanted if _is_loss(name) else measured >= wanted
+
+
+def _score(name: str, measured: Mapping[str, float]) -> float | None:
+    """The metric called ``name``, a loss with a minus, so that the largest is the best; None if it is NaN."""
+    value = measured[name]
+    if math.isnan(value):
+        return None
+    return -value if _is_loss(name) else value
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name
+
+
+class CheckpointSchedule:
+    """Knows when the last checkpoint was written, and whether the next one is due.
+
+    ``saved_step`` is the step of the newest checkpoint; None if the run has no checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        steps_per_epoch: int,
+        saved_step: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.saved_step = saved_step
+        self._diverged_step: int | None = None  # of a checkpoint that was due later and not written
+        every = config.checkpoint_intervals
+        self._every_steps = (every.steps, every.epochs * steps_per_epoch)
+        self._every_s = every.seconds
+        self._clock = clock
+        self._saved_at = clock()
+
+    def due_at(self, step: int) -> bool:
+        """Whether the options ask for a checkpoint after ``step`` completed steps."""
+        return any(every > 0 and step % every == 0 for every in self._every_steps)
+
+    def due_by_time(self) -> bool:
+        """Whether the last checkpoint, or the start of the run, is too many seconds ago."""
+        return 0 < self._every_s <= self._clock() - self._saved_at
+
+    def attempted(self, step: int, *, is_finite: bool) -> None:
+        """A checkpoint after ``step`` completed steps is being written, or is not, because a weight is not finite."""
+        if is_finite:
+            self.saved_step, self._diverged_step = step, None
+        else:
+            self._diverged_step = step
+        self._saved_at = self._clock()
+
+    def due_at_end(self, step: int) -> bool:
+        """Whether a run that ends after ``step`` completed steps still needs its last checkpoint."""
+        return step not in (self.saved_step or 0, self._diverged_step)
+
+    @property
+    def newest_path(self) -> str | None:
+        """Path of the newest checkpoint; None if the run has no checkpoint."""
+        return None if self.saved_step is None else checkpoint_path(self.saved_step)
+
+    @property
+    def divergence(self) -> str | None:
+        """Why the last checkpoint that was due was not written; None if it was."""
+        if self._diverged_step is None:
+            return None
+        return f"a weight is not finite after step {self._diverged_step:,}; {DIVERGED_HINT}"
