@@ -43,8 +43,8 @@ def test_what_does_not_exist_is_refused_without_torch_and_without_a_cluster(tmp_
         {"model": "no_such_package.nets:net"},
         {"loop": "no_such_file.py:train"},
         {"weights": "no-such-file.pt"},
-        {"workers": 10_000, "device": "cpu", "address": "local"},
-        {"workers": 10_000, "device": "cpu", "backend": "local"},
+        {"workers": 10_000, "device": "cpu", "address": "local", "data": "."},
+        {"workers": 10_000, "device": "cpu", "backend": "local", "data": "."},
         {"address": "local"},
         {"address": "local", "name": "old"},
     )

@@ -26,7 +26,10 @@ EXAMPLES = [
     (events.StorageBack(), "the history is in storage again"),
     (events.DocumentLost("a.json", "no"), "a.json could not be written: no"),
     (events.HistoryDamaged("2 of 5 lines"), "2 of 5 lines; the run continues without them"),
-    (events.StopRequested(StopReason("signal", "SIGINT")), "stop requested: Ctrl-C"),
+    (
+        events.StopRequested(StopReason("signal", "SIGINT")),
+        "stop requested: Ctrl-C; the step that trains ends first, and another signal aborts",
+    ),
     (events.NodeLeaving(), "a node of the workers will be taken away: writing a checkpoint now"),
     (events.HeadSilent(), "the head of the cluster does not answer: training goes on"),
     (events.HeadBack(), "the head of the cluster answers again"),

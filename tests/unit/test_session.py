@@ -1,0 +1,178 @@
+"""The loop that sees a run to its end, with a stand-in for whoever trains it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from raytrain.backends.coordinator import Coordinator
+from raytrain.backends.prepare import PreparedRun, check_places, prepare
+from raytrain.backends.session import RunSession
+from raytrain.backends.stop_signals import StopSignals
+from raytrain.config import ResolvedConfig
+from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
+from raytrain.runs.documents import read_json, run_store
+from raytrain.runs.layout import CONFIG, SUMMARY
+from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
+from raytrain.runs.snapshot import Snapshot
+from raytrain.runs.status import read_status
+from tests.helpers.small_runs import config
+
+DONE = Outcome(status="finished", progress=Progress(step=20))
+STOPPED = Outcome(status="stopped", progress=Progress(step=1))
+
+
+class StandIn:
+    """A launch without workers: ``train`` does what they would do, at each look."""
+
+    num_workers = 2
+
+    def __init__(self, prepared: PreparedRun, train: Callable[[Coordinator], None]) -> None:
+        self.config: ResolvedConfig = prepared.resolve(2, "cpu")
+        self.closed: list[bool] = []
+        plan = prepared.data.plan(self.config)
+        self.coordinator = Coordinator(prepared.name, prepared.store, plan.num_steps, plan.steps_per_epoch)
+        self._train = train
+
+    def start(self) -> Coordinator:
+        return self.coordinator
+
+    def look(self, snapshot: Snapshot) -> None:
+        self._train(self.coordinator)
+
+    def wait(self, timeout_s: float) -> bool:
+        self.coordinator.wait_for_end(0.01)
+        return False
+
+    def failure(self) -> str | None:
+        return None
+
+    def end_workers(self) -> None: ...
+
+    def close(self, *, finished: bool) -> None:
+        self.closed.append(finished)
+
+
+@contextmanager
+def session(
+    images: Path, storage: Path, train: Callable[[Coordinator], None], signals: StopSignals | None = None
+) -> Iterator[tuple[RunSession, StandIn]]:
+    wanted = check_places(config(images, storage, precision="float32"))
+    with prepare(wanted, signals=signals) as prepared:
+        launch = StandIn(prepared, train)
+        with RunSession(prepared, launch) as opened:
+            yield opened, launch
+
+
+def run(images: Path, storage: Path, train: Callable[[Coordinator], None], signals: StopSignals) -> TrainResult:
+    with session(images, storage, train, signals) as (opened, _):
+        return opened.watch()
+
+
+def test_a_run_is_written_down_once_its_workers_have_checked_it_and_then_its_end(images: Path, tmp_path: Path) -> None:
+    store = run_store(str(tmp_path), "run")
+    steps: list[Callable[[Coordinator], None]] = [lambda run: run.checked(), lambda run: run.started(2, 0)]
+
+    def train(coordinator: Coordinator) -> None:
+        if steps:
+            assert not store.exists(CONFIG) or len(steps) == 1
+            steps.pop(0)(coordinator)
+        elif store.exists(CONFIG):
+            coordinator.conclude(DONE)
+
+    with session(images, tmp_path, train) as (opened, launch):
+        assert opened.watch().status == "finished"
+    assert launch.closed == [True]
+    assert (read_status(store).status, read_json(store, SUMMARY)["steps"]) == ("finished", 20)
+
+
+def test_a_stop_before_the_workers_train_ends_the_run_at_once(images: Path, tmp_path: Path) -> None:
+    signals = StopSignals()
+    signals.request_stop(StopReason("signal", "SIGTERM"))
+    result = run(images, tmp_path, pytest.fail, signals)
+    assert (result.status, result.steps, result.stop_reason) == ("stopped", 0, StopReason("signal", "SIGTERM"))
+    assert read_status(run_store(str(tmp_path), "run")).status == "stopped"
+
+
+def test_a_stop_of_a_run_that_trains_goes_to_its_workers(images: Path, tmp_path: Path) -> None:
+    signals = StopSignals()
+
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        if coordinator.snapshot().status == "starting":
+            coordinator.started(2, 0)
+        elif coordinator.wait_for_stop_request(0.0) is not None:
+            coordinator.conclude(STOPPED)
+        signals.request_stop(StopReason("page", "here"))
+
+    assert run(images, tmp_path, train, signals).stop_reason == StopReason("page", "here")
+
+
+def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals, free = StopSignals(), threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        assert free.wait(60)
+
+    monkeypatch.setattr("raytrain.runs.recorder.write_status", hang)
+
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        if coordinator.snapshot().status == "starting":
+            coordinator.started(2, 0)
+        signals.request_stop(StopReason("caller", "enough"))
+        if coordinator.wait_for_stop_request(0.0) is not None:  # and storage still hangs
+            free.set()
+            coordinator.conclude(STOPPED)
+
+    assert run(images, tmp_path, train, signals).status == "stopped"
+
+
+def test_an_error_before_the_run_is_written_down_is_raised_as_it_is_and_leaves_no_run(
+    images: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="--model is wrong"):
+        run(images, tmp_path, lambda each: each.give_up(UsageError("--model is wrong.")), StopSignals())
+    assert not run_store(str(tmp_path), "run").exists(CONFIG)
+
+
+def test_an_error_of_a_run_that_trains_and_what_only_the_monitor_knows_fail_it(images: Path, tmp_path: Path) -> None:
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        coordinator.started(2, 0)
+        coordinator.give_up(UsageError("the loop is wrong."))
+
+    with session(images, tmp_path, train) as (opened, launch), pytest.raises(TrainingFailed, match="the loop is wrong"):
+        opened.watch()
+    assert launch.closed == [False]
+
+
+def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images: Path, tmp_path: Path) -> None:
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        coordinator.started(2, 0)
+        coordinator.workers_lost({1: "SIGKILL"})
+
+    with session(images, tmp_path, train) as (opened, launch):
+        launch.wait = lambda timeout_s: launch.coordinator.ending().lost is not None  # pyright: ignore
+        with pytest.raises(TrainingFailed, match="worker 1 was killed by SIGKILL"):
+            opened.watch()
+
+
+def test_a_lost_coordinator_leaves_a_run_that_starts_again(images: Path, tmp_path: Path) -> None:
+    lost = CoordinatorLost("The process has died.", "run", str(tmp_path / "run"))
+
+    def train(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        if run_store(str(tmp_path), "run").exists(CONFIG):
+            raise lost
+
+    with pytest.raises(CoordinatorLost):
+        run(images, tmp_path, train, StopSignals())
+    assert read_status(run_store(str(tmp_path), "run")).status == "starting"
