@@ -18,7 +18,7 @@ import sys
 import raytrain
 for options in {options}:
     try:
-        raytrain.train(raytrain.recipes.custom(data="images", storage={storage!r}, **options))
+        raytrain.train(raytrain.recipes.custom(storage={storage!r}, **{{"data": "images", **options}}))
     except (raytrain.UsageError, raytrain.StorageError) as error:
         print(error)
 assert not {{"torch", "torchvision", "ray"}} & sys.modules.keys()
