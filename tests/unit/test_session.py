@@ -22,6 +22,8 @@ from raytrain.runs.snapshot import Snapshot
 from raytrain.runs.status import read_status
 from tests.helpers.small_runs import config
 
+pytestmark = pytest.mark.not_quick  # images are decoded in a process
+
 DONE = Outcome(status="finished", progress=Progress(step=20))
 STOPPED = Outcome(status="stopped", progress=Progress(step=1))
 
