@@ -168,16 +168,12 @@ class CredentialCache:
         """Why the source failed the last time, if it did; obstore passes on only the text."""
 
     def __call__(self) -> Any:
-        """The credentials as obstore wants them."""
-        return self.current().for_obstore()
-
-    def current(self) -> BucketCredentials:
-        """The credentials; raises what the source raises, or NoCredentials."""
+        """The credentials as obstore wants them; raises what the source raises, or NoCredentials."""
         with self._lock:
             if self._cached is None or time.monotonic() >= self._ask_again_at_s:
                 self._cached = self._ask()
                 self._ask_again_at_s = time.monotonic() + ask_again_after_s(self._cached)
-            return self._cached
+            return self._cached.for_obstore()
 
     def _ask(self) -> BucketCredentials:
         try:

@@ -169,7 +169,7 @@ class FolderStore(Store):
 def explain_os_error(error: OSError, url: str) -> StorageError:
     """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do."""
     sentence = _BY_ERRNO.get(error.errno or 0, "{url} cannot be used: {detail}.")
-    return StorageError(sentence.format(url=url, detail=error.strerror))
+    return StorageError(sentence.format(url=url, detail=error.strerror or error))
 
 
 def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
