@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain.training.protocols import Worker
+
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20
 """Size of the first bucket, which is sent early, and of the others."""
 
 
 class JoinedGradients:
-    """The gradients of all networks that a loop has prepared, averaged over ``world_size`` workers."""
+    """The gradients of all networks that a loop has prepared, averaged over the workers."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        # A group of its own: in a backward, the collectives of batch norm come in another order on a worker that lacks
-        # a gradient.
-        self._group: Any = dist.new_group() if world_size > 1 else None
+    def __init__(self, worker: Worker) -> None:
+        self._world_size = worker.world_size
+        self._group = _own_group(worker.device) if worker.world_size > 1 else None
         self._parameters: list[Tensor] = []
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -130,6 +130,15 @@ class _Bucket:
             for parameter, view, flag in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
                 if flag and id(parameter) not in self.arrived:
                     parameter.grad = view
+
+
+def _own_group(device: torch.device) -> Any:
+    """A process group beside the default one, which waits as long.
+
+    In a backward, the collectives of batch norm come in another order on a worker that lacks a gradient.
+    """
+    default: Any = dist.group.WORLD
+    return dist.new_group(timeout=default._get_backend(device).options._timeout)
 
 
 def broadcast_weights(model: nn.Module) -> None:

@@ -154,7 +154,7 @@ class PreparedModels:
         self._config = config
         self._worker = worker
         self._state = state
-        self._gradients = JoinedGradients(worker.world_size)
+        self._gradients = JoinedGradients(worker)
         self._is_last_part = True
 
     def add(self, model: nn.Module) -> nn.Module:
