@@ -144,7 +144,11 @@ def _bound(command: Callable[..., T], recipes: Mapping[str, TrainConfig]) -> Cal
 
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
     hints = get_type_hints(command, include_extras=True)
-    bind.__annotations__ = {name: _shown(hint) for name, hint in hints.items() if name != "config"}
+    bind.__annotations__ = {
+        name: _section(hint, hint(), ()) if dataclasses.is_dataclass(hint) else _shown(hint)
+        for name, hint in hints.items()
+        if name not in ("config", "return")
+    }
     if "config" in hints:
         bind.__annotations__["config"] = _choice(
             subcommand(
@@ -170,8 +174,8 @@ def _options(defaults: TrainConfig, hidden: Sequence[str]) -> Callable[..., dict
     return merge
 
 
-def _section(section: type, defaults: TrainConfig, hidden: Sequence[str]) -> type:
-    """A section of the options, with the defaults of a recipe, as the help shows it."""
+def _section(section: type, defaults: object, hidden: Sequence[str]) -> type:
+    """A section of the options, with these defaults, as the help shows it."""
     hints = get_type_hints(section, include_extras=True)
     fields = [
         (name, Suppress[hint] if name in hidden else _shown(hint), dataclasses.field(default=getattr(defaults, name)))
@@ -201,7 +205,8 @@ def _default_hint(label: str) -> str:
 
 def _hidden(hint: Any) -> tuple[str, ...]:
     """The options that have no flag in a command whose ``config`` is annotated so."""
-    return ("recipe", *(name for each in getattr(hint, "__metadata__", ()) for name in each.names))
+    marks = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Without)]
+    return ("recipe", *(name for mark in marks for name in mark.names))
 
 
 def _description(command: Callable[..., Any]) -> str:
@@ -221,12 +226,15 @@ def _about_recipe(name: str, command: Callable[..., Any], recipes: Mapping[str, 
 
 
 def _option_names(command: Callable[..., Any]) -> Iterator[str]:
-    """The options and parameters that have a flag, those of every command included."""
-    hints = get_type_hints(command, include_extras=True)
-    yield from ("json", "debug", *(name for name in hints if name not in ("config", "return")))
-    if "config" in hints:
-        hidden = _hidden(hints["config"])
-        yield from (field.name for field in dataclasses.fields(TrainConfig) if field.name not in hidden)
+    """The options that have a flag, those of every command included."""
+    yield from ("json", "debug")
+    for name in inspect.signature(command).parameters:
+        hint = get_type_hints(command, include_extras=True)[name]
+        section = TrainConfig if name == "config" else hint
+        if dataclasses.is_dataclass(section):
+            yield from (field.name for field in dataclasses.fields(section) if field.name not in _hidden(hint))
+        else:
+            yield name
 
 
 # A resumed run.

@@ -42,4 +42,4 @@ def test_none_is_still_a_choice_of_the_cache() -> None:
 
 def test_commands_take_it_too() -> None:
     command = parse(["evaluate", "first", "--data", "d", "--workers", "none", "--output", "none"], COMMANDS)
-    assert (command.keywords["workers"], command.keywords["output"]) == (None, None)
+    assert (command.keywords["prediction"].workers, command.keywords["output"]) == (None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from tyro.conf import arg
@@ -22,27 +23,30 @@ Threshold = Annotated[
     ),
 ]
 
-TestViews = Annotated[
-    tuple[TestView, ...],
-    arg(help="Views to average over: flip, shift; those of the run's training always are."),
-]
+
+@dataclass(frozen=True)
+class PredictionOptions:
+    """How ``evaluate`` and ``predict`` use the network."""
+
+    threshold: Threshold = ()
+    test_views: tuple[TestView, ...] = ()
+    """Views to average over: flip, shift; those of the run's training always are."""
+    storage: Storage = "./runs"
+    workers: Workers = None
+    address: Address = None
+    trust: Trust = False
 
 
 def evaluate(
     run: RunName,
     data: Data,
+    prediction: PredictionOptions,
     labels: Annotated[
         str | None, arg(help="Label file of the images; by default their folders are the labels.")
     ] = None,
     output: Annotated[
         str | None, arg(help="PNG file for the confusions of single classes; by default RUN-confusion.png.")
     ] = None,
-    threshold: Threshold = (),
-    test_views: TestViews = (),
-    storage: Storage = "./runs",
-    workers: Workers = None,
-    address: Address = None,
-    trust: Trust = False,
 ) -> CommandResult:
     """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
 
@@ -55,17 +59,7 @@ def evaluate(
 
     picture = output or f"{run}-confusion.png"
     check_output(picture, (".png",))
-    result = raytrain.evaluate(
-        run,
-        data,
-        labels=labels,
-        threshold=threshold,
-        test_views=test_views,
-        storage=storage,
-        workers=workers,
-        address=address,
-        trust=trust,
-    )
+    result = raytrain.evaluate(run, data, labels=labels, **vars(prediction))
     if isinstance(result, LabelEvaluation):
         return CommandResult(label_evaluation_page(result), result.summary())
     save_png(confusion_figure(result), picture)
@@ -76,13 +70,8 @@ def predict(
     run: RunName,
     data: Data,
     output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
-    storage: Storage = "./runs",
+    prediction: PredictionOptions,
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
-    threshold: Threshold = (),
-    test_views: TestViews = (),
-    workers: Workers = None,
-    address: Address = None,
-    trust: Trust = False,
 ) -> CommandResult:
     """Classify images, labelled or not, and write one row per image.
 
@@ -90,18 +79,7 @@ def predict(
     """
     from raytrain.display.formatting import key_value_table
 
-    result = raytrain.predict(
-        run,
-        data,
-        output,
-        storage=storage,
-        top_k=top_k,
-        threshold=threshold,
-        test_views=test_views,
-        workers=workers,
-        address=address,
-        trust=trust,
-    )
+    result = raytrain.predict(run, data, output, top_k=top_k, **vars(prediction))
     return CommandResult(key_value_table(result.summary()), result.summary())
 
 
