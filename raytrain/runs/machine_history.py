@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raytrain.runs.documents import MACHINE_HISTORY, MACHINES, known_fields, matches, read_json, write_json
 
@@ -57,13 +57,6 @@ MAX_WORKERS = 16
 _DIGITS = 4
 
 
-class _Point(NamedTuple):
-    """Some seconds of a run: values by rank and name."""
-
-    elapsed_s: float
-    values: Mapping[tuple[int, str], float]
-
-
 class MachineHistory:
     """Measurements of the first 16 workers over the time of a run.
 
@@ -74,52 +67,53 @@ class MachineHistory:
     def __init__(self) -> None:
         self._nodes: dict[int, str] = {}  # by rank
         self._every = 1  # measurements of a point
-        self._points: list[_Point] = []
-        self._pending: list[_Point] = []
+        self._num_pending = 0  # the last measurements, which are no point yet
+        self._times: list[float] = []
+        self._columns: dict[tuple[int, str], list[float | None]] = {}  # by rank and name, a value for each time
 
     def add(self, elapsed_s: float, uses: Sequence[MachineUse]) -> None:
         """Add what the workers measured last, ``elapsed_s`` seconds after the start of the run."""
         shown = uses[:MAX_WORKERS]
         self._nodes |= {use.rank: use.node for use in shown}
         values = {(use.rank, name): value for use in shown for name, value in _measured(use) if value is not None}
-        self._pending.append(_Point(round(elapsed_s, 1), values))
-        if len(self._pending) >= self._every:
-            self._points.append(_mean(self._pending))
-            self._pending.clear()
-        if len(self._points) >= MAX_POINTS:
-            self._points = [_mean(self._points[place : place + 2]) for place in range(0, MAX_POINTS, 2)]
+        for key in self._columns.keys() | values.keys():
+            self._columns.setdefault(key, [None] * len(self._times)).append(values.get(key))
+        self._times.append(round(elapsed_s, 1))
+        self._num_pending += 1
+        if self._num_pending == self._every:
+            self._merge(len(self._times) - self._every, self._every)
+            self._num_pending = 0
+        if len(self._times) - self._num_pending >= MAX_POINTS:
+            self._merge(0, 2)
             self._every *= 2
 
     def to_json(self) -> dict[str, Any]:
         """The times of the points, and for each worker its rank, its node, and its values at these times."""
-        names = sorted({key for point in self._points for key in point.values})
+        end = len(self._times) - self._num_pending
+        known = {key: column[:end] for key, column in sorted(self._columns.items())}
         workers = [
-            {
-                "rank": rank,
-                "node": node,
-                "values": {
-                    name: [point.values.get((rank, name)) for point in self._points] for of, name in names if of == rank
-                },
-            }
+            {"rank": rank, "node": node, "values": {name: known[of, name] for of, name in known if of == rank}}
             for rank, node in sorted(self._nodes.items())
         ]
-        return {"every": self._every, "elapsed_s": [point.elapsed_s for point in self._points], "workers": workers}
+        return {"every": self._every, "elapsed_s": self._times[:end], "workers": workers}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MachineHistory:
         """The inverse of :meth:`to_json`; of a damaged document, what can be used."""
         history = cls()
         every, times = document.get("every"), document.get("elapsed_s")
-        if not matches(every, int) or not matches(times, list[float]) or len(cast(list[float], times)) > MAX_POINTS:
-            return history
-        values: list[dict[tuple[int, str], float]] = [{} for _ in cast(list[float], times)]
-        for rank, node, name, column in _columns(document.get("workers"), len(values)):
-            history._nodes[rank] = node
-            for known, value in zip(values, column, strict=True):
-                known |= {} if value is None else {(rank, name): value}
-        history._every = max(1, cast(int, every))
-        history._points = [_Point(at_s, known) for at_s, known in zip(cast(list[float], times), values, strict=True)]
+        if matches(every, int) and matches(times, list[float]) and len(cast(list[float], times)) <= MAX_POINTS:
+            history._every, history._times = max(1, cast(int, every)), cast(list[float], times)
+            for rank, node, name, column in _columns(document.get("workers"), len(history._times)):
+                history._nodes[rank] = node
+                history._columns[rank, name] = column
         return history
+
+    def _merge(self, first: int, size: int) -> None:
+        """Make one point of each ``size`` from ``first`` on: the mean of the values that are known."""
+        self._times[first:] = self._times[first + size - 1 :: size]
+        for column in self._columns.values():
+            column[first:] = [_mean(column[place : place + size]) for place in range(first, len(column), size)]
 
 
 def read_machine_history(store: Store) -> MachineHistory:
@@ -149,12 +143,9 @@ def _fraction(used: int | None, total: int | None) -> float | None:
     return None if used is None or not total else used / total
 
 
-def _mean(points: Sequence[_Point]) -> _Point:
-    """The mean of each value over the points that have it, at the time of the last one."""
-    keys = {key for point in points for key in point.values}
-    known = {key: [point.values[key] for point in points if key in point.values] for key in keys}
-    means = {key: round(sum(values) / len(values), _DIGITS) for key, values in known.items()}
-    return _Point(points[-1].elapsed_s, means)
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), _DIGITS) if known else None
 
 
 def _columns(workers: object, length: int) -> Iterable[tuple[int, str, str, list[float | None]]]:
