@@ -1,4 +1,4 @@
-"""The exceptions that reach a user, each with one plain sentence, and how such a sentence names an option.
+"""Exceptions that reach a user, each with one plain sentence.
 
 The exceptions survive pickling: Ray carries them from a worker to the process that the user started.
 """

@@ -1,4 +1,4 @@
-"""What the parser rejected, as one sentence.
+"""Errors of the parser as one sentence.
 
 tyro prints an error as a box of text and exits. Its hook ``tyro._errors.on_parse_error`` gives typed events instead.
 The hook is private. Therefore pyproject.toml limits tyro to 1.0, only this file uses the hook, and

@@ -1,4 +1,4 @@
-"""From the words of a command line to a function with its arguments."""
+"""Parses a command line into a function and its arguments."""
 
 from __future__ import annotations
 

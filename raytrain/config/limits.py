@@ -1,4 +1,4 @@
-"""Limits of the numbers that options take, and lengths of time written as text, such as 90s or 2h."""
+"""Limits of numbers in options, and durations as text, such as 90s or 2h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check whether a run used each sample as often as planned, by comparing its trace with its batch plan."""
+"""``raytrain audit``: compares a run's trace with its batch plan."""
 
 from __future__ import annotations
 

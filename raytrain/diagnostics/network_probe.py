@@ -1,4 +1,7 @@
-"""The network between the nodes, by an all-reduce over all of them."""
+"""The network between the nodes of a cluster: each node's interface, and the bandwidth of an all-reduce over all.
+
+``python -m raytrain.diagnostics.network_probe RANK NUM_RANKS HOST PORT DEVICE`` is one rank of that all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -10,57 +13,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
-import torch.distributed as dist
 
 from raytrain.errors import UsageError
 from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult, run_on_each_node
 
+if TYPE_CHECKING:
+    import torch
+
+_TIMEOUT_S = 90.0  # torch alone may take 30 s to import
 _MEET_WITHIN = timedelta(seconds=30)
 _WARM_UP_BYTES = 1 << 20
 _BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 _ROUNDS = 3
-
-
-def main() -> None:
-    """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens, and measure."""
-    rank, num_ranks, host, port, device = sys.argv[1:]
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{host}:{port}",
-        rank=int(rank),
-        world_size=int(num_ranks),
-        timeout=_MEET_WITHIN,
-    )
-    try:
-        print(_bytes_per_s(torch.device(device), int(num_ranks)))
-    finally:
-        dist.destroy_process_group()
-
-
-def _bytes_per_s(device: torch.device, num_ranks: int) -> float:
-    _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first one connects
-    tensor = torch.ones(_BYTES[device.type] // 4, device=device)
-    seconds = min(_seconds(tensor) for _ in range(_ROUNDS))
-    return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / seconds
-
-
-def _seconds(tensor: torch.Tensor) -> float:
-    dist.barrier()
-    started = time.perf_counter()
-    dist.all_reduce(tensor)
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-if __name__ == "__main__":
-    main()
-
-_TIMEOUT_S = 90.0  # torch alone may take 30 s to import
 _OPEN_THE_PORTS = (
     "open all TCP ports between the nodes, and if a node has several interfaces, name the right one in "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there."
@@ -105,7 +73,8 @@ def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
     ports = run_on_each_node(_free_port, _TIMEOUT_S)
     if (meet_at := ports[0].result) is None:
         return _failure(backend, len(ports), ports[0])
-    results = run_on_each_node(_Part(device, tuple(each.node.id for each in ports), meet_at), _TIMEOUT_S)
+    one_rank = partial(_start_rank, device, tuple(each.node.id for each in ports), meet_at)
+    results = run_on_each_node(one_rank, _TIMEOUT_S)
     if failed := next((each for each in results if each.result is None), None):
         return _failure(backend, len(results), failed)
     return AllReduce(backend, len(results), bytes_per_s=min(each.result for each in results if each.result))
@@ -118,32 +87,67 @@ def _free_port(node: ClusterNode) -> tuple[str, int]:
         return node.address, opened.getsockname()[1]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What each node does: it runs its rank in a process of its own, which may hang, and sees all GPUs."""
-
-    device: str
-    node_ids: tuple[str, ...]
-    meet_at: tuple[str, int]
-
-    def __call__(self, node: ClusterNode) -> float:
-        host, port = self.meet_at
-        rank = self.node_ids.index(node.id)
-        words = [str(rank), str(len(self.node_ids)), host, str(port), self.device]
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        done = subprocess.run(
-            [sys.executable, "-m", "raytrain.diagnostics.network_probe", *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S - 5,
-            check=False,
-        )
-        if done.returncode:
-            raise UsageError((done.stderr.strip().splitlines() or ["no error message"])[-1].rstrip("."))
-        return float(done.stdout.splitlines()[-1])
+def _start_rank(device: str, node_ids: tuple[str, ...], meet_at: tuple[str, int], node: ClusterNode) -> float:
+    """The bandwidth that this node measures, in a process of its own, which may hang."""
+    words = map(str, (node_ids.index(node.id), len(node_ids), *meet_at, device))
+    output = python_with_all_gpus(["-m", "raytrain.diagnostics.network_probe", *words], _TIMEOUT_S - 5)
+    return float(output.splitlines()[-1])
 
 
 def _failure(backend: str, num_nodes: int, failed: NodeResult[Any]) -> AllReduce:
     problem = f"The nodes could not add up a tensor over the network with {backend} ({failed.error}); {_OPEN_THE_PORTS}"
     return AllReduce(backend, num_nodes, problem=problem)
+
+
+def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
+    """The output of Python with these arguments, in a process that sees all GPUs: Ray hides them from its tasks.
+
+    Raises UsageError with the last line of its errors if it fails.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode:
+        raise UsageError((done.stderr.strip().splitlines() or ["no error message"])[-1].rstrip("."))
+    return done.stdout
+
+
+def all_reduce(rank: int, num_ranks: int, host: str, port: str, device: str) -> float:
+    """Meet the other ranks at ``tcp://HOST:PORT``, which rank 0 opens; returns the bus bandwidth in bytes/s.
+
+    Counted as nccl-tests does: of the N ranks of a ring, each sends 2(N-1)/N times the tensor
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=_MEET_WITHIN,
+    )
+    try:
+        _seconds(torch.ones(_WARM_UP_BYTES // 4, device=device))  # the first one connects
+        tensor = torch.ones(_BYTES[device] // 4, device=device)
+        return 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / min(_seconds(tensor) for _ in range(_ROUNDS))
+    finally:
+        dist.destroy_process_group()
+
+
+def _seconds(tensor: torch.Tensor) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    started = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    print(all_reduce(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

@@ -1,13 +1,13 @@
-"""Probes nodes: one on that node, or all of a cluster."""
+"""Probes all nodes of a cluster, each on that node: its hardware, and whether it reads the data and writes the runs.
+
+What runs on a node imports neither Ray nor torch, so that it works even if these are broken there.
+"""
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ import psutil
 from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
 from raytrain.data.plan.shard_shuffle import Packing
-from raytrain.diagnostics.network_probe import Interface, interface_of
+from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.launch.placement import Gpu, fastest_precision, gpus
 from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _NUM_OBJECTS_READ = 48
 _TORCH_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 _WRITE_CHECK_NAME = re.compile(r"/\.write-check-[0-9a-f]+")  # a random name, which differs from node to node
 _TORCH_CHECK = "import torch; torch.ones(1, device='cuda').sum().item()"
 
@@ -211,20 +212,13 @@ def _disk() -> Disk:
 
 
 def _check_torch() -> None:
-    """Compute on the first GPU, in a process of its own: Ray hides the GPUs from tasks that request none."""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    command = [sys.executable, "-c", _TORCH_CHECK]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no error message"])[-1].rstrip(".")
+    """Compute on the first GPU."""
+    try:
+        python_with_all_gpus(["-c", _TORCH_CHECK], _TORCH_TIMEOUT_S)
+    except UsageError as error:
         raise UsageError(
-            f"torch cannot compute on the GPUs ({reason}); install an NVIDIA driver and a torch that fit each other."
-        )
-
-
-_TIMEOUT_S = 120.0
+            f"torch cannot compute on the GPUs ({error}); install an NVIDIA driver and a torch that fit each other."
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a worker of a profiled run trains: a few steps under torch.profiler, left as a trace and as seconds."""
+"""Worker of a profiled run: a few steps, left as a trace and as seconds of each phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How training scales with the number of workers: images/s, and the time to an accuracy, from the histories of runs."""
+"""Scaling of training with the number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained network that is ready to use, with its preprocessing and the names of its classes."""
+"""A trained network with its preprocessing and class names."""
 
 from __future__ import annotations
 

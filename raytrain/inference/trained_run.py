@@ -1,4 +1,4 @@
-"""A run that has a checkpoint, and options of a stored run that may be turned into a network."""
+"""A stored run with a checkpoint, to be turned into a network."""
 
 from __future__ import annotations
 

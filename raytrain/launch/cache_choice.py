@@ -1,4 +1,4 @@
-"""Which images stay decoded in memory, or as files on a disk."""
+"""Choice of a run's cache: decoded in memory, as files on a disk, or none."""
 
 from __future__ import annotations
 

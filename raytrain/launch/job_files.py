@@ -1,4 +1,4 @@
-"""Which files of this machine a job on a cluster needs: the user's own code, without images and secrets."""
+"""Files of this machine that a job on a cluster needs: the user's code, no images, no secrets."""
 
 from __future__ import annotations
 

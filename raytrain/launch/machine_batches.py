@@ -1,4 +1,4 @@
-"""Batches from images that the workers of a machine decode, and keep in memory that they share."""
+"""Batches from images that a machine's workers decode into shared memory."""
 
 from __future__ import annotations
 

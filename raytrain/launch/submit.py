@@ -1,4 +1,4 @@
-"""A command that trains on a cluster, sent from this machine and followed from here until it ends."""
+"""``raytrain submit``: sends a command to a cluster and follows it to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as its documents in storage tell it, read again and again by whoever watches it from elsewhere."""
+"""Reader of a run's documents, again and again, for whoever watches from elsewhere."""
 
 from __future__ import annotations
 

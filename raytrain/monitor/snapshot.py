@@ -1,4 +1,4 @@
-"""How a run stands at one moment, as viewers get it."""
+"""Snapshot: the state of a run at one moment, as viewers get it."""
 
 from __future__ import annotations
 

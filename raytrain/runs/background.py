@@ -1,4 +1,4 @@
-"""Calls to storage beside a loop that must not wait, and limits on how often something is done."""
+"""Calls to storage in the background, and limits on how often something is done."""
 
 from __future__ import annotations
 

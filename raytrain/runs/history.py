@@ -1,4 +1,4 @@
-"""A run's metrics, events and skipped images as JSON lines in storage, written without holding up the run."""
+"""History of a run: metrics, events and skipped images as JSON lines, written in the background."""
 
 from __future__ import annotations
 

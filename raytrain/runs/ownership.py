@@ -1,4 +1,4 @@
-"""Which process owns a run, and storage that only the owner writes to."""
+"""Ownership of a run: one process at a time, and storage that only the owner writes to."""
 
 from __future__ import annotations
 

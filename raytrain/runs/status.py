@@ -1,4 +1,4 @@
-"""How far a run is, as its storage says: ``status.json``, rewritten every few seconds as a heartbeat."""
+"""``status.json``: a run's progress, rewritten every few seconds as a heartbeat."""
 
 from __future__ import annotations
 

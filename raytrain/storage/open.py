@@ -1,4 +1,4 @@
-"""Opens a store by its URL, and the files that commands read and write, in a folder or in a bucket."""
+"""Opens stores by URL, and the files that commands read and write."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where else a run's metrics are sent."""
+"""Trackers of a run's metrics: TensorBoard, MLflow, W&B, Prometheus, or your own."""

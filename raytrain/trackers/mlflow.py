@@ -1,4 +1,4 @@
-"""A run in MLflow, on the server and in the experiment that ``MLFLOW_TRACKING_URI`` and the like name."""
+"""MLflow: a run on the server that ``MLFLOW_TRACKING_URI`` names."""
 
 # mlflow is typed in parts only.
 # pyright: basic

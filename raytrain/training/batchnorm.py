@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of the global batch, however it is divided over workers, on CPU and GPU.
+"""Batch norm with the statistics of the global batch, however it is divided over workers.
 
 ``convert`` turns the ``nn.BatchNorm`` layers of a model into one of two kinds:
 

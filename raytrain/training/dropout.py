@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth whose random numbers are each sample's own, however a batch is divided.
+"""Dropout and stochastic depth with random numbers of each sample's own.
 
 ``convert`` turns ``nn.Dropout``, ``nn.Dropout1d`` to ``3d``, torchvision's ``StochasticDepth`` (of rows) and timm's
 ``DropPath`` into layers that draw from (seed, step, sample, layer). ``begin`` tells them which samples come next. Only

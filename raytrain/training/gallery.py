@@ -1,4 +1,4 @@
-"""What a person wants to see of a run: its last batch, the test images that it gets most wrong, and its confusions."""
+"""Gallery of a run: its last batch, its worst test images, and its confusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages gradients over the workers while the backward still runs, whatever parts of which networks it goes through.
+"""Averages gradients over the workers while the backward still runs.
 
 Nothing is wrapped: hooks on the parameters tell which gradients are there. They travel in buckets of a fixed order, as
 those of DistributedDataParallel (Li et al. 2020). What a worker has no gradient for counts as zero if another one has

@@ -1,4 +1,4 @@
-"""Measures a worker's speed, CPU, memory and GPU, and keeps glibc from returning memory between steps."""
+"""Meter of a worker's speed, CPU, memory and GPU; a setting of glibc's malloc."""
 
 from __future__ import annotations
 

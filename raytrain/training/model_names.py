@@ -1,4 +1,4 @@
-"""Whether a network or optimizer exists, as far as that can be told without torch, whose import takes seconds."""
+"""Checks names of networks and optimizers without torch, whose import takes seconds."""
 
 from __future__ import annotations
 

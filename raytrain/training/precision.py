@@ -1,4 +1,7 @@
-"""Which precisions a machine computes natively. Imports no torch before it is used with a device."""
+"""Precisions that a device computes natively.
+
+Imports no torch before it is used with a device.
+"""
 
 from __future__ import annotations
 

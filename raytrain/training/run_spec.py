@@ -1,4 +1,4 @@
-"""The description of a run that its workers get, and how each of them puts its part of the run together."""
+"""Description of a run for its workers, each of which puts its part together from it."""
 
 from __future__ import annotations
 

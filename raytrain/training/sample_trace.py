@@ -1,4 +1,4 @@
-"""The samples that a worker used in each step, written to the run's storage for `raytrain audit`."""
+"""Trace of the samples of each step, for ``raytrain audit``."""
 
 from __future__ import annotations
 

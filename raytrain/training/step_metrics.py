@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step, and the rows of the metrics history that its totals become."""
+"""The one small all-reduce of a step, and the metric rows that its totals become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial weights from a file, a bucket or Hugging Face, and how large they get when unpacked."""
+"""Initial weights from a file, a bucket or Hugging Face, and their unpacked size."""
 
 from __future__ import annotations
 

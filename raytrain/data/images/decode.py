@@ -1,4 +1,4 @@
-"""From image files to uint8 pixels."""
+"""Decodes image files to uint8 pixels."""
 
 from __future__ import annotations
 

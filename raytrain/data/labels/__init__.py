@@ -1,1 +1,1 @@
-"""which images there are, and the class of each"""
+"""Labels: which images there are, and the class of each."""

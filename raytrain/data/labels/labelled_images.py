@@ -1,4 +1,4 @@
-"""Images with the labels of a label file, and how many of its keys and of the images are left over."""
+"""Images with the labels of a label file; counts those left over on either side."""
 
 from __future__ import annotations
 

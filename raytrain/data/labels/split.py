@@ -1,4 +1,4 @@
-"""Which images are held out for testing: at random, in whole groups, or as a label file says."""
+"""Split of the images into training and test images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples each block contains, for a worker that streams its partition and for a data set that is cached."""
+"""Samples of each block, in a worker's stream and in a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A random order, any element in constant time, from random numbers that are a function of key and sample."""
+"""A random order, any element in constant time, from counter-based random numbers."""
 
 from __future__ import annotations
 

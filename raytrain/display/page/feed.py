@@ -1,4 +1,4 @@
-"""What the viewers of one run get: all of it at first, then only what is new."""
+"""Feed of a page's viewers: the whole run at first, then what is new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls from the workers of a run to the process that started it, over a socket that only this user can open."""
+"""Calls from workers to the process that started them, over a socket of this user's."""
 
 from __future__ import annotations
 

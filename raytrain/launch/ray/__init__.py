@@ -1,1 +1,1 @@
-"""On Ray, all of it."""
+"""Runs on a Ray cluster: the only package that imports Ray."""

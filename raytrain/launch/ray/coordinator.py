@@ -1,4 +1,4 @@
-"""The coordinator of a run as an actor beside the driver, which everybody in the cluster talks to."""
+"""The run's coordinator as a Ray actor beside the driver, and how others call it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray starts in place of a program of its own: it has the fork server start the process, and ends.
+"""Worker program that asks the fork server for a process.
 
 Only Python's own modules are imported here, since this runs for each process. Without a fork server, Ray's own program
 runs instead.

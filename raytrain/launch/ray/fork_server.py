@@ -1,4 +1,4 @@
-"""Imports once what the processes of a Ray on this machine need, and forks each of them, which then starts in a moment.
+"""Fork server: imports Ray and torch once, and forks Ray's processes.
 
 Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core.
 """

@@ -1,4 +1,4 @@
-"""The workers of a run on a Ray cluster, with their coordinator, the feed of their images, and Ray Train's trainer."""
+"""The workers of a run on a Ray cluster, their coordinator, feed and trainer."""
 
 from __future__ import annotations
 

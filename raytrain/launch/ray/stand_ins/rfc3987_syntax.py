@@ -1,3 +1,3 @@
-"""What the processes of raytrain's own Ray cluster find in place of the package; see ``lean_imports.py``."""
+"""Stand-in for a package that Ray imports and never uses; see ``own_cluster.py``."""
 
 raise ImportError("left out, because it takes long to import; see raytrain/launch/ray/own_cluster.py")
