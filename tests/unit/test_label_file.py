@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -188,3 +189,96 @@ def test_what_is_no_table_is_refused(images: Path, tmp_path: Path) -> None:
         opened(images, tmp_path / "labels.xlsx", tmp_path)
     with pytest.raises(UsageError, match="--group-by is for the label file; give that with --labels"):
         TrainConfig(group_by="patient", batch_size=1, learning_rate=1)
+
+
+# Tables as spreadsheets and other programs write them.
+
+
+def text(tmp_path: Path, content: str | bytes, name: str = "labels.csv") -> Path:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["./{}", ".//{}", "red/x/../../{}", "/{}", " {} ", "{images}/{}", "file://{images}/{}", "{link}/{}"],
+)
+def test_keys_in_any_form_are_those_of_the_images(form: str, images: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(images)
+    keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
+    rows = [
+        f"{form.format(key, images=images, link=tmp_path / 'link')},{'ab'[number % 2]}"
+        for number, key in enumerate(keys)
+    ]
+    data = tmp_path / "link" if "link" in form else images
+    found = by_key(*opened(data, text(tmp_path, "path,label\n" + "\n".join(rows) + "\n"), tmp_path))
+    assert found == {key: "ab"[number % 2] for number, key in enumerate(keys)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ",path,label\n{rows}",  # pandas's index
+        "\ufeffpath,label\r\n{rows}",
+        "path, label\n{rows}",
+        "path;label\n{rows}",
+        "path\tlabel\n{rows}",
+    ],
+)
+def test_tables_of_other_programs_are_read(content: str, images: Path, tmp_path: Path) -> None:
+    keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
+    comma = next((each for each in ";\t" if each in content), ",")
+    index = content.startswith(",")
+    rows = "".join(f"{n}{comma}" * index + f"{key}{comma} {'ab'[n % 2]}\n" for n, key in enumerate(keys))
+    encoded = content.replace("{rows}", rows + index * f"{len(keys)},{keys[0]},a\n").encode()
+    assert by_key(*opened(images, text(tmp_path, encoded), tmp_path)) == {
+        key: "ab"[number % 2] for number, key in enumerate(keys)
+    }
+
+
+def test_texts_that_stand_for_no_label_are_none_and_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
+    labels = ["NaN", "", "-1", *(f"{number % 2}.0" for number in range(len(keys) - 3))]
+    content = "path,label\n" + "".join(f"{key},{label}\n" for key, label in zip(keys, labels, strict=True))
+    assert sorted(set(by_key(*opened(images, text(tmp_path, content), tmp_path)).values())) == ["0", "1"]
+    assert "have no label (1 NaN, 1 -1)" in caplog.text
+
+
+def test_json_lines_are_read(images: Path, tmp_path: Path) -> None:
+    keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
+    lines = [json.dumps({"file_name": key, "label": "ab"[number % 2]}) for number, key in enumerate(keys)]
+    found = by_key(*opened(images, text(tmp_path, "\n".join(lines), "metadata.jsonl"), tmp_path))
+    assert found == {key: "ab"[number % 2] for number, key in enumerate(keys)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ({"path": ["a"], "label": [[1, 2]]}, r"holds lists, .*--label-separator"),
+        ({"path": ["a"], "label": [{"id": 1}]}, "holds records"),
+        ({"path": [{"bytes": b"x"}], "label": ["a"]}, "holds records"),
+        ({"path": [], "label": []}, "has no row"),
+    ],
+)
+def test_columns_that_hold_no_text_are_refused(
+    rows: dict[str, Any], expected: str, images: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=expected):
+        opened(images, write(tmp_path / "labels.parquet", rows), tmp_path)
+
+
+def test_a_column_that_is_there_twice_is_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has 2 columns 'label'; rename one"):
+        opened(images, text(tmp_path, "path,label,label\nred/000.png,a,b\n"), tmp_path)
+
+
+def test_a_file_in_another_encoding_is_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not in UTF-8"):
+        opened(images, text(tmp_path, "path,label\nred/000.png,héron\n".encode("cp1252")), tmp_path)
+
+
+def test_keys_that_are_one_image_and_disagree_are_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"contradicts itself for 1 keys, such as 'red/000.png'"):
+        opened(images, text(tmp_path, "path,label\nred/000.png,a\n./red/000.png,b\n"), tmp_path)

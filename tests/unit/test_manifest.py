@@ -139,7 +139,7 @@ def test_an_edited_manifest_is_refused(store: Store) -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        (["a/readme.txt", "b.pdf"], r"no images below .*, but 1 .txt files, 1 .pdf files; check"),
+        (["a/readme.txt", "b.pdf"], r"no images below .*, but 1 tables and descriptions, 1 .pdf files; check"),
         (["1.jpg", "2.jpg", "3.jpg"], r"3 images below .* are not in class folders.*/images/cat/"),
         (["cat/1.jpg", "cat/2.jpg", "9.jpg"], r"All 3 images below .* are of one class, 'cat'"),
     ],

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from raytrain.data.images.image_reader import read_contents
+from raytrain.data.labels.label_file import LabelColumns
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.datasets.pack import Labelling, PackResult, pack
 from raytrain.errors import UsageError
@@ -147,3 +148,138 @@ def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
         packed(tmp_path / "none-*", tmp_path / "packed")
     with pytest.raises(UsageError, match="--labels is for images in folders"):
         packed(tmp_path / "empty.tar", tmp_path / "packed", labels=Labelling("labels.csv"))
+
+
+# Archives in which names repeat, labels are missing, or members are called otherwise.
+
+
+def parquet(file: Path, classes: list[str], **columns: Any) -> Path:
+    features = {"label": {"names": classes, "_type": "ClassLabel"}} if classes else {}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), file)
+    return file
+
+
+def unique(images: Path, count: int = 6) -> list[bytes]:
+    return [data for _, data in files_of(images).values()][:count]
+
+
+def labels_by_content(folder: Path) -> dict[bytes, str]:
+    return {data: label for label, data in contents(folder).values()}
+
+
+def test_base_names_that_repeat_are_no_keys(images: Path, tmp_path: Path) -> None:
+    files = unique(images)
+    rows = [{"bytes": data, "path": f"{number % 3}.png"} for number, data in enumerate(files)]
+    file = parquet(tmp_path / "a.parquet", ["cat", "dog"], image=rows, label=[0, 0, 0, 1, 1, 1])
+    packed(file, tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == dict(zip(files, ["cat"] * 3 + ["dog"] * 3, strict=True))
+
+
+def test_keys_that_repeat_are_refused_with_the_first_three(images: Path, tmp_path: Path) -> None:
+    file = parquet(
+        tmp_path / "a.parquet", [], image=unique(images), label=list("ababab"), path=["x.png"] * 4 + ["y.png", "z.png"]
+    )
+    with pytest.raises(UsageError, match=r"3 images of .* have names that others have, too: x.png, x.png, x.png"):
+        packed(file, tmp_path / "packed")
+
+
+def test_archives_of_one_name_in_two_folders_are_both_packed(images: Path, tmp_path: Path) -> None:
+    files = unique(images)
+    for number in (0, 1):
+        (tmp_path / "in" / "ab"[number]).mkdir(parents=True)
+        three = files[3 * number : 3 * number + 3]
+        parquet(tmp_path / "in" / "ab"[number] / "0000.parquet", [], image=three, label=list("xyx"))
+    packed(f"{tmp_path}/in/*/0000.parquet", tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == dict(zip(files, "xyxxyx", strict=True))
+
+
+def test_missing_labels_and_bytes_are_left_out_and_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"bytes": data, "path": None} for data in unique(images)]
+    rows[0] = {"bytes": None, "path": "0.png"}
+    packed(
+        parquet(tmp_path / "a.parquet", ["cat", "dog"], image=rows, label=[0, -1, 0, 1, None, 1]), tmp_path / "packed"
+    )
+    assert sorted(labels_by_content(tmp_path / "packed").values()) == ["cat", "dog", "dog"]
+    assert "2 images without a label; 1 rows without the bytes of an image" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("shoe_v1.0.jpg", "shoe_v1.0.cls", "shoe_v1.1.jpg", "shoe_v1.1.cls"),
+        ("0.input.jpg", "0.cls", "1.input.jpg", "1.cls"),
+        ("./0.jpg", "./0.json", "./1.jpg", "./1.json"),
+    ],
+)
+def test_webdataset_members_with_dots_in_their_names(names: tuple[str, ...], images: Path, tmp_path: Path) -> None:
+    one, other = unique(images, 2)
+    cat, dog = (b'{"label": "cat"}', b'{"cls": "dog"}') if names[1].endswith("json") else (b"cat", b"dog\n")
+    tar = write_tar(tmp_path / "a.tar", dict(zip(names, (one, cat, other, dog), strict=True)))
+    packed(tar, tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == {one: "cat", other: "dog"}
+
+
+def test_a_tar_of_class_folders(images: Path, tmp_path: Path) -> None:
+    one, other = unique(images, 2)
+    packed(write_tar(tmp_path / "a.tar", {"data/cat/1.png": one, "data/dog/1.png": other}), tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == {one: "cat", other: "dog"}
+
+
+def test_a_tar_whose_labels_are_elsewhere_is_refused(images: Path, tmp_path: Path) -> None:
+    one, other = unique(images, 2)
+    members = {"0.jpg": one, "1.jpg": other, "0.cls": b"a", "1.cls": b"b"}
+    with pytest.raises(UsageError, match=r"None of the 2 images of .* is beside its label"):
+        packed(write_tar(tmp_path / "a.tar", members), tmp_path / "packed")
+    with pytest.raises(UsageError, match=r"A label in a .json file is \[0, 2\], and one class per image is expected"):
+        packed(write_tar(tmp_path / "b.tar", {"0.jpg": one, "0.json": b'{"label": [0, 2]}'}), tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"image": ["/a/1.png", "/a/2.png"], "label": ["a", "b"]}, "holds values of type string"),
+        ({"image": [[[1, 2]], [[3, 4]]], "label": ["a", "b"]}, "holds values of type list"),
+        ({"image": [b"x", b"y"], "label": [[0, 2], [1]]}, "one class per image is expected"),
+        ({"image": [b"x", b"y"], "labels": [0, 1]}, "name it with --label-column"),
+    ],
+)
+def test_columns_that_hold_anything_else_are_refused(columns: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=expected):
+        packed(parquet(tmp_path / "a.parquet", [], **columns), tmp_path / "packed")
+
+
+def test_columns_of_other_names_are_read_by_option(images: Path, tmp_path: Path) -> None:
+    files = unique(images, 2)
+    file = parquet(tmp_path / "a.parquet", [], img=files, fine_label=["a", "b"], id=["p", "q"])
+    packed(file, tmp_path / "packed", labels=Labelling(columns=LabelColumns(key="id", label=("fine_label",))))
+    assert contents(tmp_path / "packed") == {"a/p.png": ("a", files[0]), "a/q.png": ("b", files[1])}
+
+
+@pytest.mark.parametrize("names", [("train.parquet", "test.parquet"), ("c10-train-0.parquet", "c10-val-0.parquet")])
+def test_archives_of_training_and_test_images_are_refused(names: tuple[str, str], images: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in names:
+        parquet(tmp_path / "in" / name, [], image=unique(images, 2), label=["a", "b"])
+    for source in (tmp_path / "in", f"{tmp_path}/in/*.parquet"):
+        with pytest.raises(UsageError, match="has archives of training and of test images"):
+            packed(source, tmp_path / "packed")
+
+
+def test_a_repository_of_the_hub_has_its_archives_in_data(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "in" / "data").mkdir(parents=True)
+    (tmp_path / "in" / "README.md").write_text("x")
+    parquet(tmp_path / "in" / "data" / "train-00000-of-00001.parquet", [], image=unique(images, 2), label=["a", "b"])
+    assert packed(tmp_path / "in", tmp_path / "packed").num_images == 2
+
+
+def test_a_table_with_splits_is_packed_split_by_split(images: Path, tmp_path: Path) -> None:
+    keys = sorted(files_of(images))
+    rows = "".join(f"{key},{'ab'[n % 2]},{'test' if n < 4 else 'train'}\n" for n, key in enumerate(keys))
+    (images / "metadata.csv").write_text("file_name,label,split\n" + rows)
+    with pytest.raises(UsageError, match=r"has the splits test, train, .* --split train"):
+        packed(images, tmp_path / "packed")
+    packed(images, tmp_path / "packed", labels=Labelling(split="train"))
+    assert sorted(contents(tmp_path / "packed")) == keys[4:]

@@ -17,10 +17,11 @@ from raytrain.errors import UsageError
 
 Part = Literal["train", "test"]
 
-_OF_IMAGES = r"[ _.-]?(set|data|dataset|images|imgs|split)?s?"
+_OF_IMAGES = r"(set|data|images|imgs)?s?"
 _TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
 _TEST = re.compile(r"(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
+_WORDS = re.compile(r"[ _.-]+")
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,18 @@ class FolderLabels:
 
 def is_training(name: str) -> bool:
     """Whether a folder, a file or a value of this name is of training images."""
-    return _TRAIN.fullmatch(name.lower()) is not None
+    return _is(_TRAIN, name)
 
 
 def is_test(name: str) -> bool:
     """Whether a folder, a file or a value of this name is of test or validation images."""
-    return any(kind.fullmatch(name.lower()) for kind in (_TEST, _VALIDATION))
+    return _is(_TEST, name) or _is(_VALIDATION, name)
 
 
 def test_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names to test on: those of test images, else those of validation images."""
     ordered = sorted(set(names))
-    of_kinds = (tuple(name for name in ordered if kind.fullmatch(name.lower())) for kind in (_TEST, _VALIDATION))
+    of_kinds = (tuple(name for name in ordered if _is(kind, name)) for kind in (_TEST, _VALIDATION))
     return next(filter(None, of_kinds), ())
 
 
@@ -97,6 +98,11 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
+def _is(kind: re.Pattern[str], name: str) -> bool:
+    """Whether a word of ``name`` is of this kind, as in seg_train or Training Set."""
+    return any(kind.fullmatch(word) for word in _WORDS.split(name.lower()))
+
+
 def _composed(text: str) -> str:
     """A Mac writes é as two characters, others as one; in this form both are equal."""
     return unicodedata.normalize("NFC", text)
@@ -117,8 +123,6 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
         return None  # classes may be called train and test: then the images are in them
     num_direct = sum(len(path) == 1 and path[0] == test for path in paths)
     others = sorted(top for top in tops if not is_training(top) and not is_test(top))
-    if others and not num_direct and not _classes(paths, train) & _classes(paths, test):
-        return None
     url = url.rstrip("/")
     if num_direct:
         raise UsageError(
@@ -130,12 +134,9 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
             f"{url} contains {train}/ and {test}/, and other folders, such as {others[0]}/, which would become one "
             f"data set; give --data {url}/{train} --test-data {url}/{test}."
         )
-    return FolderLabels(
-        tuple(path[1] if len(path) > 1 else "" for path in paths),
-        tuple(path[0] if path else "" for path in paths),
-        train,
-        test,
-    )
+    below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]  # seg_train/seg_train
+    parts = tuple(path[0] if path else "" for path in paths)
+    return FolderLabels(tuple(path[0] if path else "" for path in below), parts, train, test)
 
 
 def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | None:

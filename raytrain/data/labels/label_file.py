@@ -10,7 +10,7 @@ import posixpath
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -42,7 +42,7 @@ NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "null", "NULL", "None"})
 _log = logging.getLogger("raytrain")
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _SPLIT_COLUMN = "split"
-_WHOLE = re.compile(r"-?\d+\.0")
+_NUMBER = re.compile(r"-?\d+(\.0)?")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
 
@@ -198,20 +198,26 @@ def _labels(table: pa.Table, url: str, columns: LabelColumns) -> pa.ChunkedArray
 
 def _single(labels: Sequence[str], url: str) -> pa.ChunkedArray:
     """The names of classes, empty for texts that stand for none, which is told with their numbers."""
-    found = Counter(label for label in labels if label in NO_LABELS - {""})
-    present = {label for label in labels if label and label not in NO_LABELS}
-    if "-1" in present and all(label.isdigit() for label in present - {"-1"}):
-        found["-1"] = sum(label == "-1" for label in labels)
-    if found:
+    present = set(labels) - NO_LABELS
+    if present and all(_NUMBER.fullmatch(label) for label in present):
+        labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
+        none = NO_LABELS | {"-1"}
+    else:
+        none = NO_LABELS
+    if found := Counter(label for label in labels if label and label in none):
+        texts = ", ".join(f"{count:,} {text}" for text, count in found.items())
+        _log.warning("%s rows of %s have no label (%s), and are not used.", f"{found.total():,}", url, texts)
+    if joined := next((label for label in sorted(present) if _joins(label, present)), None):
         _log.warning(
-            "%s rows of %s have no label (%s), and are not used.",
-            f"{sum(found.values()):,}",
-            url,
-            ", ".join(f"{count:,} {text}" for text, count in found.items()),
+            "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", joined, url
         )
-    whole = bool(present) and all(_WHOLE.fullmatch(label) for label in present)  # as pandas writes integers with gaps
-    names = ["" if label in found else label.partition(".")[0] if whole else label for label in labels]
-    return pa.chunked_array([pa.array(names, pa.string())])
+    return pa.chunked_array([pa.array(["" if label in none else label for label in labels], pa.string())])
+
+
+def _joins(label: str, labels: Set[str]) -> bool:
+    """Whether ``label`` looks like several of ``labels``."""
+    parts = re.split(r"\s*[|;,]\s*", label)
+    return len(parts) > 1 and labels.issuperset(parts)
 
 
 def _flags(table: pa.Table, url: str, name: str) -> Texts:

@@ -35,6 +35,9 @@ _SYSTEM_FILES = frozenset({"Thumbs.db", "desktop.ini"})
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = range(120, 141)  # a pointer of Git LFS is 127 to 134 bytes long
 HIDDEN = "hidden files and thumbnails of the system"
+TABLES = "tables and descriptions"
+_TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", ".md", ".xml", ".yaml", ".yml", ".html")
+_NO_LOSS = (HIDDEN, TABLES)
 LINKS = "links that lead nowhere"
 POINTERS = "pointers of Git LFS (`git lfs pull` fetches the images)"
 
@@ -55,7 +58,7 @@ class Listing:
     @property
     def paths_left_out(self) -> list[str]:
         """The paths of all files that are left out, without those that are no loss."""
-        return [path for reason, paths in self.left_out.items() if reason != HIDDEN for path in paths]
+        return [path for reason, paths in self.left_out.items() if reason not in _NO_LOSS for path in paths]
 
     def leave_out(self, path: str, reason: str) -> None:
         """Count ``path`` among the files that are left out for this reason."""
@@ -86,9 +89,9 @@ def list_files(store: Store) -> Listing:
 def tell_left_out(listing: Listing, lost_classes: Sequence[str] = ()) -> None:
     """Log how many files are left out and why, and which classes have no image left.
 
-    Hidden files and thumbnails are no loss, so they are not told.
+    Hidden files, thumbnails and tables beside the images are no loss, so they are not told.
     """
-    told = {reason: count for reason, count in listing.counts.items() if reason != HIDDEN}
+    told = {reason: count for reason, count in listing.counts.items() if reason not in _NO_LOSS}
     if not told:
         return
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in sorted(told.items(), key=lambda each: -each[1]))
@@ -122,6 +125,8 @@ def _reason(path: str) -> str | None:
     suffix = posixpath.splitext(path.lower())[1]
     if suffix in SUFFIXES:
         return None
+    if suffix in _TABLES:
+        return TABLES
     if suffix in _OTHER_FORMATS:
         return f"{suffix} files (not read; convert them to PNG or JPEG)"
     return f"{suffix} files" if suffix else "files without a suffix"

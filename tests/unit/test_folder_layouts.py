@@ -1,0 +1,155 @@
+"""Folders as people have them: right classes, no test image in training, and nothing left out in silence."""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from raytrain.config import TrainConfig
+from raytrain.data.dataset import Dataset, open_dataset
+from raytrain.data.labels.manifest import build_manifest
+from raytrain.errors import UsageError
+from raytrain.storage.open import open_store
+
+
+def png(number: int) -> bytes:
+    """A small image that no other number has."""
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8), (number % 256, number // 256, 7)).save(content, "PNG")
+    return content.getvalue()
+
+
+def fill(folder: Path, *paths: str, start: int = 0) -> Path:
+    for number, path in enumerate(paths, start):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(png(number))
+    return folder
+
+
+def tree(folder: Path, *classes: str, count: int = 4) -> Path:
+    return fill(folder, *(f"{name}/{number}.png" for name in classes for number in range(count)))
+
+
+def opened(data: Path, test_data: Path | None = None) -> Dataset:
+    config = TrainConfig(
+        data=str(data),
+        test_data=test_data and str(test_data),
+        batch_size=2,
+        learning_rate=1,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+    )
+    return open_dataset(config, open_store(str(data.parent / "run")))
+
+
+def counts(data: Dataset) -> dict[str, tuple[int, int]]:
+    training, test = data.train.class_counts().tolist(), data.test.class_counts().tolist()
+    return dict(zip(data.train.classes, zip(training, test, strict=True), strict=True))
+
+
+def test_the_class_is_the_topmost_folder(tmp_path: Path) -> None:
+    manifest = build_manifest(open_store(str(tree(tmp_path / "a", "dog", "dog/golden", "cat", "cat/bengal"))))
+    assert manifest.classes == ("cat", "dog") and manifest.class_counts().tolist() == [8, 8]
+
+
+def test_folders_that_all_images_share_are_no_classes(tmp_path: Path) -> None:
+    manifest = build_manifest(open_store(str(tree(tmp_path / "a", "data/images/dog", "data/images/cat/small"))))
+    assert manifest.classes == ("cat", "dog")
+
+
+def test_folders_that_repeat_below_each_other_are_refused(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "2024/cat", "2024/dog", "2025/cat", "2025/dog")
+    with pytest.raises(UsageError, match=r"The folders 2024, 2025 of .* all contain cat, dog, so that either may be"):
+        build_manifest(open_store(str(tmp_path / "a")))
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train", "test"),
+        ("Training", "Testing"),
+        ("train", "eval"),
+        ("training_set", "test_set"),
+        ("train_images", "val_images"),
+        ("data/train", "data/test"),
+        ("seg_train/seg_train", "seg_test/seg_test"),
+    ],
+)
+def test_training_and_test_folders_are_used_as_such(
+    train: str, test: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path / "a", f"{train}/cat", f"{train}/dog", f"{test}/cat", count=3)
+    data = opened(tmp_path / "a")
+    assert counts(data) == {"cat": (3, 3), "dog": (3, 0)}
+    assert "Training on the 6 images in" in caplog.text and "testing on the 3 in" in caplog.text
+    with pytest.raises(UsageError, match="which would become one data set"):
+        build_manifest(open_store(str(tmp_path / "a")))
+
+
+def test_training_and_test_folders_in_each_class_are_used_as_such(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "cat/train", "cat/test", "dog/train", "dog/test", count=3)
+    assert counts(opened(tmp_path / "a")) == {"cat": (3, 3), "dog": (3, 3)}
+
+
+def test_images_are_tested_on_the_test_folder_and_the_validation_folder_is_said_not_to_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path / "a", *(f"{part}/{name}" for part in ("train", "val", "test") for name in ("cat", "dog")), count=2)
+    data = opened(tmp_path / "a")
+    assert {key.split("/")[0] for key in data.test.keys.to_pylist()} == {"test"}  # pyright: ignore
+    assert "The images in val/ of" in caplog.text
+
+
+def test_test_images_without_classes_are_refused(tmp_path: Path) -> None:
+    fill(tree(tmp_path / "a", "train/cat", "train/dog"), "test/1.png", "test/2.png")
+    with pytest.raises(UsageError, match=r"test/ with 2 images that are in none; give --data .*/train"):
+        opened(tmp_path / "a")
+
+
+def test_other_folders_beside_training_and_test_folders_are_refused(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog", "extra/cat")
+    with pytest.raises(UsageError, match=r"other folders, such as extra/.*--data .*/train --test-data .*/test"):
+        opened(tmp_path / "a")
+
+
+def test_names_that_differ_in_their_unicode_form_are_one_class(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "héron") for form in ("NFC", "NFD"))
+    tree(tmp_path / "train", composed, "chat")
+    tree(tmp_path / "test", decomposed)
+    assert counts(opened(tmp_path / "train", tmp_path / "test")) == {"chat": (4, 0), composed: (4, 4)}
+
+
+def test_files_that_are_left_out_are_told_by_reason_and_a_class_that_vanishes_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = fill(tree(tmp_path / "a", "cat", "dog"), "owl/1.jfif", "owl/2.jfif")
+    for path in ("fox/1.tif", "fox/2.TIF", "cat/x.xyz"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(b"x")
+    (folder / "elk").mkdir()
+    (folder / "elk" / "1.png").symlink_to("/nowhere/1.png")
+    (folder / "dog" / "9.png").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{1:064x}\nsize 99\n")
+    fill(folder, "cat/@eaDir/1.png/SYNO.jpg", "__MACOSX/cat/1.png", "$RECYCLE.BIN/x.png", "cat/.hidden.png")
+    manifest = build_manifest(open_store(str(folder)))
+    assert manifest.classes == ("cat", "dog", "owl") and manifest.class_counts().tolist() == [4, 4, 2]
+    assert "2 .tif files (not read; convert them to PNG or JPEG)" in caplog.text
+    assert "1 links that lead nowhere" in caplog.text and "1 pointers of Git LFS" in caplog.text
+    assert "1 .xyz files" in caplog.text and "No image is left in 'elk', 'fox'." in caplog.text
+    assert manifest.num_ignored == 9 and "thumbnails" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["images.zip", "images.tar", "1.png"])
+def test_a_file_where_a_folder_is_expected_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(png(1))
+    with pytest.raises(UsageError, match=r"a folder or a prefix of images is expected; (unpack|pack|give)"):
+        build_manifest(open_store(str(tmp_path / name)))
+
+
+def test_a_class_of_one_image_is_named(tmp_path: Path) -> None:
+    fill(tree(tmp_path / "a", "cat", "dog"), "owl/1.png")
+    with pytest.raises(UsageError, match=r"owl in .* has only one image"):
+        opened(tmp_path / "a")
