@@ -15,28 +15,6 @@ from raytrain.data.plan.block_order import CacheOrder
 from raytrain.data.plan.permutation import Int64s
 
 
-def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
-    """Text, None for null. Raises UnicodeEncodeError for text that is not valid Unicode."""
-    encoded = [b"" if value is None else value.encode() for value in values]
-    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    valid = None
-    if None in values:
-        valid = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little"))
-    return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)), valid)
-
-
-def number_array(values: npt.NDArray[Any]) -> pa.Array:
-    """Numbers (n,), without a copy if they are contiguous."""
-    contiguous = np.ascontiguousarray(values)
-    kind = pa.from_numpy_dtype(contiguous.dtype)
-    return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
-
-
-def numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """The numbers (n,) of a column without nulls."""
-    return np.from_dlpack(column.combine_chunks())
-
-
 @dataclass(frozen=True)
 class Block:
     """Decoded images that are moved together. A label below 0 marks an image that could not be read."""
@@ -100,3 +78,28 @@ class CachedBlocks:
             labels[targets] = block.labels[sources]
         assert images is not None
         return Block(images, labels, samples)
+
+
+# Arrow's own conversions import pandas, which takes a second or two.
+
+
+def string_array(values: Sequence[str | None]) -> pa.LargeStringArray:
+    """Text, None for null. Raises UnicodeEncodeError for text that is not valid Unicode."""
+    encoded = [b"" if value is None else value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    valid = None
+    if None in values:
+        valid = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little"))
+    return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)), valid)
+
+
+def number_array(values: npt.NDArray[Any]) -> pa.Array:
+    """Numbers (n,), without a copy if they are contiguous."""
+    contiguous = np.ascontiguousarray(values)
+    kind = pa.from_numpy_dtype(contiguous.dtype)
+    return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
+
+
+def numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """The numbers (n,) of a column without nulls."""
+    return np.from_dlpack(column.combine_chunks())

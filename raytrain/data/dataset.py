@@ -27,46 +27,6 @@ from raytrain.storage.open import open_store, read_input
 from raytrain.storage.store import Store
 
 BALANCED = "balanced"
-
-
-def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | None:
-    """The weight of each class that ``--class-weights`` asks for; None if it is not given.
-
-    Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
-    image may have several classes, a weight is that of the images that have the class: (N - n_c) / n_c.
-    Raises UsageError if a file is not a JSON object with a number for each class.
-    """
-    if option is None:
-        return None
-    if option != BALANCED:
-        return _read_weights(option, train.classes)
-    sizes = train.class_counts().clip(min=1)
-    if train.label_sets is not None:
-        return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
-    return tuple((len(train) / (len(sizes) * sizes)).tolist())
-
-
-def _read_weights(file: str, classes: tuple[str, ...]) -> tuple[float, ...]:
-    try:
-        content: object = json.loads(read_input(file))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise UsageError(f"--class-weights is {file}, which must be balanced or a JSON file such as {{class: weight}}.")
-    weights = cast("Mapping[str, object]", content)
-    wrong = [name for name in sorted({*classes, *weights}) if name not in classes or not _is_weight(weights.get(name))]
-    if wrong:
-        raise UsageError(
-            f"--class-weights: {file} must have a number of at least 0 for each of the {len(classes):,} classes and "
-            f"nothing else; that is not so for {len(wrong):,}, such as {wrong[0]!r}."
-        )
-    return tuple(float(cast(float, weights[name])) for name in classes)
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
-
-
 _NUM_MEASURED_IMAGES = 1024
 _TEST_BATCH_PER_WORKER = 250
 
@@ -243,3 +203,41 @@ def _list_manifests(
         return manifest, test
     check_can_split(manifest, config.test_fraction)
     return train_test_split(manifest, config.test_fraction, config.seed)
+
+
+def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | None:
+    """The weight of each class that ``--class-weights`` asks for; None if it is not given.
+
+    Balanced weights are N / (C · n_c), with n_c of the N images in class c of C: their mean over all images is 1. If an
+    image may have several classes, a weight is that of the images that have the class: (N - n_c) / n_c.
+    Raises UsageError if a file is not a JSON object with a number for each class.
+    """
+    if option is None:
+        return None
+    if option != BALANCED:
+        return _read_weights(option, train.classes)
+    sizes = train.class_counts().clip(min=1)
+    if train.label_sets is not None:
+        return tuple(((len(train) - sizes).clip(min=1) / sizes).tolist())
+    return tuple((len(train) / (len(sizes) * sizes)).tolist())
+
+
+def _read_weights(file: str, classes: tuple[str, ...]) -> tuple[float, ...]:
+    try:
+        content: object = json.loads(read_input(file))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UsageError(f"--class-weights is {file}, which must be balanced or a JSON file such as {{class: weight}}.")
+    weights = cast("Mapping[str, object]", content)
+    wrong = [name for name in sorted({*classes, *weights}) if name not in classes or not _is_weight(weights.get(name))]
+    if wrong:
+        raise UsageError(
+            f"--class-weights: {file} must have a number of at least 0 for each of the {len(classes):,} classes and "
+            f"nothing else; that is not so for {len(wrong):,}, such as {wrong[0]!r}."
+        )
+    return tuple(float(cast(float, weights[name])) for name in classes)
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0

@@ -22,6 +22,9 @@ from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 _FORMULA = r"^[=+\-@\t\r\n]"
+_MAX_COLUMNS = 1000
+_MAX_PART = 2**15  # rows that are written at once
+_VALUE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
 
 
 def encode_table(table: pa.Table, output: str) -> bytes:
@@ -51,11 +54,6 @@ def _without_formulas(table: pa.Table) -> pa.Table:
             quoted = pc.binary_join_element_wise(pa.scalar("'"), table[name], pa.scalar(""))
             table = table.set_column(place, name, pc.if_else(is_formula, quoted, table[name]))
     return table.rename_columns([f"'{name}" if re.match(_FORMULA, name) else name for name in table.column_names])
-
-
-_MAX_COLUMNS = 1000
-_MAX_PART = 2**15  # rows that are written at once
-_VALUE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
 
 
 def export_history(storage: str, name: str, output: str) -> int:

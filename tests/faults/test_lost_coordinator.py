@@ -32,6 +32,7 @@ from pathlib import Path
 from raytrain.runs.outcome import StopReason
 from raytrain.monitor.stop_request import request_stop
 from tests.helpers.small_runs import loop_with
+from tests.helpers.waiting import wait_for
 
 FOLDER, STOP = Path({folder!r}), {stop!r}
 
@@ -49,7 +50,7 @@ def kill(run, batch):
             ask(run)
     elif (run.rank, batch.step) == (0, 12) and STOP == "after" and killed.read_text() != str(os.getpid()):
         ask(run)
-        assert run.reporter._stop_requested.wait(60)
+        wait_for(run.reporter.stop_requested)
 
 def loop(run):
     loop_with(run, before_step=kill)

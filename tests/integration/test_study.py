@@ -33,6 +33,7 @@ from raytrain.runs.records import list_runs, read_run
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.small_runs import config as tiny_config
 from tests.helpers.small_runs import loop_with
+from tests.helpers.waiting import wait_for
 from tests.unit.test_scaling import history
 
 
@@ -317,7 +318,7 @@ def test_bad_usage_is_told(
 def wait_for_stop_on_two_workers(run: raytrain.Run) -> None:
     def wait(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if run.world_size == 2 and run.rank == 0 and batch.step == 7:
-            assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
+            wait_for(run.reporter.stop_requested)
 
     loop_with(run, before_step=wait)
 

@@ -19,6 +19,7 @@ from raytrain.runs.outcome import StopReason, stop_reason_of
 from raytrain.runs.records import RunRecord, read_run
 from tests.helpers.free_cluster import wait_until_free
 from tests.helpers.small_runs import config, loop_with
+from tests.helpers.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -86,7 +87,7 @@ def never_right(run: raytrain.Run) -> None:
 def wait_in_epoch_2(run: raytrain.Run, batch: raytrain.Batch) -> None:
     """Until the trial is asked to stop."""
     if run.config.seed == 1 and batch.step == 7:
-        assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
+        wait_for(run.reporter.stop_requested)
 
 
 def test_a_bad_trial_is_stopped_early_with_a_checkpoint(backend: str, images: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.helpers.small_runs import (
     put_images,
     weights,
 )
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -67,7 +68,7 @@ def test_streaming_on_one_worker_ends_with_the_same_weights_as_the_cache_on_two(
 
 def wait_for_stop_in_step_8(run: raytrain.Run, batch: raytrain.Batch) -> None:
     if run.rank == 0 and batch.step == 7:
-        assert run.reporter._stop_requested.wait(60)  # type: ignore[attr-defined]
+        wait_for(run.reporter.stop_requested)
 
 
 @pytest.mark.slow

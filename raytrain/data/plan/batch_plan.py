@@ -1,4 +1,8 @@
-"""Samples of each global batch, each once an epoch, or every class equally often."""
+"""Samples of each global batch, each once an epoch, or every class equally often.
+
+The plan is a pure function: ``(seed, epoch, position) -> sample`` is a keyed pseudo-random permutation, so any position
+of any epoch is found in constant time and memory, and the order does not depend on the number of workers.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,6 @@ from raytrain.data.plan.permutation import Int64s, mix, permute
 from raytrain.data.plan.shard_shuffle import ShardShuffle
 
 _BALANCE_STREAM = 2  # keeps the order within a class apart from the order of the positions
-
-
-@dataclass(frozen=True, eq=False)
-class ClassBalance:
-    """The samples of K classes, each of which has at least one.
-
-    An epoch of N positions has N // K draws of each class, and one more of each of the first N % K classes. A class is
-    drawn round by round, over the epochs: in a round each of its samples comes once, in a random order. So after any
-    number of epochs two samples of a class differ by at most one in how often they came.
-    """
-
-    members: Int64s  # (N,), samples, class after class
-    sizes: Int64s  # (K,), samples in each class
-
-    @classmethod
-    def of(cls, labels: npt.NDArray[np.integer]) -> ClassBalance:
-        """The balance of samples with these ``labels``, (N,)."""
-        sizes = np.bincount(labels)
-        return cls(np.argsort(labels, kind="stable"), sizes[sizes > 0].astype(np.int64))
-
-    def draws(self, slots: Int64s, epoch: int, seed: int) -> Int64s:
-        """The draws at ``slots``, int64 (n,), a permutation of an epoch's positions (see :meth:`BatchPlan.samples`)."""
-        num_samples, num_classes = len(self.members), len(self.sizes)
-        quotas = num_samples // num_classes + (np.arange(num_classes) < num_samples % num_classes)  # (K,)
-        last_slots, last_members = np.cumsum(quotas), np.cumsum(self.sizes)
-        label = np.searchsorted(last_slots, slots, "right")  # (n,)
-        quota, size = quotas[label], self.sizes[label]
-        number = epoch * quota + slots - (last_slots[label] - quota)  # of this draw, in all draws of the class
-        round_, place = np.divmod(number, size)
-        chosen = permute(place, size, key=mix(seed, _BALANCE_STREAM), tweak=round_ * num_classes + label)
-        num_earlier = round_ - epoch * quota // size  # draws of the same sample in this epoch
-        return self.members[last_members[label] - size + chosen] + num_samples * num_earlier
 
 
 @dataclass(frozen=True)
@@ -144,3 +116,35 @@ class BatchPlan:
         size, remainder = divmod(batch_size, self.accumulate)
         sizes = [size + 1] * remainder + [size] * (self.accumulate - remainder)
         return [size for size in sizes if size]
+
+
+@dataclass(frozen=True, eq=False)
+class ClassBalance:
+    """The samples of K classes, each of which has at least one.
+
+    An epoch of N positions has N // K draws of each class, and one more of each of the first N % K classes. A class is
+    drawn round by round, over the epochs: in a round each of its samples comes once, in a random order. So after any
+    number of epochs two samples of a class differ by at most one in how often they came.
+    """
+
+    members: Int64s  # (N,), samples, class after class
+    sizes: Int64s  # (K,), samples in each class
+
+    @classmethod
+    def of(cls, labels: npt.NDArray[np.integer]) -> ClassBalance:
+        """The balance of samples with these ``labels``, (N,)."""
+        sizes = np.bincount(labels)
+        return cls(np.argsort(labels, kind="stable"), sizes[sizes > 0].astype(np.int64))
+
+    def draws(self, slots: Int64s, epoch: int, seed: int) -> Int64s:
+        """The draws at ``slots``, int64 (n,), a permutation of an epoch's positions (see :meth:`BatchPlan.samples`)."""
+        num_samples, num_classes = len(self.members), len(self.sizes)
+        quotas = num_samples // num_classes + (np.arange(num_classes) < num_samples % num_classes)  # (K,)
+        last_slots, last_members = np.cumsum(quotas), np.cumsum(self.sizes)
+        label = np.searchsorted(last_slots, slots, "right")  # (n,)
+        quota, size = quotas[label], self.sizes[label]
+        number = epoch * quota + slots - (last_slots[label] - quota)  # of this draw, in all draws of the class
+        round_, place = np.divmod(number, size)
+        chosen = permute(place, size, key=mix(seed, _BALANCE_STREAM), tweak=round_ * num_classes + label)
+        num_earlier = round_ - epoch * quota // size  # draws of the same sample in this epoch
+        return self.members[last_members[label] - size + chosen] + num_samples * num_earlier

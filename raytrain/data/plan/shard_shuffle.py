@@ -1,4 +1,14 @@
-"""A random order that reads few packed shards at a time."""
+"""A random order that reads few packed shards at a time.
+
+The shards of an epoch are put into random order, one after the other, and this sequence is cut into lanes. A global
+batch takes its positions lane after lane. Each lane goes through its shards one window at a time, and samples are
+shuffled within a window. So a worker's local batches, contiguous slices of the global batches, come from lanes that no
+other worker reads, except for one at each end; and the order does not depend on the number of workers.
+
+With more workers than lanes, several workers read the same shards. But a worker has the windows of all of its lanes
+open at once. With 32 lanes, windows of 2 and shards of 1 MiB, photographs are fetched about three times an epoch by one
+worker with many tasks, once by 8 workers, and four times by 128, unless a machine keeps them on its disk.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +23,9 @@ import pyarrow as pa
 
 from raytrain.data.plan.permutation import Int64s, mix, permute
 
-_SHARD_PATH = re.compile(r"shards/\d{6,}-[0-9a-f]{16}\.parquet")  # as pack names them; never outside the folder
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """The locations of N images in packed shards."""
-
-    shards: tuple[str, ...]
-    """Paths relative to the manifest's url."""
-    shard: npt.NDArray[np.int32]  # (N,), indices into shards
-    row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
-
-    def select(self, indices: npt.NDArray[np.integer]) -> Packing:
-        """The locations of the images at ``indices``."""
-        return replace(self, shard=self.shard[indices], row=self.row[indices])
-
-    def check(self) -> None:
-        """Raise ValueError unless these are locations that ``raytrain pack`` could have written."""
-        if bad := [path for path in self.shards if not _SHARD_PATH.fullmatch(path)]:
-            raise ValueError(f"{bad[0]!r} is not the path of a shard")
-        check_range("shard", self.shard, 0, len(self.shards))
-        check_range("row", self.row, 0)
-        if (np.diff(self.shard) < 0).any():
-            raise ValueError("the shards are not in order")
-
-
-def read_packing(table: pa.Table, metadata: dict[str, Any]) -> Packing | None:
-    """The locations that a stored manifest holds, not checked; None if its images are not packed."""
-    if "shards" not in metadata:
-        return None
-    return Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
-
-
-def check_range(name: str, values: npt.NDArray[Any], start: int, stop: int = 1 << 62) -> None:
-    """Raise ValueError unless all ``values`` of the column ``name`` are integers from ``start`` to ``stop - 1``."""
-    if values.dtype.kind != "i" or ((values < start) | (values >= stop)).any():
-        raise ValueError(f"a {name} is out of range")
-
-
 NUM_LANES = 32
 WINDOW_SHARDS = 2
+_SHARD_PATH = re.compile(r"shards/\d{6,}-[0-9a-f]{16}\.parquet")  # as pack names them; never outside the folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +79,39 @@ def _shard_order(shard_sizes: bytes, key: int) -> tuple[Int64s, Int64s]:
     order = permute(np.arange(len(sizes)), len(sizes), key=mix(key, 1))
     first_samples = np.cumsum(sizes) - sizes
     return first_samples[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[order])])
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The locations of N images in packed shards."""
+
+    shards: tuple[str, ...]
+    """Paths relative to the manifest's url."""
+    shard: npt.NDArray[np.int32]  # (N,), indices into shards
+    row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
+
+    def select(self, indices: npt.NDArray[np.integer]) -> Packing:
+        """The locations of the images at ``indices``."""
+        return replace(self, shard=self.shard[indices], row=self.row[indices])
+
+    def check(self) -> None:
+        """Raise ValueError unless these are locations that ``raytrain pack`` could have written."""
+        if bad := [path for path in self.shards if not _SHARD_PATH.fullmatch(path)]:
+            raise ValueError(f"{bad[0]!r} is not the path of a shard")
+        check_range("shard", self.shard, 0, len(self.shards))
+        check_range("row", self.row, 0)
+        if (np.diff(self.shard) < 0).any():
+            raise ValueError("the shards are not in order")
+
+
+def read_packing(table: pa.Table, metadata: dict[str, Any]) -> Packing | None:
+    """The locations that a stored manifest holds, not checked; None if its images are not packed."""
+    if "shards" not in metadata:
+        return None
+    return Packing(tuple(metadata["shards"]), table["shard"].to_numpy(), table["row"].to_numpy())
+
+
+def check_range(name: str, values: npt.NDArray[Any], start: int, stop: int = 1 << 62) -> None:
+    """Raise ValueError unless all ``values`` of the column ``name`` are integers from ``start`` to ``stop - 1``."""
+    if values.dtype.kind != "i" or ((values < start) | (values >= stop)).any():
+        raise ValueError(f"a {name} is out of range")
