@@ -9,17 +9,21 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from raytrain.runs.metric_row import MetricRow
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
+from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.hosts import Host, hosts
 from tests.helpers.small_runs import make_images
+from tests.integration.test_exact import Recorder
 
 _MEGABITS_PER_S = 100
 _NUM_HOSTS = (1, 2, 4)
@@ -63,53 +67,60 @@ def _all_reduce_s(num_hosts: int) -> float:
 
 
 def train(num_hosts: int, folder: str) -> float:
-    """Train on so many hosts, with one worker each, under torchrun; returns the median seconds of a step."""
-    images = Path(folder) / "images"
-    images.mkdir()
-    make_images(images)
+    """Train on so many hosts, with one worker each; returns the median seconds of a step."""
+    (Path(folder) / "images").mkdir()
+    make_images(Path(folder) / "images")
     with hosts(Path(folder), [f"h{number}" for number in range(num_hosts)]) as started:
         for host in started.values():
             host.limit(_MEGABITS_PER_S)
         _train_on(list(started.values()), Path(folder))
-    return _step_seconds(Path(folder) / "runs" / "network" / "metrics.jsonl")
+    times = json.loads((Path(folder) / "times.json").read_text())
+    return median(after - before for before, after in itertools.pairwise(times[1:]))  # the first one connects
 
 
 def _train_on(machines: list[Host], folder: Path) -> None:
-    processes = [
-        host.run(
-            _command(host.address, rank, len(machines), machines[0].address, folder), {"GLOO_SOCKET_IFNAME": "eth0"}
-        )
-        for rank, host in enumerate(machines)
-    ]
+    """Run this module on each host: the loop, without what starts it."""
+    join = [f"tcp://{machines[0].address}:29500", str(len(machines)), str(folder)]
+    command = [sys.executable, "-m", __name__, *join]
+    processes = [host.run([*command, str(rank)], {"GLOO_SOCKET_IFNAME": "eth0"}) for rank, host in enumerate(machines)]
     outputs = [process.communicate() for process in processes]
     for process, (output, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, process.args, output, errors)
 
 
-def _command(address: str, rank: int, num_hosts: int, master: str, folder: Path) -> list[str]:
-    group = [f"--nnodes={num_hosts}", f"--node-rank={rank}", "--nproc-per-node=1"]
-    group += [f"--master-addr={master}", "--master-port=29500", f"--local-addr={address}"]
-    options: dict[str, Any] = {
-        "data": folder / "images",
-        "storage": folder / "runs",
-        "name": "network",
-        "model": "tests.benchmarks.network:network",
-        "batch-size": num_hosts * _IMAGES_PER_WORKER,
-        "max-steps": _STEPS,
-        "epochs": num_hosts * _STEPS,
-        "learning-rate": 0.001,
-        "log-every": 1,
-        "precision": "float32",
-        "device": "cpu",
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    size = ["--image-size", str(_SIDE), str(_SIDE)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *group, "-m", "raytrain"]
-    return [*torchrun, "train", "custom", *words, *size]
+class _Clock(Recorder):
+    """Notes the time of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def record(self, row: MetricRow) -> None:
+        if row.kind == "step":
+            self.times.append(time.monotonic())
 
 
-def _step_seconds(history: Path) -> float:
-    rows = [json.loads(line) for line in history.read_text().splitlines()]
-    times = [row["elapsed_s"] for row in rows if row["kind"] == "step"]
-    return median(after - before for before, after in itertools.pairwise(times[1:]))  # the first one connects
+def _work(address: str, num_hosts: int, folder: Path, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_hosts)
+    (folder / f"runs-{rank}").mkdir()
+    run = folder_run(
+        folder / "images",
+        folder / f"runs-{rank}",
+        "network",
+        model="tests.benchmarks.network:network",
+        image_size=(_SIDE, _SIDE),
+        batch_size=num_hosts * _IMAGES_PER_WORKER,
+        max_steps=_STEPS,
+        epochs=num_hosts * _STEPS,
+        learning_rate=0.001,
+        precision="float32",
+    )
+    clock = _Clock()
+    train_here(run, clock)
+    if rank == 0:
+        (folder / "times.json").write_text(json.dumps(clock.times))
+
+
+if __name__ == "__main__":
+    _work(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

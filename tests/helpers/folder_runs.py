@@ -62,7 +62,7 @@ def _train_all(runs: tuple[FolderRun, ...]) -> list[Weights]:
     return [train_here(run)[0] for run in runs]
 
 
-def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
+def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weights, Recorder]:
     """Train a run as one worker of the current process group, if there is one."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     assert run.config.name is not None
@@ -76,7 +76,7 @@ def train_here(run: FolderRun) -> tuple[Weights, Recorder]:
     test = CacheOrder(spec.test_plan, Cursor(), _ROWS_PER_BLOCK)
     cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), train, test, disk=None)
     source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, lambda skipped: None, isolated=False)
-    recorder = Recorder(run.stop_after)
+    recorder = recorder or Recorder(run.stop_after)
     part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
     spec.train(part)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder

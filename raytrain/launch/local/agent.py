@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from raytrain.launch.local.agent_process import WorkerTask
 from raytrain.launch.local.calls import Caller
 from raytrain.launch.local.worker import work
-from raytrain.launch.worker import WorkerTask
 
 _SHUTDOWN_S = 5
 

@@ -9,12 +9,36 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import cloudpickle
 
-from raytrain.launch.worker import WorkerTask
+from raytrain.config import ResolvedConfig
+from raytrain.data.dataset import Dataset
+from raytrain.launch.cache_choice import ImageCache
+from raytrain.launch.local.calls import CallAddress
+from raytrain.launch.prepare import Loop
+from raytrain.storage.store import Store
 
 _AGENT = "raytrain.launch.local.agent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTask:
+    """A run as its workers, and the agent that starts them, get it. ``folder`` is for their files. Holds no secret.
+
+    ``loop`` is the caller's own; None if the options name one, or none.
+    """
+
+    config: ResolvedConfig
+    loop: Loop | None
+    data: Dataset
+    store: Store  # of the run
+    first_step: int
+    num_workers: int
+    cache: ImageCache
+    calls: CallAddress
+    folder: str
 
 
 class AgentProcess:

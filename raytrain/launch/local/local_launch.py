@@ -9,11 +9,10 @@ from contextlib import ExitStack
 
 from raytrain.launch.cache_choice import ImageCache, SharedImages, image_cache
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.local.agent_process import AgentProcess
+from raytrain.launch.local.agent_process import AgentProcess, WorkerTask
 from raytrain.launch.local.calls import CallServer
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.worker import WorkerTask
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import WorkerLogs
 from raytrain.storage.temporary_files import TemporaryFolder

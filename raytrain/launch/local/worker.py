@@ -7,12 +7,16 @@ import signal
 import threading
 import traceback
 
+import torch
 import torch.distributed as dist
 
+from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
+from raytrain.launch.local.agent_process import WorkerTask
 from raytrain.launch.local.calls import CallAddress, Caller
-from raytrain.launch.prepare import load_loop
-from raytrain.launch.worker import WorkerTask, collective_backend, train_worker, worker_device
+from raytrain.launch.machine_batches import MachineBatches
+from raytrain.launch.placement import cores
+from raytrain.launch.prepare import load_initial_weights, load_loop, run_spec
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
@@ -43,11 +47,32 @@ def work(task: WorkerTask) -> None:
 
 
 def _train(task: WorkerTask, rank: int, reporter: SocketReporter) -> Outcome:
-    device = worker_device(task.config)
+    """Train as one of the workers, or as the only one. The outcome is the same on all of them."""
+    device = _device(task.config)
     if task.num_workers > 1:
         store = f"file://{task.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        dist.init_process_group(collective_backend(device), store, rank=rank, world_size=task.num_workers)
-    return train_worker(task, load_loop(task.config, task.loop), device, reporter)
+        backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
+        dist.init_process_group(backend, store, rank=rank, world_size=task.num_workers)
+    spec = run_spec(task.config, task.data, task.store, load_loop(task.config, task.loop), task.num_workers)
+    loads = task.config.worker_load or (1.0,) * task.num_workers
+    was_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    isolated = task.config.resume or was_restarted  # an image may have ended the run, or its workers, before
+    source = MachineBatches(task.data, spec.plan, rank, loads, task.cache, reporter.skip, isolated=isolated)
+    weights = load_initial_weights(spec, task.first_step)
+    if rank == 0:
+        reporter.checked()
+    return spec.train(spec.make_run(source, reporter, device, weights))
+
+
+def _device(config: TrainConfig) -> torch.device:
+    """This worker's device: a GPU of its own, or its share of the cores."""
+    if config.device_type == "cpu" or not torch.cuda.is_available():
+        num_workers = int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(config.threads_per_worker or max(1, cores() // num_workers))
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
 
 
 class SocketReporter:
