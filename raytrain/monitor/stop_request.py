@@ -16,6 +16,7 @@ from raytrain.runs.status import read_status
 
 if TYPE_CHECKING:
     from raytrain.storage.store import Store
+_ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
 
 
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
@@ -41,9 +42,6 @@ def read_stop_request(store: Store) -> StopReason | None:
 def clear_stop_request(store: Store) -> None:
     """Delete a stop request: it was meant for an earlier start of the run."""
     store.delete(STOP_REQUEST)
-
-
-_ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
 
 
 class StopSignals:

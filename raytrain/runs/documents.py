@@ -40,6 +40,9 @@ LOGS = "logs/"
 TRACE = "trace/"
 TRACKERS = "trackers/"
 
+Config = TypeVar("Config", bound=TrainConfig)
+
+_MOST_NAMES = 10  # in one line
 T = TypeVar("T")
 Report = Callable[[str], None]
 """Gets a line about each document, or part of one, that cannot be used."""
@@ -115,11 +118,6 @@ def _match(values: tuple[object, ...], hints: tuple[Any, ...]) -> bool:
     if hints[-1] is Ellipsis:
         hints = hints[:1] * len(values)
     return len(values) == len(hints) and all(matches(value, hint) for value, hint in zip(values, hints, strict=True))
-
-
-Config = TypeVar("Config", bound=TrainConfig)
-
-_MOST_NAMES = 10  # in one line
 
 
 @cache

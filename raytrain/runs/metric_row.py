@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from raytrain.config import TrainConfig
-from raytrain.runs.documents import plain
+from raytrain.runs.documents import known_fields, plain
 
 Kind = Literal["step", "evaluation"]
 
@@ -90,11 +90,8 @@ class SkippedImage:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SkippedImage:
-        """The image of a line of skipped.jsonl. Raises KeyError or ValueError if the line is something else."""
-        key, reason = document["key"], document["reason"]
-        if not (isinstance(key, str) and isinstance(reason, str)):
-            raise ValueError("key and reason must be text")
-        return cls(key, reason)
+        """The image of a line of skipped.jsonl. Raises TypeError if the line is something else."""
+        return cls(**known_fields(cls, document))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,13 @@ from raytrain.runs.redact import one_line
 from raytrain.storage.store import Store
 
 Pixels = NDArray[np.uint8]
+_PNG = "data:image/png;base64,"
+_MAX_IMAGES = 64  # of a group
+_MAX_SIDE = 512  # pixels
+_MAX_CLASSES = 1000
+_MAX_NAME = 100  # characters of a class
+_GROUPS = {"worst": "test/most_wrong", "batch": "train/last_batch"}
+_CONFUSIONS = "test/confusion_matrix"
 _NUM_COLUMNS = 4
 _TILE, _GAP, _CAPTION = 152, 8, 30  # pixels
 _CELL, _NAMES, _MARGIN = 34, 130, 6
@@ -106,15 +113,6 @@ def _cut(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFo
     while text and font.getlength(f"{text}…") > width:
         text = text[:-1]
     return f"{text}…"
-
-
-_PNG = "data:image/png;base64,"
-_MAX_IMAGES = 64  # of a group
-_MAX_SIDE = 512  # pixels
-_MAX_CLASSES = 1000
-_MAX_NAME = 100  # characters of a class
-_GROUPS = {"worst": "test/most_wrong", "batch": "train/last_batch"}
-_CONFUSIONS = "test/confusion_matrix"
 
 
 @dataclass(frozen=True)

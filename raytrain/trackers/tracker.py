@@ -15,6 +15,11 @@ from raytrain.runs.redact import one_line
 from raytrain.storage.store import Store
 
 TrackerStatus = Literal["success", "failed"]
+_MAX_NAME = 250  # characters, MLflow's limit
+_NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # what MLflow refuses
+_PREFIX = {"step": "train", "evaluation": "test"}
+_COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "samples_seen", "elapsed_s")
+_PLACE = ("resume", "address", "track")  # options that are not the run's
 
 
 @runtime_checkable
@@ -49,13 +54,6 @@ class TrackedRun:
     name: str
     store: Store
     id: str | None = None
-
-
-_MAX_NAME = 250  # characters, MLflow's limit
-_NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")  # what MLflow refuses
-_PREFIX = {"step": "train", "evaluation": "test"}
-_COLUMNS = ("epoch", "learning_rate", "images_per_s", "data_wait_fraction", "samples_seen", "elapsed_s")
-_PLACE = ("resume", "address", "track")  # options that are not the run's
 
 
 def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:

@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
+GATHER_S = 2.0
+"""Seconds between two groups of rows: a tracker may need a request for each group."""
+_MAX_GATHER_S = 30.0
+_CPU_FRACTION = 0.01
+"""Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""
+_MAX_GROUP = 10_000  # rows
+_HANGS_AFTER_S = 60.0
+_MAX_REASON = 300  # characters of an error message
+_END_WITHIN_S = 30.0
+_ABORT_WITHIN_S = 5.0
+
+
 @dataclass(frozen=True)
 class Position:
     """The tracker's own ``id`` of the run, the last steps that it was sent, the last images, and the last network."""
@@ -47,32 +59,6 @@ class Position:
         if row.kind == "step":
             return dataclasses.replace(self, step=row.step)
         return dataclasses.replace(self, evaluation_step=row.step)
-
-
-def read_position(store: Store, tracker: str) -> Position:
-    """The position of ``tracker`` in the run's ``store``; the beginning if its document is missing or damaged."""
-    return Position(**known_fields(Position, read_json(store, _path(tracker))))
-
-
-def write_position(store: Store, tracker: str, position: Position) -> None:
-    """Write the position of ``tracker``."""
-    write_json(store, _path(tracker), dataclasses.asdict(position))
-
-
-def _path(tracker: str) -> str:
-    return f"{TRACKERS}{re.sub(r'[^A-Za-z0-9_.-]', '_', tracker)}.json"
-
-
-GATHER_S = 2.0
-"""Seconds between two groups of rows: a tracker may need a request for each group."""
-_MAX_GATHER_S = 30.0
-_CPU_FRACTION = 0.01
-"""Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""
-_MAX_GROUP = 10_000  # rows
-_HANGS_AFTER_S = 60.0
-_MAX_REASON = 300  # characters of an error message
-
-Params = Mapping[str, str | int | float]
 
 
 class NamedTracker(NamedTuple):
@@ -100,7 +86,7 @@ class TrackerThread:
         tracker: NamedTracker,
         run: str,
         store: Store,
-        params: Params,
+        params: Mapping[str, str | int | float],
         report: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,6 +96,7 @@ class TrackerThread:
         """Taken from the queue so far, also those that the tracker had already."""
         self._run = run
         self._store = store
+        self._document = f"{TRACKERS}{re.sub(r'[^A-Za-z0-9_.-]', '_', self.name)}.json"
         self._params = params
         self._report = report
         self._clock = clock
@@ -165,7 +152,7 @@ class TrackerThread:
             self._fail(f"failed ({_reason(error)})")
 
     def _open(self) -> Tracker:
-        self._position = read_position(self._store, self.name)
+        self._position = Position(**known_fields(Position, read_json(self._store, self._document)))
         tracker = self._make(TrackedRun(self._run, self._store, self._position.id))
         own_id = getattr(tracker, "run_id", None)
         if isinstance(own_id, str) and own_id != self._position.id:
@@ -183,9 +170,7 @@ class TrackerThread:
             before = self._position
 
     def _send_group(self, tracker: Tracker, rows: Sequence[MetricRow], before: Position) -> None:
-        """Send rows after the position ``before``. The new one is written first: nothing is sent twice, even after a
-        kill.
-        """
+        """Send rows after the position ``before``; the new one is written first, so that a kill repeats nothing."""
         save: Callable[[], Any] | None = getattr(tracker, "save", None)
         with self._moved(self._position, before) as sent:
             for row in rows:
@@ -238,7 +223,7 @@ class TrackerThread:
 
     def _move(self, position: Position) -> None:
         self._position = position
-        write_position(self._store, self.name, position)
+        write_json(self._store, self._document, dataclasses.asdict(position))
 
     def _fail(self, what: str) -> None:
         """Report what went wrong, the first time."""
@@ -267,10 +252,6 @@ def _as_file(store: Store, path: str) -> Generator[str]:
         file = folder / path.rpartition("/")[2]
         file.write_bytes(store.get(path))
         yield str(file)
-
-
-_END_WITHIN_S = 30.0
-_ABORT_WITHIN_S = 5.0
 
 
 class Tracking:

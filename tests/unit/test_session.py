@@ -122,7 +122,7 @@ def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(
     def hang(*_: object, **__: object) -> None:
         assert free.wait(60)
 
-    monkeypatch.setattr("raytrain.runs.recorder.write_status", hang)
+    monkeypatch.setattr("raytrain.monitor.recorder.write_status", hang)
 
     def train(coordinator: Coordinator) -> None:
         coordinator.checked()
