@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from obstore.store import AzureStore, GCSStore, S3Store
 
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import Cloud
@@ -28,11 +30,11 @@ from raytrain.storage.request_errors import (
 )
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+    from obstore.store import ClientConfig, RetryConfig
     from tenacity import RetryCallState, Retrying
 
-    ObjectStore = S3Store | AzureStore | GCSStore
-
+ObjectStore = S3Store | AzureStore | GCSStore
+_OBSTORE_CLASSES: dict[str, Any] = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}
 T = TypeVar("T")
 
 INITIAL_WAIT_S = 0.1
@@ -123,7 +125,7 @@ class BucketClient:
 
     def _connect(self) -> ObjectStore:
         bucket, root = bucket_and_root(self._url)
-        return self._cloud.obstore_class()(
+        return _OBSTORE_CLASSES[self._cloud.name](
             bucket,
             prefix=root.rstrip("/") or None,
             config=self._cloud.obstore_config(bucket),

@@ -33,9 +33,9 @@ class BucketCredentials(ABC):
     def identity(self) -> str:
         """What may be shown of them."""
 
-    @abstractmethod
     def for_obstore(self) -> dict[str, Any]:
         """The same as obstore wants them, with the secrets."""
+        return dict(vars(self))
 
     def fields(self) -> CredentialFields:
         """Return all fields, the secret ones too."""
@@ -50,11 +50,11 @@ class BucketCredentials(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Credentials(BucketCredentials):
-    """One set of AWS credentials. Its text shows the last four characters of the access key ID, and no secret."""
+    """One set of AWS credentials."""
 
     access_key_id: str
     secret_access_key: str
-    session_token: str | None = None
+    token: str | None = None
     expires_at: datetime | None = None
 
     @property
@@ -62,20 +62,12 @@ class Credentials(BucketCredentials):
         """``…`` and the last four characters of the access key ID."""
         return f"…{self.access_key_id[-4:]}"
 
-    def for_obstore(self) -> dict[str, Any]:
-        return {
-            "access_key_id": self.access_key_id,
-            "secret_access_key": self.secret_access_key,
-            "token": self.session_token,
-            "expires_at": self.expires_at,
-        }
-
     def for_boto3(self) -> dict[str, Any]:
         """The same as clients of boto3 want them, with the secrets."""
         return {
             "aws_access_key_id": self.access_key_id,
             "aws_secret_access_key": self.secret_access_key,
-            "aws_session_token": self.session_token,
+            "aws_session_token": self.token,
         }
 
 
@@ -107,9 +99,6 @@ class GoogleCredentials(BucketCredentials):
     def identity(self) -> str:
         """What they are."""
         return "access token"
-
-    def for_obstore(self) -> dict[str, Any]:
-        return {"token": self.token, "expires_at": self.expires_at}
 
 
 def restored(cloud: str, fields: CredentialFields | None) -> BucketCredentials | None:

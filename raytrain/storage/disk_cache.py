@@ -93,7 +93,7 @@ class DiskCache:
                 os.unlink(unfinished)
                 raise
         except OSError:
-            _room(self).close()
+            _room(self).closed = True
 
 
 @contextmanager
@@ -137,28 +137,20 @@ class _Room:
         self._disk = disk
         self._grant_bytes = max(_MIN_GRANT_BYTES, disk.limit_bytes // _GRANTS)
         self._left_bytes = 0
-        self._closed = False
+        self.closed = False
+        """Whether this process writes no more: there is no room, or the disk refuses."""
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> bool:
         """Whether there is room for so many bytes, which are then taken."""
         with self._lock:
-            if self._left_bytes < num_bytes and not self._closed:
+            if self._left_bytes < num_bytes and not self.closed:
                 self._left_bytes = max(self._grant_bytes, num_bytes) if self._make_room(num_bytes) else 0
-                self._closed = not self._left_bytes
-            if self._closed or self._left_bytes < num_bytes:
+                self.closed = not self._left_bytes
+            if self.closed or self._left_bytes < num_bytes:
                 return False
             self._left_bytes -= num_bytes
             return True
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process writes no more: there is no room, or the disk refuses."""
-        return self._closed
-
-    def close(self) -> None:
-        """Write no more in this process."""
-        self._closed = True
 
     def _make_room(self, num_bytes: int) -> bool:
         """Remove entries that no run has used for longest, until there is room; whether there is."""
@@ -166,7 +158,9 @@ class _Room:
         try:
             too_many = kept_bytes(self._disk.folder) + wanted - self._disk.limit_bytes
             excess = max(too_many, wanted - usable_bytes(self._disk.folder))
-            unused = self._unused() if excess > 0 else []
+            if excess <= 0:
+                return True
+            unused = sorted(each for each in _entries(self._disk.folder) if each.used_at < self._disk.run_started_at)
         except OSError:
             return False
         for each in unused:
@@ -176,10 +170,6 @@ class _Room:
                 os.unlink(each.path)
             excess -= each.num_bytes
         return excess <= 0
-
-    def _unused(self) -> list[_Entry]:
-        """The entries that this run has not used, those first that no run has used for longest."""
-        return sorted(each for each in _entries(self._disk.folder) if each.used_at < self._disk.run_started_at)
 
 
 class _Speed:
@@ -212,6 +202,14 @@ class _Speed:
         return data
 
 
+_room = cache(_Room)  # one for each cache and process
+
+
+@cache
+def _speed(_: DiskCache) -> _Speed:
+    return _Speed()
+
+
 def make_folder(folder: str) -> bool:
     """Make the folder of a cache; whether this user made it. Raises OSError if it cannot be made.
 
@@ -226,16 +224,6 @@ def _belongs_to_user(folder: str) -> bool:
     with suppress(OSError):
         return make_folder(folder)
     return False
-
-
-@cache
-def _room(disk: DiskCache) -> _Room:
-    return _Room(disk)
-
-
-@cache
-def _speed(disk: DiskCache) -> _Speed:
-    return _Speed()
 
 
 def kept_bytes(folder: str) -> int:

@@ -48,19 +48,13 @@ class CredentialBroker:
         self._ticket: str | None = None
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """Replace the lent credentials of a cloud, such as ``s3``; None if the driver has none.
-
-        The first ticket is the one that counts. Raises PermissionError for another one.
-        """
+        """Replace the lent credentials of a cloud. The first ticket counts; raises PermissionError for another one."""
         self._ticket = self._ticket or ticket
         self._check(ticket)
         self._lent[cloud] = restored(cloud, fields)
 
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """Return the fields of the credentials lent for a cloud, for another process; None if there are none.
-
-        Raises PermissionError if nothing was lent with this ticket.
-        """
+        """The fields of a cloud's credentials for another process. Raises PermissionError for another ticket."""
         self._check(ticket)
         lent = self._lent.get(cloud)
         return lent.fields() if lent else None
@@ -75,12 +69,9 @@ class CredentialBroker:
 
 
 class CredentialLender:
-    """Lends the credentials of a source: when it is created, and again from :meth:`lend_if_due` before they expire.
+    """Lends the credentials of each cloud's source: when it is created, and again before they expire.
 
-    Args:
-        lend: sends a cloud and the fields of its credentials (None if there are none) to a broker, and returns when
-            they are there.
-        sources: this process's credentials for each cloud, or what may be lent of them.
+    ``lend`` sends a cloud and the fields of its credentials (None if there are none) to a broker.
     """
 
     def __init__(

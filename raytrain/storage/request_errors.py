@@ -76,11 +76,7 @@ _BY_TEXT: dict[str, str] = {
 def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity: str | None = None) -> StorageError:
     """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do.
 
-    Args:
-        error: an exception of obstore, boto3 or the file system; a StorageError is returned as it is.
-        url: what was read or written.
-        cloud: where it is; None for a folder.
-        identity: what may be shown of the credentials, if that is known.
+    ``error`` is of obstore, boto3 or the file system; ``identity`` is what may be shown of the credentials.
     """
     if isinstance(error, StorageError):
         return error

@@ -81,7 +81,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 def test_a_user_lends_keys_of_a_federated_user(account: None, asked: dict[str, dict[str, Any]]) -> None:
     scoped = ScopedCredentials(SCOPE, "us-east-1")()
-    assert scoped is not None and scoped.access_key_id != "AKIAOWN" and scoped.session_token and scoped.expires_at
+    assert scoped is not None and scoped.access_key_id != "AKIAOWN" and scoped.token and scoped.expires_at
     assert json.loads(asked["GetFederationToken"]["Policy"]) == SCOPE.policy("aws")
     assert asked["GetFederationToken"]["DurationSeconds"] == 3600
 

@@ -12,14 +12,11 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.clouds.cloud import Cloud, CloudSentences, checked_endpoint
 from raytrain.storage.credentials import AzureCredentials
-
-if TYPE_CHECKING:
-    from obstore.store import AzureStore
 
 _SCOPE = "https://storage.azure.com/.default"
 
@@ -85,11 +82,6 @@ class Azure(Cloud):
         if signature := os.environ.get("AZURE_STORAGE_SAS_TOKEN"):
             return AzureCredentials("sas_token", signature)
         return _access_token()
-
-    def obstore_class(self) -> type[AzureStore]:
-        from obstore.store import AzureStore
-
-        return AzureStore
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
         # obstore would ask an emulator instead if a variable of its own said so.

@@ -7,14 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from raytrain.errors import UsageError
 from raytrain.storage.credentials import BucketCredentials, CredentialSource, LentCredentials
-
-if TYPE_CHECKING:
-    from obstore.store import AzureStore, GCSStore, S3Store
 
 UNREACHABLE = "{endpoint} cannot be reached, or does not answer in time; check {endpoint_variable} and the network."
 UNTRUSTED = (
@@ -80,10 +77,6 @@ class Cloud(ABC):
     def credentials_from(self, lent: LentCredentials) -> CredentialSource:
         """What a process uses that is lent credentials; called there."""
         return partial(lent, self.name)
-
-    @abstractmethod
-    def obstore_class(self) -> type[S3Store] | type[AzureStore] | type[GCSStore]:
-        """The kind of store that obstore has for it."""
 
     @abstractmethod
     def obstore_config(self, bucket: str) -> Any:

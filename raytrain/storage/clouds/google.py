@@ -10,14 +10,11 @@ import os
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import Cloud, CloudSentences, checked_endpoint
 from raytrain.storage.credentials import GoogleCredentials
-
-if TYPE_CHECKING:
-    from obstore.store import GCSStore
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -69,11 +66,6 @@ class Google(Cloud):
         if os.environ.get("STORAGE_EMULATOR_HOST"):
             return GoogleCredentials("anonymous")  # an emulator needs none, and should not be shown any
         return _access_token()
-
-    def obstore_class(self) -> type[GCSStore]:
-        from obstore.store import GCSStore
-
-        return GCSStore
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
         return {"base_url": self.endpoint_url} if self.endpoint_url else {}

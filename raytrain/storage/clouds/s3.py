@@ -27,7 +27,6 @@ from raytrain.storage.credentials import Credentials, CredentialSource, LentCred
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import S3Store
 
 _KEY_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
@@ -126,11 +125,6 @@ class S3(Cloud):
     def is_amazon(self) -> bool:
         """Whether it is Amazon's own: no other server accepts the role of a node."""
         return self.endpoint_url is None or self.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-
-    def obstore_class(self) -> type[S3Store]:
-        from obstore.store import S3Store
-
-        return S3Store
 
     def obstore_config(self, bucket: str) -> dict[str, Any]:
         config: dict[str, Any] = {
