@@ -33,9 +33,9 @@ def process_started_at() -> float:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command prints: ``text`` for a person, or ``document`` as a JSON object."""
+    """What a command prints: ``text`` for a person, or ``document`` as JSON. No text: a table of the document."""
 
-    text: RenderableType
+    text: RenderableType | None
     document: dict[str, Any]
     exit_code: int = 0
 

@@ -69,8 +69,10 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
         print(json.dumps(plain(outcome.document), default=str), flush=True)
         return
     from raytrain.display.console import PlainConsole
+    from raytrain.display.formatting import key_value_table
 
-    PlainConsole().print(outcome.text, highlight=False)
+    text = key_value_table(outcome.document) if outcome.text is None else outcome.text
+    PlainConsole().print(text, highlight=False)
 
 
 def _print_error(error: Exception, as_json: bool) -> int:

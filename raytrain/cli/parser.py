@@ -42,13 +42,7 @@ def _none_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] |
     """Every option that may be None takes the word none, in any case; tyro itself knows only ``None``."""
     if type_info.type is not type(None):  # pyright: ignore[reportUnknownMemberType]
         return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=NONE,
-        instance_from_str=_none,
-        is_instance=lambda value: value is None,
-        str_from_instance=lambda value: [NONE],
-    )
+    return PrimitiveConstructorSpec(1, NONE, _none, lambda value: value is None, lambda value: [NONE])
 
 
 def _none(words: list[str]) -> None:
@@ -101,17 +95,16 @@ class _CommandLine(Generic[C]):
 def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, TrainConfig]) -> functools.partial[T]:
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
     chosen = _chosen("command", commands, argv[:1])
-    has_recipe = len(chosen) == 1 and all("config" in get_type_hints(command) for command in chosen.values())
+    has_recipe = len(chosen) == 1 and all("config" in _hints(command) for command in chosen.values())
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
     choice = _choice(
         subcommand(name, constructor=_bound(command, recipes), description=about(command))
         for name, command in chosen.items()
     )
-    line_type = _CommandLine[choice]
     flags = (flag(name) for command in chosen.values() for name in _option_names(command))
     with as_usage_errors(flags):
-        line = tyro.cli(line_type, prog="raytrain", args=list(argv), config=_MARKERS, registry=_CONSTRUCTORS)
+        line = tyro.cli(_CommandLine[choice], prog="raytrain", args=list(argv), config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
 
@@ -134,37 +127,39 @@ def _choice(subcommands: Iterable[Any]) -> Any:
 
 
 def _bound(command: Callable[..., T], recipes: Mapping[str, TrainConfig]) -> Callable[..., functools.partial[T]]:
-    """The function that tyro calls instead of ``command``, with the same parameters.
-
-    The command itself runs later, because tyro reports a ValueError of what it calls as a mistake in the options.
-    """
+    """The function that tyro calls instead of ``command``, whose ValueError it would take for a mistake in options."""
 
     def bind(**arguments: Any) -> functools.partial[T]:
         return functools.partial(command, **arguments)
 
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
-    hints = get_type_hints(command, include_extras=True)
-    bind.__annotations__ = {
-        name: _section(hint, hint(), ()) if dataclasses.is_dataclass(hint) else _shown(hint)
-        for name, hint in hints.items()
-        if name not in ("config", "return")
-    }
-    if "config" in hints:
-        bind.__annotations__["config"] = _choice(
-            subcommand(
-                name,
-                constructor=_options(config, _hidden(hints["config"])),
-                description=_about_recipe(name, command, recipes),
-            )
-            for name, config in recipes.items()
-        )
+    bind.__annotations__ = {name: _parameter(name, hint, command, recipes) for name, hint in _hints(command).items()}
     return bind
+
+
+def _parameter(name: str, hint: Any, command: Callable[..., Any], recipes: Mapping[str, TrainConfig]) -> Any:
+    """A parameter of a command as tyro takes it: a choice of recipes, a section of options, or one option."""
+    if name == "config":
+        return _choice(
+            subcommand(
+                recipe,
+                constructor=_options(config, _hidden(hint)),
+                description=_about_recipe(recipe, command, recipes),
+            )
+            for recipe, config in recipes.items()
+        )
+    return _section(hint, hint(), ()) if dataclasses.is_dataclass(hint) else _shown(hint)
+
+
+def _hints(command: Callable[..., Any]) -> dict[str, Any]:
+    hints = get_type_hints(command, include_extras=True)
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
 def _options(defaults: TrainConfig, hidden: Sequence[str]) -> Callable[..., dict[str, Any]]:
     """The function that tyro calls with the sections of a recipe's options. It gives all options in one dict."""
 
-    def merge(**sections: Any) -> dict[str, Any]:
+    def merge(**sections: object) -> dict[str, Any]:
         return {name: value for section in sections.values() for name, value in vars(section).items()}
 
     types = {name: _section(section, defaults, hidden) for name, section in SECTIONS.items()}
@@ -174,7 +169,7 @@ def _options(defaults: TrainConfig, hidden: Sequence[str]) -> Callable[..., dict
     return merge
 
 
-def _section(section: type, defaults: object, hidden: Sequence[str]) -> type:
+def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
     """A section of the options, with these defaults, as the help shows it."""
     hints = get_type_hints(section, include_extras=True)
     fields = [
@@ -228,8 +223,7 @@ def _about_recipe(name: str, command: Callable[..., Any], recipes: Mapping[str, 
 def _option_names(command: Callable[..., Any]) -> Iterator[str]:
     """The options that have a flag, those of every command included."""
     yield from ("json", "debug")
-    for name in inspect.signature(command).parameters:
-        hint = get_type_hints(command, include_extras=True)[name]
+    for name, hint in _hints(command).items():
         section = TrainConfig if name == "config" else hint
         if dataclasses.is_dataclass(section):
             yield from (field.name for field in dataclasses.fields(section) if field.name not in _hidden(hint))

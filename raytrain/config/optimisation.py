@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, get_args
 
 from annotated_types import Interval
 
@@ -33,7 +33,7 @@ class Schedule(NamedTuple):
     def parse(cls, text: str) -> Schedule:
         """The schedule of a text such as ``cosine`` or ``piecewise:0.1/10ep``; raises UsageError."""
         if text in SHAPES:
-            return cls(cast(Shape, text))
+            return cls(text)
         found = re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text)
         if found is None:
             raise UsageError(

@@ -17,7 +17,7 @@ import pytest
 
 import raytrain
 from raytrain import UsageError
-from raytrain.cli.commands.datasets import write_project
+from raytrain.cli.commands.datasets import new
 from raytrain.demo.s3_server import S3Server
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import run_store
@@ -116,7 +116,7 @@ def test_a_run_in_the_background_can_be_watched_and_stopped(images: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_loop_in_a_file_trains_and_passes_an_audit(images: Path, tmp_path: Path) -> None:
-    write_project(str(tmp_path / "project"))
+    new(str(tmp_path / "project"))
     loop = tmp_path / "project" / "loop.py"
     loop.write_text(loop.read_text().replace("Conv2d(1, ", "Conv2d(3, "))
     result = raytrain.train(

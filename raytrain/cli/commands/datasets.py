@@ -23,10 +23,8 @@ def fetch_dataset(
     Example: raytrain fetch-dataset cifar10 images
     """
     from raytrain.datasets.download import download
-    from raytrain.display.formatting import key_value_table
 
-    result = asdict(download(name, destination))
-    return CommandResult(key_value_table(result), result)
+    return CommandResult(None, asdict(download(name, destination)))
 
 
 def upload(
@@ -38,10 +36,8 @@ def upload(
     Example: raytrain upload images s3://bucket/images
     """
     from raytrain.datasets.upload import upload as upload_folder
-    from raytrain.display.formatting import key_value_table
 
-    result = asdict(upload_folder(folder, url))
-    return CommandResult(key_value_table(result), result)
+    return CommandResult(None, asdict(upload_folder(folder, url)))
 
 
 def pack(
@@ -71,29 +67,10 @@ def pack(
     from raytrain.data.labels.label_file import LabelColumns
     from raytrain.datasets.pack import Labelling
     from raytrain.datasets.pack import pack as pack_shards
-    from raytrain.display.formatting import key_value_table
 
     columns = LabelColumns(key=key_column, label=(label_column,) if label_column else ())
     labelling = Labelling(labels, columns, split, max_bad_fraction)
-    result = asdict(pack_shards(source, destination, labels=labelling))
-    return CommandResult(key_value_table(result), result)
-
-
-def write_project(folder: str) -> list[str]:
-    """Copy the project template into ``folder``, which is created; returns the names of the files.
-
-    Raises UsageError if one of the files exists.
-    """
-    target = Path(folder)
-    with as_file(files("raytrain.cli") / "project_template") as template:
-        names = sorted(path.name for path in template.iterdir() if path.is_file())
-        existing = [name for name in names if (target / name).exists()]
-        if existing:
-            raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
-        target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            shutil.copyfile(template / name, target / name)
-    return names
+    return CommandResult(None, asdict(pack_shards(source, destination, labels=labelling)))
 
 
 def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> CommandResult:
@@ -107,12 +84,19 @@ def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training
     return CommandResult(summary(result, storage), result.summary())
 
 
-def new(folder: Annotated[Positional[str], arg(help="Folder to create.")]) -> CommandResult:
+def new(folder: Annotated[Positional[str], arg(help="New or empty folder.")]) -> CommandResult:
     """Start a project: a training loop of your own, and a script that trains it.
 
     Example: raytrain new my-project
     """
-
-    names = write_project(folder)
+    target = Path(folder)
+    with as_file(files("raytrain.cli") / "project_template") as template:
+        names = sorted(path.name for path in template.iterdir() if path.is_file())
+        existing = [name for name in names if (target / name).exists()]
+        if existing:
+            raise UsageError(f"{folder} already has a file {existing[0]}; name a new or an empty folder.")
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(template / name, target / name)
     text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && python train.py"
     return CommandResult(text, {"folder": folder, "files": names})

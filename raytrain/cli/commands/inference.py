@@ -77,25 +77,26 @@ def predict(
 
     Example: raytrain predict first --data s3://bucket/new --output predictions.csv
     """
-    from raytrain.display.formatting import key_value_table
-
-    result = raytrain.predict(run, data, output, top_k=top_k, **vars(prediction))
-    return CommandResult(key_value_table(result.summary()), result.summary())
+    return CommandResult(None, raytrain.predict(run, data, output, top_k=top_k, **vars(prediction)).summary())
 
 
-def serve(
-    run: RunName,
-    storage: Storage = "./runs",
-    host: Annotated[str, arg(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, arg(help="Port to listen on.")] = 8000,
-    workers: Annotated[int, arg(help="Copies of the network; each has a GPU of its own if there are any.")] = 1,
-    top_k: Annotated[int, arg(help="Number of most likely classes in an answer.")] = 5,
-    threshold: Threshold = (),
-    address: Annotated[
-        str | None, arg(help="Ray cluster to use; by default one that runs already, or a new one.")
-    ] = None,
-    trust: Trust = False,
-) -> CommandResult:
+@dataclass(frozen=True)
+class ServingOptions:
+    """How ``serve`` answers."""
+
+    storage: Storage = "./runs"
+    host: Annotated[str, arg(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, arg(help="Port to listen on.")] = 8000
+    workers: Annotated[int, arg(help="Copies of the network; each has a GPU of its own if there are any.")] = 1
+    top_k: Annotated[int, arg(help="Number of most likely classes in an answer.")] = 5
+    threshold: Threshold = ()
+    address: Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or a new one.")] = (
+        None
+    )
+    trust: Trust = False
+
+
+def serve(run: RunName, serving: ServingOptions) -> CommandResult:
     """Answer over HTTP with a run's best checkpoint, until Ctrl-C: POST an image file, and get its classes as JSON.
 
     Example: raytrain serve first
@@ -104,19 +105,8 @@ def serve(
     def ready(url: str) -> None:
         print(f"Serving at {url}, for example: curl --data-binary @IMAGE.jpg {url}", flush=True)
 
-    raytrain.serve(
-        run,
-        storage=storage,
-        host=host,
-        port=port,
-        workers=workers,
-        top_k=top_k,
-        threshold=threshold,
-        address=address,
-        trust=trust,
-        ready=ready,
-    )
-    return CommandResult("", {"run": run, "host": host, "port": port})
+    raytrain.serve(run, ready=ready, **vars(serving))
+    return CommandResult("", {"run": run, "host": serving.host, "port": serving.port})
 
 
 def export(
@@ -131,7 +121,4 @@ def export(
 
     Example: raytrain export first --output first.onnx
     """
-    from raytrain.display.formatting import key_value_table
-
-    result = raytrain.export(run, output, data=data, storage=storage, trust=trust)
-    return CommandResult(key_value_table(result.summary()), result.summary())
+    return CommandResult(None, raytrain.export(run, output, data=data, storage=storage, trust=trust).summary())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 import raytrain
 from raytrain.cli.command import CommandResult, RunName, Storage, confirmed
 from raytrain.errors import UsageError
-from raytrain.runs.records import SortKey
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
@@ -28,7 +27,10 @@ def runs(
     filter: Annotated[
         tuple[str, ...], arg(help="Show those that match all of these: status=finished, tag=WORD, learning-rate=0.1.")
     ] = (),
-    sort: Annotated[SortKey, arg(help="heartbeat, step and accuracy: the largest first.")] = "heartbeat",
+    sort: Annotated[
+        Literal["heartbeat", "name", "recipe", "status", "step", "accuracy"],
+        arg(help="heartbeat, step and accuracy: the largest first."),
+    ] = "heartbeat",
 ) -> CommandResult:
     """List the runs.
 
@@ -85,10 +87,7 @@ def track(
 
     Example: raytrain track first --track mlflow
     """
-    from raytrain.display.formatting import key_value_table
-
-    result = raytrain.track(run, track, storage=storage)
-    return CommandResult(key_value_table(result.summary()), result.summary())
+    return CommandResult(None, raytrain.track(run, track, storage=storage).summary())
 
 
 def audit(run: RunName, storage: Storage = "./runs") -> CommandResult:
@@ -100,9 +99,6 @@ def audit(run: RunName, storage: Storage = "./runs") -> CommandResult:
 
     result = raytrain.audit(run, storage=storage)
     return CommandResult(audit_page(result), result.summary(), exit_code=0 if result.clean else 1)
-
-
-Runs = Annotated[Positional[tuple[str, ...]], arg(help="Names of runs.")]
 
 
 def tag(
@@ -125,7 +121,7 @@ def tag(
 
 
 def rm(
-    runs: Runs,
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs.")],
     yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask.")] = False,
     storage: Storage = "./runs",
 ) -> CommandResult:

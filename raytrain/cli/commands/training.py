@@ -136,12 +136,7 @@ def sweep(
     check_output(png or f"{config.name}.png", (".png",), "--png")
     with SweepTerminalView() as view:
         result = raytrain.sweep(
-            config,
-            vary=vary,
-            trials=trials,
-            early_stopping=early_stopping,
-            view=view.update,
-            trust=trust,
+            config, vary=vary, trials=trials, early_stopping=early_stopping, view=view.update, trust=trust
         )
     picture = (png or f"{result.name}.png") if any(trial.evaluations for trial in result.trials) else None
     if picture is not None:
