@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from raytrain import recipes
 from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
@@ -17,23 +17,131 @@ from raytrain.launch.ray.connection import connection
 from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3, credential_method
-from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.open import open_store
 from raytrain.storage.request_errors import explain
 from raytrain.storage.store import Store
 
 _CLOCK_TOLERANCE_S = 5.0  # a sixth of the time after which a run without a heartbeat loses its claim
 _SPILLS_BELOW = 0.95  # RAY_local_fs_capacity_threshold's default
+_CREDENTIAL_METHODS = {
+    "env": "environment",
+    "shared-credentials-file": "profile",
+    "config-file": "profile",
+    "sso": "single sign-on",
+}
 
 Versions = dict[str, str | None]
 """Version of each package; None for one that is not installed."""
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """A problem, and the addresses of the nodes that have it; no addresses if it is one of the cluster."""
 
     sentence: str
     nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What :func:`diagnose` found. Contains no secret.
+
+    ``failures`` prevent training, ``warnings`` do not. ``placement`` is that of ``--workers auto``, None if the cluster
+    is too small for any. ``all_reduce`` is None on a single node, and if a node did not answer.
+    """
+
+    data: str | None
+    storage: str
+    versions: Versions
+    placement: Placement | None
+    nodes: tuple[Node, ...]
+    all_reduce: AllReduce | None
+    failures: tuple[Finding, ...]
+    warnings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing prevents training."""
+        return not self.failures
+
+    def summary(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+def diagnose(data: str | None, storage: str, address: str | None) -> DoctorReport:
+    """Check whether every node of the cluster at ``address`` can read ``data`` and write to ``storage``.
+
+    Raises UsageError if there is no cluster or a URL is wrong, StorageError if the configuration of a cloud is broken.
+    """
+    data_store, run_store = open_store(data) if data else None, open_store(storage)
+    with connection(address) as cluster:
+        cluster.connect()
+        with _probe_request(data_store, run_store) as (request, no_credentials):
+            nodes = probe_nodes(request)
+        all_reduce = _measure_all_reduce(nodes)
+        found = cluster_hardware()
+    placement, too_small = _place_workers(found)
+    own_versions = versions()
+    cluster_warnings = (
+        too_few_data_cpus(found, placement),
+        folder_on_many_nodes(run_store, found.num_nodes),
+        different_nvidia_drivers(nodes),
+    )
+    return DoctorReport(
+        data=data_store and data_store.url,
+        storage=run_store.url,
+        versions=own_versions,
+        placement=placement,
+        nodes=nodes,
+        all_reduce=all_reduce,
+        failures=_findings(no_credentials, too_small, all_reduce and all_reduce.problem)
+        + group_by_sentence(nodes, lambda node: node_failures(node, own_versions)),
+        warnings=_findings(*cluster_warnings) + group_by_sentence(nodes, node_warnings),
+    )
+
+
+def _measure_all_reduce(nodes: Sequence[Node]) -> AllReduce | None:
+    reports = [node.report for node in nodes if node.report is not None]
+    return measure_all_reduce([len(report.gpus) for report in reports]) if len(reports) == len(nodes) else None
+
+
+@contextmanager
+def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRequest, str | None]]:
+    """What the nodes check, with this process's credentials on loan, or a sentence that says why there are none."""
+    stores = [store for store in (storage, data) if store is not None]
+    in_bucket = next((store for store in stores if store.cloud is not None), None)
+    if in_bucket is None:
+        yield ProbeRequest(data, storage), None
+        return
+    from raytrain.launch.ray.credential_server import serving_credentials  # imports Ray
+
+    with serving_credentials(stores) as (served, _):
+        found_in, problem = "", None
+        try:
+            found_in = _credential_method(in_bucket.cloud)
+        except Exception as error:
+            problem = str(explain(error, in_bucket.url, in_bucket.cloud))
+        lent = (store and store.with_lent_credentials(served) for store in (data, storage))
+        yield ProbeRequest(*lent, served, found_in), problem
+
+
+def _credential_method(cloud: Cloud | None) -> str:
+    """Which step of the AWS credential chain found this process's credentials, in a word; empty for another cloud."""
+    method = credential_method() if isinstance(cloud, S3) else ""
+    return _CREDENTIAL_METHODS.get(method, "role" if "role" in method else method)
+
+
+def _place_workers(found: Hardware) -> tuple[Placement | None, str | None]:
+    """The placement of ``--workers auto``, or why the cluster is too small for it."""
+    try:
+        return place(recipes.custom(), found), None
+    except UsageError as error:
+        return None, str(error)
+
+
+def _findings(*sentences: str | None) -> tuple[Finding, ...]:
+    return tuple(Finding(sentence) for sentence in sentences if sentence)
 
 
 def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterator[str]]) -> tuple[Finding, ...]:
@@ -130,129 +238,3 @@ def _count(number: float, noun: str) -> str:
 
 def _gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.1f} GB"
-
-
-_CREDENTIAL_METHODS = {
-    "env": "environment",
-    "shared-credentials-file": "profile",
-    "config-file": "profile",
-    "sso": "single sign-on",
-}
-
-
-@dataclass(frozen=True)
-class DoctorReport:
-    """What :func:`diagnose` found. Contains no secret.
-
-    ``failures`` prevent training, ``warnings`` do not. ``placement`` is that of ``--workers auto``, None if the cluster
-    is too small for any. ``all_reduce`` is None on a single node, and if a node did not answer.
-    """
-
-    data: str | None
-    storage: str
-    versions: Versions
-    placement: Placement | None
-    nodes: tuple[Node, ...]
-    all_reduce: AllReduce | None
-    failures: tuple[Finding, ...]
-    warnings: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing prevents training."""
-        return not self.failures
-
-    def summary(self) -> dict[str, Any]:
-        """The report as plain values."""
-        fields = dataclasses.asdict(self)
-        for level in ("failures", "warnings"):
-            fields[level] = [finding._asdict() for finding in getattr(self, level)]
-        return {"ok": self.ok, **fields}
-
-
-def diagnose(data: str | None, storage: str, address: str | None) -> DoctorReport:
-    """Check whether every node of the cluster at ``address`` can read ``data`` and write to ``storage``.
-
-    Raises UsageError if there is no cluster or a URL is wrong, StorageError if the configuration of a cloud is broken.
-    """
-    data_store, run_store = open_store(data) if data else None, open_store(storage)
-    with connection(address) as cluster:
-        cluster.connect()
-        with _lending_credentials([store for store in (run_store, data_store) if store is not None]) as lent:
-            nodes = probe_nodes(lent.to_request(data_store, run_store))
-        all_reduce = _measure_all_reduce(nodes)
-        found = cluster_hardware()
-    placement, too_small = _place_workers(found)
-    own_versions = versions()
-    cluster_warnings = (
-        too_few_data_cpus(found, placement),
-        folder_on_many_nodes(run_store, found.num_nodes),
-        different_nvidia_drivers(nodes),
-    )
-    return DoctorReport(
-        data=data_store and data_store.url,
-        storage=run_store.url,
-        versions=own_versions,
-        placement=placement,
-        nodes=nodes,
-        all_reduce=all_reduce,
-        failures=_findings(lent.problem, too_small, all_reduce and all_reduce.problem)
-        + group_by_sentence(nodes, lambda node: node_failures(node, own_versions)),
-        warnings=_findings(*cluster_warnings) + group_by_sentence(nodes, node_warnings),
-    )
-
-
-def _measure_all_reduce(nodes: Sequence[Node]) -> AllReduce | None:
-    reports = [node.report for node in nodes if node.report is not None]
-    return measure_all_reduce([len(report.gpus) for report in reports]) if len(reports) == len(nodes) else None
-
-
-@dataclass(frozen=True)
-class _LentCredentials:
-    """This process's credentials on loan to the nodes. ``problem`` is a sentence that says why there are none."""
-
-    source: LentCredentials | None = None
-    found_in: str = ""
-    problem: str | None = None
-
-    def to_request(self, data: Store | None, storage: Store) -> ProbeRequest:
-        """The request to check these stores with the lent credentials."""
-        return ProbeRequest(data and self._lend_to(data), self._lend_to(storage), self.source, self.found_in)
-
-    def _lend_to(self, store: Store) -> Store:
-        return store if self.source is None else store.with_lent_credentials(self.source)
-
-
-@contextmanager
-def _lending_credentials(stores: Sequence[Store]) -> Iterator[_LentCredentials]:
-    """Lend the nodes this process's credentials if one of ``stores`` is in a bucket."""
-    store = next((store for store in stores if store.cloud is not None), None)
-    if store is None:
-        yield _LentCredentials()
-        return
-    from raytrain.launch.ray.credential_server import serving_credentials  # imports Ray
-
-    with serving_credentials(stores) as (served, _):
-        try:
-            lent = _LentCredentials(served, _credential_method(store.cloud))
-        except Exception as error:
-            lent = _LentCredentials(served, problem=str(explain(error, store.url, store.cloud)))
-        yield lent
-
-
-def _credential_method(cloud: Cloud | None) -> str:
-    """Which step of the AWS credential chain found this process's credentials, in a word; empty for another cloud."""
-    method = credential_method() if isinstance(cloud, S3) else ""
-    return _CREDENTIAL_METHODS.get(method, "role" if "role" in method else method)
-
-
-def _place_workers(found: Hardware) -> tuple[Placement | None, str | None]:
-    """The placement of ``--workers auto``, or why the cluster is too small for it."""
-    try:
-        return place(recipes.custom(), found), None
-    except UsageError as error:
-        return None, str(error)
-
-
-def _findings(*sentences: str | None) -> tuple[Finding, ...]:
-    return tuple(Finding(sentence) for sentence in sentences if sentence)

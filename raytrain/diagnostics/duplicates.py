@@ -7,10 +7,9 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -46,10 +45,6 @@ class Duplicates:
     """Test images that are training images, too."""
     contradicting: tuple[Duplicate, ...]
     """Training images that are training images of another class, too."""
-
-    def summary(self) -> dict[str, Any]:
-        """The duplicates as plain values."""
-        return asdict(self)
 
 
 def find_duplicates(data: Dataset, deadline_s: float) -> Duplicates:

@@ -62,19 +62,15 @@ class LookResult:
             "classes": [asdict(each) for each in self.classes],
             "size_bytes": self.size_bytes and self.size_bytes._asdict(),
             "sample": self.sample.summary(),
-            "duplicates": self.duplicates.summary(),
+            "duplicates": asdict(self.duplicates),
         }
 
 
 def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
     """Look at the images that a run with these options would be trained and tested on. Trains and writes nothing.
 
-    Args:
-        config: the options of the run.
-        limit_s: seconds after which no more files are read; the result says how many were.
-
-    Raises:
-        UsageError, StorageError: the data cannot be read, or no run could start with it.
+    No more files are read after ``limit_s`` seconds; the result says how many were. Raises UsageError or StorageError
+    if the data cannot be read, or no run could start with it.
     """
     check_named(config)
     config = with_preprocessing_of_weights(config)

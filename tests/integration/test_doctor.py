@@ -22,8 +22,6 @@ from rich.console import Console
 
 from raytrain.demo.s3_server import S3Server
 from raytrain.diagnostics import doctor, node_probe
-from raytrain.diagnostics import doctor as findings
-from raytrain.diagnostics import node_probe as cluster_probe
 from raytrain.diagnostics.doctor import DoctorReport, Finding, diagnose
 from raytrain.diagnostics.node_probe import Disk, Node, ProbeRequest, probe_node
 from raytrain.display.diagnostics_tables import doctor_page
@@ -56,7 +54,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def report(**fields: Any) -> None:
         now = time.time()
         found = dataclasses.replace(HEALTHY, **{"clock_s": (now, now), **fields})
-        monkeypatch.setattr(cluster_probe, "probe_node", lambda request, node: found)
+        monkeypatch.setattr(node_probe, "probe_node", lambda request, node: found)
 
     return report
 
@@ -168,8 +166,8 @@ def test_a_wrong_address_is_a_usage_error_at_once() -> None:
 
 
 def test_a_node_that_does_not_answer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_probe, "_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(cluster_probe, "probe_node", lambda request, node: threading.Event().wait())
+    monkeypatch.setattr(node_probe, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(node_probe, "probe_node", lambda request, node: threading.Event().wait())
     report = diagnose(None, str(tmp_path), None)
     (failure,) = report.failures
     assert failure.sentence.startswith("The node did not answer within 0.1 s;")
@@ -182,7 +180,7 @@ def test_a_node_without_raytrain_is_reported(tmp_path: Path, monkeypatch: pytest
     here_only = types.ModuleType("only_on_this_node")
     exec("def probe_node(request, node): ...", here_only.__dict__)
     monkeypatch.setitem(sys.modules, "only_on_this_node", here_only)
-    monkeypatch.setattr(cluster_probe, "probe_node", here_only.probe_node)
+    monkeypatch.setattr(node_probe, "probe_node", here_only.probe_node)
     (failure,) = diagnose(None, str(tmp_path), None).failures
     assert failure.sentence == (
         "The node's Python has no only_on_this_node; install raytrain in the Python environment that runs Ray there."
@@ -248,13 +246,13 @@ def test_a_wrong_clock_and_a_full_disk_are_reported(tmp_path: Path, reporting: C
 
 def test_a_clock_that_is_behind_is_reported() -> None:
     node = Node("10.0.0.1", "0" * 8, 8, 0, 10**9, 10**9, HEALTHY, clock_ahead_s=-42)
-    (warning,) = findings.node_warnings(node)
+    (warning,) = doctor.node_warnings(node)
     assert warning.startswith("The node's clock is at least 42 s behind this machine's")
 
 
 def test_gpus_that_ray_counts_and_the_driver_does_not_are_a_failure() -> None:
     node = Node("10.0.0.1", "0" * 8, 8, 2, 10**9, 10**9, HEALTHY)
-    (failure,) = findings.group_by_sentence([node], lambda node: findings.node_failures(node, node_probe.versions()))
+    (failure,) = doctor.group_by_sentence([node], lambda node: doctor.node_failures(node, node_probe.versions()))
     assert failure == (
         "The NVIDIA driver reports no GPU, but Ray counts 2; check the driver, and that a container runs with --gpus "
         "all.",
