@@ -23,7 +23,7 @@ from raytrain.inference.model_card import model_card
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.training.checkpoint import read_checkpoint
-from raytrain.training.safetensors_file import SUFFIX, from_safetensors, to_safetensors
+from raytrain.training.weights_source import SUFFIX, from_safetensors, to_safetensors
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ def check_memory(run: Run) -> None:
     Each worker tries a step with black images, and halves their number as often as it must. Raises UsageError if not
     even one image fits.
     """
-    parts = torch.tensor(_parts_that_fit(run, lambda num_images: _try_step(run, num_images)), device=run.device)
+    parts = torch.tensor(_parts_that_fit(run), device=run.device)
     if run.world_size > 1:
         dist.all_reduce(parts, dist.ReduceOp.MAX)
     if parts > run.plan.accumulate:
@@ -52,10 +51,10 @@ def _out_of_memory(run: Run, parts: int) -> RaytrainError:
     )
 
 
-def _parts_that_fit(run: Run, try_step: Callable[[int], None]) -> int:
-    """The fewest parts, a power of two, of which ``try_step`` can compute this worker's images; too many if none do."""
+def _parts_that_fit(run: Run) -> int:
+    """The fewest parts, a power of two, in which this worker can compute its images; too many if none do."""
     parts = 1
-    while parts < 2 * run.plan.batch_size and not _fits(try_step, _images_at_once(run, parts)):
+    while parts < 2 * run.plan.batch_size and not _fits(run, _images_at_once(run, parts)):
         parts *= 2
     return parts
 
@@ -67,10 +66,10 @@ def _images_at_once(run: Run, parts: int) -> int:
     return max(1, *partition.part_sizes(plan.batch(0)))
 
 
-def _fits(try_step: Callable[[int], None], num_images: int) -> bool:
+def _fits(run: Run, num_images: int) -> bool:
     fits = True
     try:
-        try_step(num_images)
+        _try_step(run, num_images)
     except torch.OutOfMemoryError:
         fits = False
     gc.collect()  # not in the handler, where the exception still holds the tensors

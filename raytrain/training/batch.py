@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,7 @@ class Batch:
 
     images: Tensor  # (m, C, H, W), normalised and, for training, augmented; float32 (or float64)
     labels: Tensor  # (m,), int64; if an image may have several classes, the number of its set of classes
-    targets: (
-        Tensor  # what to predict: the labels, or the classes' probabilities (m, C): mixed ones, or 0 and 1 of a set
-    )
+    targets: Tensor  # the labels, or the classes' probabilities (m, C): mixed ones, or 0 and 1 of a set
     samples: Tensor  # (m,), int64: indices into the manifest
     step: int  # counted from 0
     epoch: int  # counted from 0
@@ -104,26 +102,23 @@ def mix_batch(
     ``seed`` and the step alone. An image's own share is at least half, so that ``labels`` stay the likelier classes.
 
     Args:
-        batch: this worker's slice of the global batch.
-        num_classes: width of ``targets``, (m, num_classes).
-        seed: of the run.
         mixup: the weight of an image is drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: no mixup.
         cutmix: a box of the other image is pasted, whose area is drawn from Beta(cutmix, cutmix) (Yun et al. 2019); 0:
             no CutMix. With both, each step draws which.
-        label_sets: see :func:`raytrain.training.batch.to_batch`.
+        label_sets: see :func:`to_batch`.
     """
     random = np.random.default_rng(mix(seed, batch.step, _KEY))
     cuts = cutmix > 0 and (mixup <= 0 or random.random() < 0.5)
     alpha = cutmix if cuts else mixup
     drawn = random.beta(alpha, alpha)
     own = max(drawn, 1 - drawn)
-    before = _before(batch)
+    images_before, labels_before = _before(batch)
     classes_of = torch.eye(num_classes, device=batch.labels.device) if label_sets is None else label_sets
-    targets, others = (classes_of[labels].to(batch.images.dtype) for labels in (batch.labels, before.labels))
+    targets, others = (classes_of[labels].to(batch.images.dtype) for labels in (batch.labels, labels_before))
     if cuts:
-        images, own = _paste(batch.images, before.images, own, random)
+        images, own = _paste(batch.images, images_before, own, random)
     else:
-        images = before.images.lerp(batch.images, own)
+        images = images_before.lerp(batch.images, own)
     return replace(batch, images=images, targets=others.lerp(targets, own))
 
 
@@ -143,40 +138,32 @@ def _interval(side: int, fraction: float, random: np.random.Generator) -> slice:
     return slice(max(round(centre - reach), 0), min(round(centre + reach), side))
 
 
-class _Images(NamedTuple):
-    images: Tensor  # (m, C, H, W)
-    labels: Tensor  # (m,)
-
-
-def _before(batch: Batch) -> _Images:
-    """The image before each image of the slice, in the order of the global batch, which is cyclic."""
+def _before(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The image before each image of the slice and its label, in the order of the global batch, which is cyclic."""
     images, labels = batch.images.roll(1, 0), batch.labels.roll(1, 0)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _Images(images, labels)
-    lasts = _last_of_slices(batch)
-    start = 0
-    for part, size in enumerate(batch.part_sizes):
-        if size:
-            images[start], labels[start] = lasts.images[part], lasts.labels[part]
-        start += size
-    return _Images(images, labels)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        last_images, last_labels = _last_of_slices(batch)
+        start = 0
+        for part, size in enumerate(batch.part_sizes):
+            if size:
+                images[start], labels[start] = last_images[part], last_labels[part]
+            start += size
+    return images, labels
 
 
-def _last_of_slices(batch: Batch) -> _Images:
-    """For each part of the batch, the last image before this worker's slice of it."""
+def _last_of_slices(batch: Batch) -> tuple[Tensor, Tensor]:
+    """For each part of the batch, the last image before this worker's slice of it, and its label."""
     num_parts, world_size = len(batch.part_sizes), dist.get_world_size()
     ends = [max(end - 1, 0) for end in np.cumsum(batch.part_sizes).tolist()]
     images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
     sizes = torch.tensor(batch.part_sizes, device=batch.labels.device)
     labels, counts = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
     order = torch.arange(num_parts * world_size, device=counts.device)  # of the slices: part by part, rank by rank
-    filled = (
-        torch.where(counts.T.flatten() > 0, order, -1).cummax(dim=0).values
-    )  # the last slice with images up to each
+    filled = torch.where(counts.T.flatten() > 0, order, -1).cummax(dim=0).values  # the last with images up to each
     filled = torch.where(filled < 0, filled[-1].clamp(min=0), filled)
     chosen = filled.roll(1)[dist.get_rank() :: world_size]  # (P,)
     rank, part = chosen % world_size, chosen // world_size
-    return _Images(images[rank, part], labels[rank, part])
+    return images[rank, part], labels[rank, part]
 
 
 def _gathered(own: Tensor) -> Tensor:

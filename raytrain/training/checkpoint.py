@@ -43,7 +43,7 @@ class Stateful(Protocol):
 class CheckpointState:
     """The prepared objects, named by kind and order: model, model-2, optimizer, state, …
 
-    ``restored`` is the state in a checkpoint, from which each object is loaded when it is added; empty for a new run.
+    Each is loaded from ``restored``, the state in a checkpoint, when it is added; it is empty for a new run.
     """
 
     def __init__(self, restored: Mapping[str, StateDict]) -> None:
@@ -138,13 +138,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run. A thread writes them, keeps the newest ones and the best, and deletes the others.
+    """The checkpoints in the ``store`` of a run. A thread writes them, and keeps the ``keep`` newest ones and the best.
 
-    Args:
-        store: the run's place in storage.
-        identity: what the checkpoints belong to.
-        keep: number of the newest checkpoints to keep.
-        on_saved: called, in the thread, with an event for each checkpoint that was written.
+    ``on_saved`` is called, in the thread, with an event for each checkpoint that was written.
     """
 
     def __init__(

@@ -8,27 +8,17 @@ import numpy.typing as npt
 CLASS_METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
 """What the built-in evaluation measures."""
 
-Counts = npt.NDArray[np.floating] | npt.NDArray[np.integer]
+Counts = npt.NDArray[np.floating] | npt.NDArray[np.integer]  # (C,), images of each class
 
 
 def balanced_accuracy(right: Counts, truth: Counts) -> float:
-    """The mean over the classes that have images of the fraction that was predicted right; NaN without images.
-
-    Args:
-        right: images of each class that were predicted right, (C,).
-        truth: images of each class, (C,).
-    """
+    """The mean over the classes that have images of the fraction predicted right; NaN without images."""
     present = truth > 0
     return float((right[present] / truth[present]).mean()) if present.any() else float("nan")
 
 
 def macro_f1(right: Counts, truth: Counts, predicted: Counts) -> float:
-    """The mean F1, 2·right / (truth + predicted), over the classes that occur as truth or prediction; NaN without any.
-
-    Args:
-        right, truth: see :func:`balanced_accuracy`.
-        predicted: images that were predicted to be of each class, (C,).
-    """
+    """The mean F1, 2·right / (truth + predicted), over the classes that are a truth or a prediction; NaN without any."""
     either = truth + predicted
     present = either > 0
     return float((2 * right[present] / either[present]).mean()) if present.any() else float("nan")
@@ -46,11 +36,7 @@ DEFAULT_THRESHOLD = 0.5
 def average_precisions(scores: Scores, truth: Truth) -> Scores:
     """The area below each class's curve of precision over recall, in steps as in scikit-learn, (C,).
 
-    Args:
-        scores: for each image and class, (n, C); a larger one makes the class likelier.
-        truth: which classes each image has, (n, C).
-
-    It is NaN for a class that no image has.
+    ``scores`` and ``truth`` are (n, C). It is NaN for a class that no image has.
     """
     return np.array([_average_precision(*columns) for columns in zip(scores.T, truth.T, strict=True)])
 
@@ -58,7 +44,7 @@ def average_precisions(scores: Scores, truth: Truth) -> Scores:
 def best_thresholds(scores: Scores, truth: Truth) -> Scores:
     """The score of each class from which on predicting it gives the highest F1, (C,); 0.5 if no image has the class.
 
-    It lies halfway to the next lower score, so that rounding decides nothing. See :func:`average_precisions`.
+    It lies halfway to the next lower score, so that rounding decides nothing.
     """
     return np.array([_best_threshold(*columns) for columns in zip(scores.T, truth.T, strict=True)])
 

@@ -39,14 +39,7 @@ class _Gpu(TypedDict, total=False):
 
 
 class MachineMeter:
-    """Counts the images of a worker, and gives ``report`` what it measures.
-
-    Args:
-        rank: the worker's.
-        device: the worker's.
-        report: gets the measurements.
-        clock: seconds, monotonic.
-    """
+    """Counts the images of a worker, and gives ``report`` what it measures every few seconds."""
 
     def __init__(
         self,

@@ -24,6 +24,9 @@ from raytrain.training.checkpoint import CheckpointState, StateDict
 from raytrain.training.gradients import JoinedGradients, broadcast_weights
 from raytrain.training.protocols import Worker
 
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_SEQUENCES = (nn.Sequential, nn.ModuleList)
+
 
 class WeightAverage:
     """The average of the weights and running statistics of ``model``, as a network of its own in evaluation mode.
@@ -72,7 +75,10 @@ def checkpoint_gradients(model: nn.Module) -> nn.Module:
     """
     enable: Callable[[], Any] | None = getattr(model, "set_grad_checkpointing", None)
     if enable is not None:
-        _enable(enable)
+        try:
+            enable()
+        except AssertionError as error:  # what timm's networks raise that have no blocks
+            raise UsageError(f"--gradient-checkpointing: the network refuses it ({error}); omit it.") from None
         return model
     blocks = list(_blocks(model))
     if not blocks:
@@ -85,23 +91,11 @@ def checkpoint_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
-def _enable(enable: Callable[[], Any]) -> None:
-    try:
-        enable()
-    except AssertionError as error:  # what timm's networks raise that have no blocks
-        raise UsageError(f"--gradient-checkpointing: the network refuses it ({error}); omit it.") from None
-
-
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost blocks of layers that follow each other."""
     for child in module.children():
         is_block = isinstance(module, _SEQUENCES) and not isinstance(child, _SEQUENCES) and any(child.children())
         yield from [child] if is_block else _blocks(child)
-
-
-_SEQUENCES = (nn.Sequential, nn.ModuleList)
-
-AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def apply_options(model: nn.Module, config: TrainConfig) -> None:
@@ -141,11 +135,7 @@ def _widened(value: Any) -> Any:
 
 
 class PreparedModels:
-    """Networks on this worker's device, restored from a checkpoint and joined with those of the other workers.
-
-    Each network is added to ``state``, for checkpoints, and restored from it. ``trained`` are the networks that the
-    loop has prepared.
-    """
+    """The networks that a loop has prepared, ``trained``: on this worker's device, in checkpoints, and joined."""
 
     def __init__(self, config: ResolvedConfig, worker: Worker, state: CheckpointState) -> None:
         self.trained: list[nn.Module] = []
@@ -166,7 +156,10 @@ class PreparedModels:
         if self._worker.world_size > 1:
             broadcast_weights(model)
         if self._config.ema_decay is not None:
-            self._add_average(model, self._config.ema_decay)
+            average = WeightAverage(model, self._config.ema_decay)
+            self._state.add("average", average)
+            apply_options(average.model, self._config)
+            self._averages.append(average)
         apply_options(model, self._config)
         self.trained.append(model)
         return model
@@ -240,12 +233,6 @@ class PreparedModels:
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
-
-    def _add_average(self, model: nn.Module, decay: float) -> None:
-        average = WeightAverage(model, decay)
-        self._state.add("average", average)
-        apply_options(average.model, self._config)
-        self._averages.append(average)
 
 
 def _floating_tensors(model: nn.Module) -> Iterator[Tensor]:

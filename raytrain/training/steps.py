@@ -28,20 +28,9 @@ _MEAN = 1  # torch's number for reduction="mean"
 
 
 class Steps:
-    """Counts the steps of a run on one worker, and does what is due after each of them.
+    """Counts the steps of a run on one worker, checks what the loop does in them, and does what is due after each.
 
-    Args:
-        config: the run's options.
-        plan: its batches.
-        models: what its loop has prepared.
-        state: what its checkpoints hold.
-        checkpoints: where they are written.
-        reporter: gets rows of metrics, and is asked for requests.
-        worker: which one this is.
-        restored: the checkpoint from which the run resumes; None if it is new.
-
-    ``progress`` is how far the run is, ``learning_rate`` that of the newest step. What costs nothing to check of a loop
-    is checked: in each step it calls at least one backward of a sum, then at least one optimizer step.
+    ``progress`` is how far the run is, ``learning_rate`` that of the newest step.
     """
 
     def __init__(
@@ -103,10 +92,7 @@ class Steps:
         self._stepped = True
 
     def end(self, evaluate: Callable[[], object]) -> bool:
-        """The loop asks for its next batch: call ``evaluate`` and write a checkpoint if they are due.
-
-        Whether the run stops here.
-        """
+        """The loop asks for its next batch: evaluate and write a checkpoint if they are due. Whether the run stops."""
         self.report_start()  # not earlier: the driver then reads ahead, which would slow down the first step
         if not self._stepped:
             raise UsageError(

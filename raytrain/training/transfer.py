@@ -14,8 +14,13 @@ from raytrain.errors import UsageError, did_you_mean
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
-from raytrain.training.safetensors_file import SUFFIX, from_safetensors
-from raytrain.training.weights_source import DEFAULT, check_unpacked_size, read_weights_file
+from raytrain.training.weights_source import (
+    DEFAULT,
+    SUFFIX,
+    check_unpacked_size,
+    from_safetensors,
+    read_weights_file,
+)
 
 ALL = "all"
 """In place of a layer's name for ``--freeze``: every layer but the head."""
@@ -161,17 +166,12 @@ def _from_torch(place: str, data: bytes) -> tuple[Any, tuple[str, ...] | None]:
         raise UsageError(
             f"--weights {place} is not read, because {error}; give a file that was not compressed."
         ) from None
-    content = _load(data)
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # of many kinds, some of which advise to run the code
+        return None, None
     checkpoint = checkpoint_in(content)
     return (checkpoint.weights, checkpoint.identity.classes) if checkpoint else (content, None)
-
-
-def _load(data: bytes) -> Any:
-    """The content of a file, without running code that it may hold; None if it cannot be loaded so."""
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # of many kinds, some of which advise to run the code
-        return None
 
 
 def _difference(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:

@@ -1,17 +1,31 @@
-"""Initial weights from a file, a bucket or Hugging Face, and their unpacked size."""
+"""Files of weights in a folder, a bucket or at Hugging Face, and safetensors."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from safetensors import SafetensorError
 
 from raytrain.errors import StorageError, UsageError
+from raytrain.runs.documents import matches
 from raytrain.storage.open import open_store
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT = "DEFAULT"
+SUFFIX = ".safetensors"
+_CLASSES = "classes"
+_HUB = "hf://"
+_IN_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?")
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # of a repository, the better kind first
 _MAX_RATIO = 10
 """torch.save does not compress, and compressed weights lose some ten percent. A zip bomb grows a thousand times."""
 
@@ -28,13 +42,6 @@ def check_unpacked_size(data: bytes) -> None:
         raise ValueError(f"it is a damaged archive ({error})") from None
     if unpacked > _MAX_RATIO * len(data):
         raise ValueError(f"it unpacks to {unpacked / 1e9:,.1f} GB, {unpacked / len(data):,.0f} times its size")
-
-
-DEFAULT = "DEFAULT"
-_HUB = "hf://"
-_IN_HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?")
-_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""What a file of weights is called in a repository, the better kind first."""
 
 
 def check_weights_source(place: str) -> None:
@@ -106,3 +113,32 @@ def _first_in_hub(repository: str, names: Sequence[str]) -> Path:
         except EntryNotFoundError:
             continue
     return Path(hf_hub_download(repository, last))
+
+
+def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> bytes:
+    """The content of a file with ``weights``; its metadata hold the names of the classes as JSON."""
+    from safetensors.torch import save  # imports torch
+
+    # Each tensor gets memory of its own, for the format knows no shared weights.
+    copies = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+    return save(copies, {_CLASSES: json.dumps(list(classes)), "format": "pt"})
+
+
+def from_safetensors(data: bytes) -> tuple[dict[str, Tensor] | None, tuple[str, ...] | None]:
+    """The weights in a file, None if it is damaged, and their classes, None if it does not say."""
+    from safetensors.torch import load
+
+    try:
+        return load(data), _classes(data)
+    except SafetensorError:
+        return None, None
+
+
+def _classes(data: bytes) -> tuple[str, ...] | None:
+    """From the header: its length in 8 bytes, and its JSON."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    try:
+        classes: object = json.loads(header.get("__metadata__", {})[_CLASSES])
+    except (KeyError, ValueError, RecursionError):
+        return None
+    return tuple(cast(list[str], classes)) if matches(classes, list[str]) else None

@@ -27,9 +27,8 @@ from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
-from raytrain.training.safetensors_file import to_safetensors
 from raytrain.training.transfer import body_and_head, find_heads, freeze, initial_model, initial_weights
-from raytrain.training.weights_source import check_weights_source
+from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
 

@@ -1,43 +1,17 @@
-"""The learning rate of every step, and of layers nearer to the images."""
+"""The learning rate of every step, by ``--schedule`` or by the loop."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.config import TrainConfig
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
-
-
-def layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
-    """The factor of the learning rate of each parameter: 1 in the last layer, and ``decay`` times that in each before.
-
-    Clark et al. 2020 (ELECTRA), as in BEiT and timm: the network itself says which parameters make a layer, with its
-    method ``group_matcher``. Raises UsageError if it has none.
-    """
-    matcher: Any = getattr(model, "group_matcher", None)
-    if matcher is None:
-        raise UsageError(
-            f"--layer-decay is {decay:g}, and the network does not say how its layers follow each other, as those of "
-            "timm do; take one of these (--model timm:NAME), or leave the decay at 1."
-        )
-    from timm.models import group_parameters
-
-    layer_of: Any = group_parameters(model, matcher(coarse=False), reverse=True)
-    last = max(layer_of.values())
-    return {parameter: decay ** (last - layer_of[name]) for name, parameter in model.named_parameters()}
-
-
-def split_by_layer(group: dict[str, Any], scales: dict[Tensor, float], learning_rate: float) -> list[dict[str, Any]]:
-    """An optimizer's group, whose default is ``learning_rate``, as a group for each scale, the largest first."""
-    rate = group.get("lr", learning_rate)
-    params: list[Tensor] = group["params"]
-    return [
-        {**group, "params": [each for each in params if scales[each] == scale], "lr": rate * scale}
-        for scale in sorted({scales[each] for each in params}, reverse=True)
-    ]
 
 
 def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
@@ -59,3 +33,46 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     if schedule.shape == "linear":
         return 1 - done
     return 1.0
+
+
+class LearningRates:
+    """The learning rates of a run's steps: those of the optimizers' groups, times the factor of ``--schedule``."""
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan) -> None:
+        self._config, self._plan = config, plan
+        self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
+        self._prepared: dict[Optimizer, list[float]] = {}
+
+    def prepared(self, thing: object) -> None:
+        """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
+        if isinstance(thing, LRScheduler) and self._is_scheduled:
+            raise self._two_schedules()
+        if isinstance(thing, Optimizer):
+            self._prepared[thing] = [group["lr"] for group in thing.param_groups]
+
+    @contextmanager
+    def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[float]:
+        """In this context the groups have their rates of ``step``, by default those that they have times the factor.
+
+        Gives the first group's. Raises UsageError if the loop has changed them although ``--schedule`` does, too.
+        """
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        before = self._prepared.get(optimizer, rates)
+        if self._is_scheduled and learning_rate is None and rates[: len(before)] != before:
+            raise self._two_schedules()
+        scale = factor(self._config, step, self._plan.steps_per_epoch, self._plan.num_steps)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * scale if learning_rate is None else learning_rate
+        try:
+            yield groups[0]["lr"]
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _two_schedules(self) -> UsageError:
+        config = self._config
+        return UsageError(
+            f"The loop changes the learning rate, and so do --schedule {config.schedule} and --warmup-epochs "
+            f"{config.warmup_epochs:g}; leave these at constant and 0, or the loop's own schedule out."
+        )
