@@ -43,8 +43,7 @@ class Confusion:
 class Scores:
     """Metrics of the predictions for ``images`` images. ``accuracy`` and ``loss`` are means, None without images.
 
-    ``balanced_accuracy`` and ``macro_f1`` give every class the same weight (see
-    :mod:`raytrain.training.evaluation_metrics`).
+    ``balanced_accuracy`` and ``macro_f1`` give every class the same weight.
     """
 
     images: int
@@ -71,14 +70,7 @@ class Scores:
 
 
 def score(truth: Int64s, answers: Int64s, losses: npt.NDArray[np.float64], classes: Sequence[str]) -> Scores:
-    """Compute the metrics of n predictions.
-
-    Args:
-        truth: the true classes (n,), indices into ``classes``.
-        answers: the predicted classes (n,).
-        losses: the cross entropy of each image (n,).
-        classes: the names of the classes.
-    """
+    """The metrics of n predictions: true and predicted classes as indices into ``classes``, and cross entropies, (n,)."""
     matrix = confusion_matrix(truth, answers, len(classes))
     right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
     return Scores(

@@ -61,15 +61,7 @@ def predict(
         data: the images, in any folders or packed: a folder or ``s3://bucket/prefix``.
         output: a file (or ``s3://`` object) whose name ends in .parquet or .csv.
         top_k: number of classes for each image.
-        threshold: if an image may have several classes: the probability from which on it has a class, one for all
-            classes or one for each; by default those with the best F1 on the run's own test images.
-        test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted by a pixel
-            (``shift``). Those that the run was trained with are always used.
-        storage: where the run is stored.
-        workers: networks that share the work; by default one per GPU, or as many as a cluster has room for.
-        address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else none: this process
-            does the work without Ray. ``local`` starts a cluster for it.
-        trust: whether a network that is a function of the run's author may run.
+        threshold, test_views, storage, workers, address, trust: as for :func:`raytrain.evaluate`.
 
     Raises:
         UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot

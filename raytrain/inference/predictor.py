@@ -49,11 +49,9 @@ class Predictor:
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:
         """Predict ``images``, uint8 (n, H, W, C), whose true classes are ``labels`` (n,), negative if unknown.
 
-        Returns:
-            n rows with the columns label and score (name and probability of the likeliest class), label_2, score_2 and
-            so on, truth and answer (the true and the likeliest class as numbers) and loss (cross entropy, which means
-            nothing if the true class is unknown). If an image may have several classes, the columns are truth and
-            probabilities, a list with a number for each class.
+        The columns are label and score (name and probability of the likeliest class), label_2, score_2 and so on, truth
+        and answer (the classes as numbers) and loss (cross entropy). If an image may have several classes, they are
+        truth and probabilities, a list with a number for each class.
         """
         batches = [images[start : start + _BATCH_SIZE] for start in range(0, len(images), _BATCH_SIZE)]
         probabilities = np.concatenate([self._probabilities(batch) for batch in batches])  # (n, num_classes)

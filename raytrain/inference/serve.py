@@ -51,8 +51,7 @@ def serve(
         port: the port to listen on.
         workers: copies of the network, each on a GPU of its own if the cluster has any.
         top_k: number of classes in an answer, or all if there are fewer.
-        threshold: if an image may have several classes: the probability from which on it has a class, one for all
-            classes or one for each; by default those with the best F1 on the run's own test images.
+        threshold: as for :func:`raytrain.evaluate`.
         address: the Ray cluster; by default RAY_ADDRESS, else one that runs on this machine, else a new one.
         trust: whether a network that is a function of the run's author may run.
         ready: called with the URL when it answers.

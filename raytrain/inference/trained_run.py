@@ -59,17 +59,10 @@ class TrainedRun:
         test_views: Collection[TestView],
         top_k: int = 1,
     ) -> pa.Table:
-        """Predict the classes of the manifest's images, which are in the store ``images``.
+        """Predict the manifest's images, which are in the store ``images``: a row for each, in the manifest's order.
 
-        The cluster at ``address`` does it, or one that a command here would join; without any, this process does.
-
-        Returns:
-            A row for each image, in the manifest's order, with the columns key, error (why the image could not be read,
-            else null) and those of :class:`raytrain.inference.predictor.Predictor`, which mean nothing if there is an
-            error.
-
-        Raises:
-            UsageError: there is no cluster at ``address``, or it is too small for ``workers``.
+        The cluster at ``address`` does it, or one that a command here would join; without any, this process does. The
+        columns are those of :func:`raytrain.launch.predict_request.predict_here`.
         """
         load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust, test_views=test_views)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)

@@ -61,11 +61,9 @@ class _SampledDropout(nn.Module):
         return input * kept.to(input.dtype).mul_(scale)
 
     def rate(self) -> float:
-        """Probability that an element is 0."""
         return cast(nn.Dropout, self).p
 
     def scales(self) -> bool:
-        """Whether the elements that stay are scaled up."""
         return True
 
     def mask_shape(self, input: Tensor) -> tuple[int, ...]:

@@ -23,10 +23,8 @@ from raytrain.storage.store import Store
 from raytrain.training.batch import Batch
 
 _NUM_IMAGES = 16
-_MAX_SIDE = 96
-"""Height and width, in pixels, beyond which images are made smaller."""
-_MAX_CLASSES = 1000
-"""Number of classes up to which confusions are counted, in a matrix of its square."""
+_MAX_SIDE = 96  # pixels
+_MAX_CLASSES = 1000  # up to which confusions are counted, in a matrix of its square
 _MAX_CONFUSIONS = 5000
 
 
@@ -47,14 +45,13 @@ class _Examples:
         return cls(batch.images, batch.labels, logits, batch.samples, losses)
 
     def take(self, places: Tensor) -> _Examples:
-        return _Examples(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
+        return _Examples(*(column[places] for column in vars(self).values()))
 
-    def beside(self, other: _Examples) -> _Examples:
-        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
-        return _Examples(*(torch.cat(pair) for pair in pairs))
-
-    def worst(self) -> _Examples:
-        return self.take(self.losses.topk(min(_NUM_IMAGES, len(self.losses))).indices)
+    def worst(self, other: _Examples | None = None) -> _Examples:
+        """The worst of these and of the ``other`` ones."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True) if other else ()
+        both = _Examples(*map(torch.cat, pairs)) if other else self
+        return both.take(both.losses.topk(min(_NUM_IMAGES, len(both.losses))).indices)
 
 
 class Gallery:
@@ -81,8 +78,7 @@ class Gallery:
 
     def add(self, batch: Batch, logits: Tensor) -> None:
         """Add a batch of an evaluation."""
-        examples = _Examples.of(batch, logits).worst()
-        self._worst = examples if self._worst is None else self._worst.beside(examples).worst()
+        self._worst = _Examples.of(batch, logits).worst(self._worst)
         num_classes = len(self._classes)
         if num_classes <= _MAX_CLASSES:
             if self._confusions is None:

@@ -1,9 +1,8 @@
 """Averages gradients over the workers while the backward still runs.
 
 Nothing is wrapped: hooks on the parameters tell which gradients are there. They travel in buckets of a fixed order, as
-those of DistributedDataParallel (Li et al. 2020). What a worker has no gradient for counts as zero if another one has
-one, and stays without if none has: unused layers, layers that are dropped at random, methods of a network, and layers
-that are unfrozen in mid-run train as on one worker.
+those of DistributedDataParallel (Li et al. 2020). If some workers have no gradient for a parameter, theirs is zero; if
+none has, it stays without: so unused layers, layers left out at random and unfrozen ones train as on one worker.
 """
 
 from __future__ import annotations
