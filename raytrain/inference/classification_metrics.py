@@ -70,7 +70,7 @@ class Scores:
 
 
 def score(truth: Int64s, answers: Int64s, losses: npt.NDArray[np.float64], classes: Sequence[str]) -> Scores:
-    """The metrics of n predictions: true and predicted classes as indices into ``classes``, and cross entropies, (n,)."""
+    """The metrics of n predictions: true and predicted classes, as indices into ``classes``, and cross entropies."""
     matrix = confusion_matrix(truth, answers, len(classes))
     right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
     return Scores(
