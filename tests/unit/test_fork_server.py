@@ -1,20 +1,30 @@
-"""The process that forks those of a local Ray: what its client is given, with the server and without one."""
+"""The fork server of a node: what its processes take over, when it forks none, and what runs instead."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from raytrain.launch.ray import fork_client
-from tests.helpers.fork_server import fork_server
+from raytrain.launch.ray import fork_client, fork_server
+from raytrain.launch.ray.fork_client import GO, READY, connect, py_executable, ray_program, traits
 
-pytestmark = pytest.mark.not_quick
+pytestmark = [
+    pytest.mark.not_quick,
+    pytest.mark.skipif(sys.platform != "linux", reason="the fork server is for Linux"),
+]
 
+PATIENCE_S = 240.0
+USAGE = "usage: default_worker.py"
 FORK_TWO = """
 import os
 from threading import Thread
@@ -32,47 +42,186 @@ for _ in range(2):
         os._exit(0)
     os.wait()
 """
-USAGE = "usage: default_worker.py"
+TAKE_OVER = """
+import json, os, sys
+from raytrain.launch.ray import fork_server
+from raytrain.launch.ray.fork_client import traits
+import numpy, torch
+
+fork_server.take_over(json.loads(sys.stdin.read()))
+print(json.dumps([traits(sys.argv), sys.path, torch.initial_seed(), int(numpy.random.randint(2**31))]))
+"""
+SERVE = """
+import socket
+from raytrain.launch.ray import fork_server
+
+fork_server._IDLE_S = 0.1
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(b"")
+    listener.listen()
+    print(listener.getsockname().hex(), flush=True)
+    fork_server.read(fork_server.serve(listener))
+"""
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with fork_server(str(tmp_path / "socket")) as running:
-        yield running
+class Asked:
+    """A process that was asked for over the protocol, with the output that it has."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.connection = connect(ray_program())
+        self.connection.settimeout(PATIENCE_S)
+        output, written = os.pipe()
+        with open(os.devnull) as nothing:
+            socket.send_fds(self.connection, [b" "], [nothing.fileno(), written, written])
+        os.close(written)
+        self._output = open(output, errors="replace")  # noqa: SIM115 ; closed in output()
+        self.connection.sendall(json.dumps(traits([ray_program(), *arguments])).encode() + b"\n")
+        assert self.connection.recv(len(READY)) == READY
+
+    def output(self) -> str:
+        """All that it writes until it ends."""
+        self.connection.close()
+        with self._output as output:
+            return output.read()
 
 
-def ask_for_help(folder: Path, *more: str) -> str:
-    """What Ray's program prints if the client is asked for it as Ray asks: with two programs, of which one sets up."""
-    program = fork_client.__file__
-    return subprocess.run(
-        [sys.executable, program, program, "--help", *more],
-        env={**os.environ, fork_client.FORK_SERVER: str(folder / "socket")},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=120,
-    ).stdout
+@pytest.fixture(scope="module", autouse=True)
+def own_server() -> Iterator[None]:
+    """A fork server for these tests alone, which ends soon after them."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+        with connect(ray_program()):
+            yield
 
 
-def test_it_runs_rays_program_with_the_output_of_the_client(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    assert server.pid
-    assert ask_for_help(tmp_path, "--language=PYTHON", '--serialized-runtime-env-context={"env_vars": {"A": "b"}}')
+def run(program: str, *arguments: str, folder: Path | None = None) -> str:
+    """What is printed if Ray runs its ``program`` with ``py_executable``."""
+    command = f"exec {py_executable()} {program} {' '.join(arguments)}"
+    done = subprocess.run(
+        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S, cwd=folder
+    )
+    return done.stdout
 
 
-def test_it_ends_with_its_standard_input(server: subprocess.Popen[bytes]) -> None:
-    assert server.stdin is not None
-    server.stdin.close()
-    assert server.wait(120) == 0
+def test_a_process_becomes_rays_with_the_output_of_its_client_once_the_client_says_go() -> None:
+    asked = Asked(["--help"])
+    asked.connection.sendall(GO)
+    assert USAGE in asked.output()
 
 
-def test_without_it_rays_own_program_runs(tmp_path: Path) -> None:
-    assert USAGE in ask_for_help(tmp_path)
+def test_no_process_runs_for_a_client_that_has_died_before_it_says_go() -> None:
+    assert Asked(["--help"]).output() == ""
 
 
-def test_if_it_dies_rays_own_program_runs(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    server.kill()
-    server.wait()
-    assert USAGE in ask_for_help(tmp_path)
+def test_ray_runs_the_client_with_its_own_program() -> None:
+    assert USAGE in run(ray_program(), "--help")
+
+
+def test_modules_in_the_users_folder_are_not_taken_for_pythons_own(tmp_path: Path) -> None:
+    for name in ("resource", "json", "socket", "torch"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_name('read').touch()")
+    assert USAGE in run(ray_program(), "--help", folder=tmp_path)
+    assert not (tmp_path / "read").exists()
+
+
+def other_ray(folder: Path) -> str:
+    """The program of a Ray in a Python environment of its own, which prints its arguments."""
+    python, program = folder / "bin" / "python", folder / "lib" / "python3.11" / "ray" / "a" / "b" / "default_worker.py"
+    for file, text in ((python, f'#!/bin/sh\nexec {sys.executable} "$@"\n'), (program, "import sys; print(sys.argv)")):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    python.chmod(0o755)
+    return str(program)
+
+
+def test_another_ray_runs_its_own_program_in_its_own_python(tmp_path: Path) -> None:
+    program = other_ray(tmp_path)
+    assert run(program, "--a=b") == f"{[program, '--a=b']}\n"
+
+
+def test_a_node_without_raytrain_runs_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_client, "__file__", str(tmp_path / "none"))
+    program = other_ray(tmp_path)
+    assert run(program, "--a=b") == f"{[program, '--a=b']}\n"
+
+
+def test_a_process_takes_over_limits_niceness_cores_mask_folder_and_variables_and_draws_numbers_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    wanted = traits(["program", "--an=argument"])
+    wanted |= {"niceness": wanted["niceness"] + 1, "cores": wanted["cores"][:1], "umask": 0o027}
+    wanted["limits"] = [
+        [kind, 77 if kind == resource.RLIMIT_NOFILE else soft, hard] for kind, soft, hard in wanted["limits"]
+    ]
+
+    def taken() -> tuple[dict[str, Any], list[str], int, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", TAKE_OVER],
+            input=json.dumps(wanted | {"variables": {**os.environ, "A": "b"}}),
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            cwd="/",
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout)
+
+    first, path, *drawn = taken()
+    assert first.pop("variables")["A"] == "b"
+    assert first == json.loads(json.dumps({name: value for name, value in wanted.items() if name != "variables"}))
+    assert path[:2] == ["", str(tmp_path)]
+    _, _, *others = taken()
+    assert all(one != other for one, other in zip(drawn, others, strict=True))
+
+
+def test_a_module_of_the_users_that_is_imported_already_from_elsewhere_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "users_module.py").touch()
+    assert fork_server.python_path() == [str(tmp_path)]
+    (tmp_path / "socket.py").touch()
+    with pytest.raises(ImportError, match=f"socket of {tmp_path}"):
+        fork_server.python_path()
+
+
+def test_a_process_ends_with_the_raylet_that_it_is_for() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as raylet, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        asked = Asked(["--help"])  # it waits for "go"
+        raylet.kill()
+        assert asked.connection.recv(1) == b""
+
+
+def test_another_users_process_is_refused_by_client_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.getuid()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(b"")
+        listener.listen()
+        address = listener.getsockname()
+        monkeypatch.setattr(fork_client, "_address", lambda program: address)
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        with pytest.raises(PermissionError, match="another user listens"):
+            connect(ray_program())
+        monkeypatch.setattr(fork_server, "_IDLE_S", 0.1)
+        monkeypatch.setattr(fork_server, "_has_processes", lambda: False)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked for another user"))
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        with pytest.raises(SystemExit):
+            fork_server.serve(listener)
+
+
+def test_it_ends_when_it_has_no_process_and_nobody_is_connected() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        with socket.socket(socket.AF_UNIX) as kept:
+            kept.connect(bytes.fromhex(server.stdout.readline()))
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.wait(1.0)
+        assert server.wait(PATIENCE_S) == 0
 
 
 def test_no_two_forked_processes_draw_the_same_ids_of_tasks_and_objects() -> None:

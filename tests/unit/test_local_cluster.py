@@ -51,3 +51,13 @@ def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, errors: list[str],
     with pytest.raises(UsageError, match=r"could not start a cluster on this machine \(.*(timed out|no space left)"):
         start(tmp_path, *errors)
     assert int((tmp_path / "ray" / "_private" / "tries").read_text()) == tries
+
+
+def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.write_text("a file, in which nobody can make a folder")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(UsageError, match=r"auth_token \(Not a directory\); set RAY_AUTH_TOKEN"):
+        LocalCluster({})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import visible_gpus
+from raytrain.launch.ray.fork_client import keep_server, py_executable
 from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
 from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback, set_variables
 from raytrain.runs.logs import STARTUP
@@ -47,6 +49,8 @@ _VARIABLES = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 _ANSWER_WITHIN_S = 5.0
+_JOB_SETTINGS = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray passes those of `ray job submit` in a variable of this name
+_SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "excludes", "config"}
 _LOG = logging.getLogger("raytrain")
 
 
@@ -62,6 +66,7 @@ class OwnRay:
         self._cluster = LocalCluster(visible_gpus(gpus) if gpus else {})
         self._address: str | None = None
         self._opened = ExitStack()
+        self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
         self._trainers: list[Trainer] = []
         self._environment: dict[str, str] | None = None
@@ -205,6 +210,8 @@ class Connection:
         self.own = _use_own_ray(gpus) if starts_here else None
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
+        if self.own is None:
+            self._opened.enter_context(keep_server())
 
     @property
     def is_own(self) -> bool:
@@ -272,9 +279,16 @@ def _init(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
+
+
+def _runtime_environment() -> dict[str, str] | None:
+    """That of this process's job: its processes are forked, unless the job has a Python or a container of its own."""
+    job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
+    command = py_executable() if job.keys() <= _SAME_PYTHON else None
+    return None if command is None else {"py_executable": command}
 
 
 def _is_alive() -> bool:

@@ -1,44 +1,172 @@
 """Worker program that asks the fork server for a process.
 
-Only Python's own modules are imported here, since this runs for each process. Without a fork server, Ray's own program
-runs instead.
+A runtime environment names it as ``py_executable``, so that it serves every Ray that a run joins or starts. It runs
+once for each process, so it imports Python's own modules only. If anything is amiss, it runs Ray's own program. The
+protocol is in ``fork_server.py``.
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import resource
+import shlex
 import socket
+import struct
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-FORK_SERVER = "RAYTRAIN_FORK_SERVER"
-"""The variable that names the socket of the fork server."""
+READY, GO = b"ready\n", b"go\n"
+_READY_WITHIN_S = 40.0  # Ray gives a process 60 s to start, and its own program needs some of these
+_BACKLOG = 128
+_ROOT = Path(__file__).resolve().parents[2]  # the package
+_SERVER = Path(__file__).with_name("fork_server.py")
+_AT_START = "HOME", "LANG", "LC_", "LD_", "PYTHON"
+"""Variables that a process cannot take over once it runs begin with these."""
+_FOR_RAY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
+"""Ray reads these once, when it is imported: no job yet, and a process that never ends in place of the raylet."""
+_PLACES = "ns/mnt", "ns/pid", "ns/net", "ns/user", "cgroup"
+_STARTED: list[subprocess.Popen[bytes]] = []  # Python warns of a process that nobody knows of
+_OOM_SCORE = "/proc/self/oom_score_adj"
+
+
+def py_executable() -> str | None:
+    """The command that Ray is to start for each process, for a runtime environment; None if this system has no fork.
+
+    A shell runs it. A node without this file or Python runs the Python of its own Ray.
+    """
+    if sys.platform != "linux":  # the system libraries of macOS do not survive a fork
+        return None
+    python, client = shlex.quote(sys.executable), shlex.quote(__file__)
+    script = (
+        f'[ -x {python} ] && [ -f {client} ] && exec {python} -I -S {client} "$@"; '
+        'exec "${1%/lib/python*}/bin/python" "$@"'
+    )
+    return f"sh -c {shlex.quote(script)} sh"
+
+
+def keep_server() -> contextlib.AbstractContextManager[Any]:
+    """Start this node's fork server unless it runs, and keep it as long as what is returned is open."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            return connect(ray_program())
+    return contextlib.nullcontext()
+
+
+def ray_program() -> str:
+    """The program of Ray's that this Python has; see ``WORKER_PROGRAM`` in ``private_api.py``."""
+    ray = find_spec("ray")
+    assert ray is not None
+    assert ray.origin is not None
+    return str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
+
+
+def connect(program: str) -> socket.socket:
+    """A connection to this user's fork server for Ray's ``program``, which is started if there is none.
+
+    Raises OSError if there is none, such as PermissionError if another user listens in its place.
+    """
+    address = _address(program)
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # there is one already
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        _start(listener, program)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address)
+        if user_of(connection) != os.getuid():
+            raise PermissionError("another user listens in place of this user's fork server")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def user_of(connection: socket.socket) -> int:
+    """The ID of the user whose process is at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return user
+
+
+def _start(listener: socket.socket, program: str) -> None:
+    """Start a fork server that inherits the socket; requests wait there from now on."""
+    server = subprocess.Popen(
+        [sys.executable, str(_SERVER), str(listener.fileno()), program],
+        pass_fds=[listener.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
+        start_new_session=True,
+        cwd="/",
+        env=_start_variables(),
+    )
+    _STARTED.append(server)
+
+
+def _start_variables() -> dict[str, str]:
+    """The variables of a fork server: none of a user's folders, keys or clusters."""
+    taken = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
+    return taken | _FOR_RAY
+
+
+def _address(program: str) -> bytes:
+    """An abstract socket's, of a server of the same user, code, container, control group and start variables."""
+    places = [Path(f"/proc/self/{name}") for name in _PLACES]
+    same = [
+        os.getuid(),
+        sys.executable,
+        str(_SERVER),
+        max(file.stat().st_mtime_ns for file in _ROOT.rglob("*.py")),
+        program,
+        Path(program).parents[3].stat().st_mtime_ns,  # changes with the packages that are installed
+        [os.readlink(place) if place.is_symlink() else place.read_text() for place in places],
+        sorted(_start_variables().items()),
+    ]
+    return b"\0raytrain-" + hashlib.sha256(json.dumps(same).encode()).hexdigest()[:32].encode()
 
 
 def main(arguments: list[str]) -> None:
     """Start the process that Ray starts with ``arguments``, with the variables and the output of this one."""
-    request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.environ[FORK_SERVER])
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        socket.send_fds(server, [b" "], [nothing, sys.stdout.fileno(), sys.stderr.fileno()])
-        server.sendall(request)
-        if server.recv(1):
+    with contextlib.suppress(OSError, IndexError), connect(arguments[0]) as server:
+        server.settimeout(_READY_WITHIN_S)
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
+            socket.send_fds(server, [b" "], streams)
+        server.sendall(json.dumps(traits(arguments)).encode() + b"\n")
+        if server.recv(len(READY)) == READY:
+            server.sendall(GO)  # from here on, the process is the server's
             return
     run_program(arguments)
 
 
+def traits(arguments: list[str]) -> dict[str, Any]:
+    """All that a process takes over from this one."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        "arguments": arguments,
+        "variables": dict(os.environ),
+        "folder": os.getcwd(),
+        "umask": mask,
+        "limits": [(getattr(resource, name), *resource.getrlimit(getattr(resource, name))) for name in names],
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "oom_score": Path(_OOM_SCORE).read_text(),
+    }
+
+
 def run_program(arguments: list[str]) -> None:
-    """Become the program that Ray would have started."""
-    ray = find_spec("ray")
-    assert ray is not None
-    assert ray.origin is not None
-    programs = Path(ray.origin).parent / "_private" / "workers"
-    names = ["setup_worker.py"] * any(word.startswith("--language") for word in arguments) + ["default_worker.py"]
-    os.execv(sys.executable, [sys.executable, *(str(programs / name) for name in names), *arguments])
+    """Become the program that Ray would have started, in the Python that its Ray is installed in."""
+    python = arguments[0].rpartition("/lib/python")[0] + "/bin/python"
+    if not os.access(python, os.X_OK):
+        python = sys.executable
+    os.execv(python, [python, *arguments])
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are not Python's own
-    main([word for word in sys.argv[1:] if word != sys.argv[0]])  # Ray names two programs, and both are this one
+    main(sys.argv[1:])

@@ -1,108 +1,155 @@
-"""Fork server: imports Ray and torch once, and forks Ray's processes.
+"""Fork server: imports Ray and torch once, and forks Ray's processes of one user on one node.
 
-Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core.
+Otherwise some ten processes would import the same, which takes each of them five to ten seconds of a core. The first
+``fork_client.py`` that asks starts it, and it ends when it has had no process for a while.
+
+Protocol, over an abstract socket whose both ends check that the other one is of the same user:
+
+1. The client sends the descriptors of its streams, and a line of JSON with all that the process takes over from it.
+   Only the forked process reads these: the variables may hold keys, and a client may be slow.
+2. The process takes them over and answers ``ready``, or ends, and then the client runs Ray's own program.
+3. The client sends ``go`` and ends. Now the process becomes Ray's worker. If the client died before, it ends.
+
+A client that sends nothing keeps the server for as long as it is connected.
 """
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose modules are not Python's own
+
 import gc
 import json
 import os
+import resource
 import runpy
-import selectors
+import select
 import signal
 import socket
-import sys
-from dataclasses import dataclass
+import threading
+from pathlib import Path
+from typing import Any
 
-from raytrain.launch.ray.fork_client import run_program
-from raytrain.launch.ray.private_api import (
-    RUNTIME_ENVIRONMENT,
-    SETUP_ARGUMENTS,
-    UPDATE_VARIABLES,
-    WORKER_PROGRAM,
-    unseeded_ids,
-)
+from raytrain.launch.ray.fork_client import GO, READY, ray_program, user_of
+from raytrain.launch.ray.own_cluster import lean_imports
+from raytrain.launch.ray.private_api import read_variables, unseeded_ids
+
+_IDLE_S = 15.0
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process that Ray starts with these ``arguments``, with its variables and folder, for the ``client``."""
+def serve(listener: socket.socket) -> socket.socket:
+    """Fork a process at each connection. Ends this process after some time without any.
 
-    arguments: list[str]
-    variables: dict[str, str]
-    folder: str
-    client: socket.socket
-
-
-def serve(path: str) -> socket.socket:
-    """Fork a process at each connection to the socket at ``path``. Ends this process when its standard input ends.
-
-    Returns in each of the forked processes, with the connection. Only that process reads the request: the variables in
-    it may hold keys, and who sends it may be slow.
+    Returns in each of the forked processes, with the connection.
     """
-    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as requests:
-        server.bind(path)
-        server.listen()  # requests wait from now on
-        import_all()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
-        requests.register(server, selectors.EVENT_READ)
-        requests.register(sys.stdin, selectors.EVENT_READ)
-        while all(key.fileobj is server for key, _ in requests.select()):
-            request, _ = server.accept()
-            if not os.fork():
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                return request
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
+    listener.settimeout(_IDLE_S)
+    while True:
+        try:
+            request, _ = listener.accept()
+        except TimeoutError:
+            if _has_processes():
+                continue
+            os._exit(0)
+        if user_of(request) != os.getuid():
             request.close()
-    os._exit(0)
+            continue
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return request
+        request.close()
+
+
+def _has_processes() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def import_all() -> None:
     """Import what coordinator, controller, workers and data tasks need."""
-    import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
+    with lean_imports():
+        import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step
 
-    with unseeded_ids():
-        import raytrain.launch.ray.coordinator
-        import raytrain.launch.ray.worker  # noqa: F401
-
-        for private in (WORKER_PROGRAM, SETUP_ARGUMENTS, RUNTIME_ENVIRONMENT, UPDATE_VARIABLES):
-            private.load()
+        with unseeded_ids():
+            import raytrain.launch.ray.coordinator
+            import raytrain.launch.ray.worker  # noqa: F401
     gc.collect()
     gc.freeze()  # otherwise the first collection in each process would copy all objects
 
 
-def read(request: socket.socket) -> Process:
-    """What this process is to be, which was forked for a request, and has its streams from now on."""
-    _, streams, _, _ = socket.recv_fds(request, 1, 3)
-    with request.makefile("rb") as line:
-        arguments, variables, folder = json.loads(line.readline())
+def read(request: socket.socket) -> dict[str, Any]:
+    """What the client asks for; this process has its streams from now on. Ends this process if it sends nothing."""
+    sent, streams, _, _ = socket.recv_fds(request, 1, 3)
+    if not sent:
+        os._exit(0)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    return Process(arguments, variables, folder, request)
+    with request.makefile("rb") as line:
+        return json.loads(line.readline())
 
 
-def become(process: Process) -> None:
-    """Be the process that was asked for, in one that was forked."""
+def take_over(traits: dict[str, Any]) -> None:
+    """Be as the client is; raises OSError or ValueError if this process may not."""
     import numpy as np
     import torch
 
-    os.chdir(process.folder)
+    os.chdir(traits["folder"])
+    os.umask(traits["umask"])
+    Path("/proc/self/oom_score_adj").write_text(traits["oom_score"])
+    os.setpriority(os.PRIO_PROCESS, 0, traits["niceness"])
+    os.sched_setaffinity(0, traits["cores"])
+    for kind, soft, hard in traits["limits"]:
+        resource.setrlimit(kind, (soft, hard))
     os.environ.clear()
-    os.environ.update(process.variables)
+    os.environ.update(traits["variables"])
+    read_variables()
+    if raylet := os.environ.get("RAY_RAYLET_PID"):
+        threading.Thread(target=_end_with, args=(os.pidfd_open(int(raylet)),), daemon=True).start()
     np.random.seed()  # otherwise all processes would draw the same; Python's own numbers differ already
-    process.client.sendall(b"forked\n")
-    process.client.close()
-    of_job, arguments = SETUP_ARGUMENTS.load().parse_known_args(process.arguments)
-    context = RUNTIME_ENVIRONMENT.load().deserialize(of_job.serialized_runtime_env_context or "{}")
-    if context.command_prefix or context.py_executable != sys.executable or torch.cuda._is_in_bad_fork():
-        run_program(process.arguments)
-    UPDATE_VARIABLES.load()(context.env_vars)
-    program: str = WORKER_PROGRAM.load()
-    sys.argv = [program, *arguments]
-    sys.path[0] = os.path.dirname(program)
+    torch.seed()
+    sys.argv = traits["arguments"]
+    sys.path[:0] = [os.path.dirname(sys.argv[0]), *python_path()]
+
+
+def _end_with(process: int) -> None:
+    """End this process when the one of a file descriptor ends, as Ray's workers end with the raylet that asked."""
+    select.select([process], [], [])
+    os._exit(1)
+
+
+def python_path() -> list[str]:
+    """The folders of PYTHONPATH; raises ImportError if a module that is imported already lies in one of them, too."""
+    folders = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    for folder in filter(os.path.isdir, folders):
+        for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & sys.modules.keys():
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and not file.startswith(f"{folder}{os.sep}"):
+                raise ImportError(f"{name} of {folder} would be imported in place of {file}")
+    return folders
+
+
+def main() -> None:
+    """Serve; in each forked process, be what was asked for."""
+    _, descriptor, program = sys.argv
+    with socket.socket(fileno=int(descriptor)) as listener:
+        if not os.path.samefile(ray_program(), program):
+            raise ImportError(f"{program} is of another Ray")
+        import_all()
+        request = serve(listener)
+    with request:
+        take_over(read(request))
+        request.sendall(READY)
+        if request.recv(len(GO)) != GO:
+            os._exit(0)
     runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
-    become(read(serve(sys.argv[1])))
+    main()

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.launch.ray import fork_client
 from raytrain.launch.ray.private_api import LOOPBACK_ENVIRONMENT, set_variables, start_head
-from raytrain.storage.temporary_files import TemporaryFolder
 
 _LEFT_OUT = "rfc3987_syntax"
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -148,13 +146,19 @@ def _token_settings() -> dict[str, str]:
 
 def _create_token() -> None:
     path = Path.home() / ".ray" / "auth_token"
-    if not path.exists():
+    if path.exists():
+        return
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            contextlib.suppress(FileExistsError),
-            open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
-        ):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+    except FileExistsError:
+        pass  # another process was faster
+    except OSError as error:
+        raise UsageError(
+            f"The token of a Ray on this machine can't be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN to "
+            "a long random text, or HOME to a folder that you may write to."
+        ) from None
 
 
 def hold() -> None:
@@ -163,34 +167,9 @@ def hold() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    # The system libraries of macOS do not survive a fork.
-    with _fork_server() if sys.platform == "linux" else contextlib.nullcontext() as program:
-        head = start_head(program)  # it ends with this process
-        print(head.gcs_address, flush=True)
-        sys.stdin.read()
-
-
-@contextlib.contextmanager
-def _fork_server() -> Iterator[str]:
-    """While open, there is a process that forks others; gives the program that Ray is to start for each of these."""
-    # Ray reads these when it is imported, so they are the same in all forked processes: no job yet, as in those that
-    # Ray starts ahead of work, and the process with which they end.
-    ray_variables = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-    with TemporaryFolder() as folder:
-        path = str(folder / "socket")
-        server = subprocess.Popen(
-            [sys.executable, "-m", "raytrain.launch.ray.fork_server", path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # Ray's own programs, which run without it, say what is wrong
-            env={**os.environ, **ray_variables},
-        )
-        try:
-            os.environ[fork_client.FORK_SERVER] = path
-            yield fork_client.__file__
-        finally:
-            server.kill()
-            server.wait()
+    head = start_head()  # it ends with this process
+    print(head.gcs_address, flush=True)
+    sys.stdin.read()
 
 
 if __name__ == "__main__":

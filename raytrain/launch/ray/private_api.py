@@ -50,13 +50,8 @@ ENABLE_TOKEN = PrivateApi(
 READ_VARIABLES = PrivateApi(
     "ray._raylet", "Config.initialize", "set variables in a process that has imported Ray, which reads them only once"
 )
-PACKS_FOLDER = PrivateApi("ray._private.ray_constants", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", READ_VARIABLES.purpose)
+CONSTANTS = PrivateApi("ray._private", "ray_constants", READ_VARIABLES.purpose)
 CONNECTS_BY_ITSELF = PrivateApi("ray._private.auto_init_hook", "enable_auto_connect", READ_VARIABLES.purpose)
-IS_CLUSTER_ALLOWED = PrivateApi(
-    "ray._private.ray_constants",
-    "ENABLE_RAY_CLUSTER",
-    "have a cluster on this machine listen on the loopback interface only",
-)
 NODE = PrivateApi(
     "ray._private.node", "Node", "start a cluster on this machine without the processes that show and scale it"
 )
@@ -79,7 +74,7 @@ DEFAULT_CALLBACKS = PrivateApi(
 RUN_CONTROLLER = PrivateApi(
     "ray.train.torch",
     "TorchTrainer._initialize_and_run_controller",
-    "give a cluster that never grows a policy that asks for no machines",
+    "give a run whose workers fit a policy that asks for no machines, which takes a process",
 )
 FIXED_SCALING_POLICY = PrivateApi(
     "ray.train.v2._internal.execution.scaling_policy.fixed", "FixedScalingPolicy", RUN_CONTROLLER.purpose
@@ -104,9 +99,6 @@ AUTOSCALER_STATUS = PrivateApi(
 WORKER_PROGRAM = PrivateApi(
     "ray._private.workers.default_worker", "__file__", "fork Ray's processes from one that has imported what they need"
 )
-SETUP_ARGUMENTS = PrivateApi("ray._private.workers.setup_worker", "parser", WORKER_PROGRAM.purpose)
-RUNTIME_ENVIRONMENT = PrivateApi("ray._private.runtime_env.context", "RuntimeEnvContext", WORKER_PROGRAM.purpose)
-UPDATE_VARIABLES = PrivateApi("ray._private.utils", "update_envs", WORKER_PROGRAM.purpose)
 ACTOR_CLASS_ID = PrivateApi("ray.actor", "ActorClassID", WORKER_PROGRAM.purpose)
 JOB_SERVER_REQUEST = PrivateApi(
     "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
@@ -117,9 +109,8 @@ PRIVATE_APIS = (
     GCS_CLIENT,
     ENABLE_TOKEN,
     READ_VARIABLES,
-    PACKS_FOLDER,
+    CONSTANTS,
     CONNECTS_BY_ITSELF,
-    IS_CLUSTER_ALLOWED,
     NODE,
     NODE_PARAMETERS,
     TRAIN_CONTEXT,
@@ -132,13 +123,9 @@ PRIVATE_APIS = (
     WORKER,
     AUTOSCALER_STATUS,
     WORKER_PROGRAM,
-    SETUP_ARGUMENTS,
-    RUNTIME_ENVIRONMENT,
-    UPDATE_VARIABLES,
     ACTOR_CLASS_ID,
     JOB_SERVER_REQUEST,
 )
-_CONSTANTS = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": PACKS_FOLDER, "RAY_ENABLE_AUTO_CONNECT": CONNECTS_BY_ITSELF}
 _OBJECT_STORE = "object_store_memory"
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
@@ -156,26 +143,32 @@ def on_this_node() -> dict[str, str]:
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set variables of this process, so that Ray sees them, too, if it has been imported already."""
     os.environ.update(variables)
-    if "ray" not in sys.modules:
-        return
+    if "ray" in sys.modules:
+        read_variables()
+
+
+def read_variables() -> None:
+    """Have Ray read this process's variables, which it otherwise does only when it is imported."""
     READ_VARIABLES.load()("")
-    for name in variables.keys() & _CONSTANTS.keys():
-        setattr(importlib.import_module(_CONSTANTS[name].module), _CONSTANTS[name].name, variables[name] != "0")
+    importlib.reload(CONSTANTS.load())
+    hook = importlib.import_module(CONNECTS_BY_ITSELF.module)
+    setattr(hook, CONNECTS_BY_ITSELF.name, os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0")
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
     """While open, this process is a node of a cluster that was started with :data:`LOOPBACK_ENVIRONMENT`.
 
-    Ray reads the variable only once in a process, which may join a cluster of several machines afterwards.
+    It may join a cluster of several machines afterwards.
     """
-    constants = importlib.import_module(IS_CLUSTER_ALLOWED.module)
-    before = IS_CLUSTER_ALLOWED.load()
-    setattr(constants, IS_CLUSTER_ALLOWED.name, False)
+    (name,) = LOOPBACK_ENVIRONMENT
+    before = os.environ.get(name)
+    set_variables(LOOPBACK_ENVIRONMENT)
     try:
         yield
     finally:
-        setattr(constants, IS_CLUSTER_ALLOWED.name, before)
+        del os.environ[name]
+        set_variables({} if before is None else {name: before})
 
 
 @contextmanager
@@ -194,10 +187,8 @@ def unseeded_ids() -> Iterator[None]:
         setattr(module, ACTOR_CLASS_ID.name, id_type)
 
 
-def start_head(program: str | None) -> Any:
+def start_head() -> Any:
     """Start a cluster on this machine, at the ``gcs_address`` of what is returned. It ends with this process.
-
-    ``program`` is the file of a Python program that Ray starts for each of its processes; None for its own.
 
     ``ray.init`` would start three more Python processes: a server for a dashboard even without a dashboard, one that
     sends logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
@@ -208,12 +199,7 @@ def start_head(program: str | None) -> Any:
         def start_api_server(self, **_: Any) -> None:
             """Start none."""
 
-    parameters = NODE_PARAMETERS.load()(
-        include_dashboard=False,
-        include_log_monitor=False,
-        no_monitor=True,
-        **({"worker_path": program, "setup_worker_path": program} if program else {}),
-    )
+    parameters = NODE_PARAMETERS.load()(include_dashboard=False, include_log_monitor=False, no_monitor=True)
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
 

@@ -87,7 +87,7 @@ class RayLaunch:
         self._placement = group.placement if group else place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         self.num_workers = self._placement.num_workers
-        fastest = fastest_precision if cluster.is_own else fastest_on_nodes
+        fastest = fastest_precision if found.num_nodes == 1 else fastest_on_nodes
         self.config = prepared.resolve(self.num_workers, self._placement.device, fastest)
         self._prepared = prepared
         self._cluster = cluster

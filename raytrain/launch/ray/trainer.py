@@ -156,7 +156,6 @@ class _Trainer(TorchTrainer):
     def __init__(self, *args: Any, coordinator: CoordinatorHandle, own_cluster: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
-        self._own_cluster = own_cluster
         self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_CONTROLLER} if own_cluster else set())
 
     def _create_default_callbacks(self) -> list[Any]:  # DEFAULT_CALLBACKS in private_api.py
@@ -165,7 +164,7 @@ class _Trainer(TorchTrainer):
         return [*kept, _ControllerReporter(self._coordinator)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:  # RUN_CONTROLLER in private_api.py
-        if self._own_cluster and not self.scaling_config.elasticity_enabled:
+        if not self.scaling_config.elasticity_enabled:
             options["scaling_policy"] = _NeverGrows(self.scaling_config)
         return super()._initialize_and_run_controller(**options)
 
@@ -175,7 +174,10 @@ _FixedScalingPolicy: Any = FIXED_SCALING_POLICY.load()
 
 
 class _NeverGrows(_FixedScalingPolicy):
-    """Asks nobody for machines. Ray's policy starts a process for that, also in a cluster of this machine alone."""
+    """Asks nobody for machines: the workers fit when a run starts, and a placement group that waits is a demand, too.
+
+    Ray's policy starts a process for that and waits for it.
+    """
 
     def _send_resource_request(self) -> None:
         pass
