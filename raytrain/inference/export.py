@@ -66,9 +66,9 @@ def export(
 ) -> ExportResult:
     """Write the network of a run's best checkpoint to a file that can be used without raytrain.
 
-    Weights (.safetensors) are written with a model card beside them, of the same name in .md: it tells the classes, the
-    preprocessing, the data's digest, the metrics, the command, and how to load the weights. Their metadata contain the
-    classes as JSON under ``classes``.
+    Weights (.safetensors) are written with a model card beside them, of the same name in .card.md: it tells the
+    classes, the preprocessing, the data's digest, the metrics, the command, and how to load the weights. Their metadata
+    contain the classes as JSON under ``classes``.
 
     Other files are programs, preprocessing included. Such a file takes the same input as the network of
     :func:`raytrain.load`: any number of decoded images, uint8 (B, H, W, C). It returns the same logits,
@@ -122,7 +122,7 @@ def export(
 def _write_card(classifier: Classifier, run: str, output: str, storage: str) -> str:
     """Write the model card beside ``output``, and return its name."""
     store = open_run(storage, run)
-    card = output.removesuffix(SUFFIX) + ".md"
+    card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
     checkpoint = read_checkpoint(store, classifier.checkpoint)
     text = model_card(run, output.rpartition("/")[2], read_resolved_config(store), checkpoint)
     write_output(card, text.encode())

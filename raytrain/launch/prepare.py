@@ -16,7 +16,7 @@ from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import Identity, newest_step
-from raytrain.runs.documents import CONFIG, SWEEP, check_name, new_name, read_config, run_store
+from raytrain.runs.documents import CONFIG, SWEEP, check_name, is_own, new_name, read_config, run_store
 from raytrain.runs.logs import STARTUP, DriverLog
 from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
@@ -165,7 +165,9 @@ def check_places(config: TrainConfig) -> TrainConfig:
     store = run_store(config.storage, name)
     _check_free(config, name, store)
     for url in filter(None, (config.data, config.test_data)):
-        open_store(url).check_readable()
+        images = open_store(url)
+        _check_apart(images, store)
+        images.check_readable()
     config = dataclasses.replace(config, name=name)
     if config.resume and not store.exists(CONFIG):
         _LOG.warning("There is no run %r in %s yet; it starts from the beginning.", name, config.storage)
@@ -230,6 +232,23 @@ def _check_free(config: TrainConfig, name: str, store: Store) -> None:
     if store.exists(CONFIG) and not config.resume:
         raise UsageError(
             f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
+        )
+    if not store.exists(CONFIG) and (
+        other := next((each.path for each in store.list() if not is_own(each.path)), None)
+    ):
+        raise UsageError(
+            f"{store.url} is where the run would be stored, and holds files that no run wrote, such as {other}; choose "
+            "another --name or --storage."
+        )
+
+
+def _check_apart(images: Store, store: Store) -> None:
+    """Raise UsageError if the images are in the run's folder, or the run's folder is among the images."""
+    data, run = (each.url.rstrip("/") + "/" for each in (images, store))
+    if data.startswith(run) or run.startswith(data):
+        raise UsageError(
+            f"The run would be stored in {store.url}, and the images are in {images.url}: one is within the other; "
+            "choose another --storage."
         )
 
 

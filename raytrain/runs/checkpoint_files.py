@@ -57,7 +57,7 @@ def _difference(name: str, theirs: Any, mine: Any) -> str:
     return f"{name.replace('_', ' ')} {theirs}, and this run has {mine}"
 
 
-_CHECKPOINT = re.compile(r"step-(\d{9})\.pt$")
+_CHECKPOINT = re.compile(re.escape(CHECKPOINTS) + r"step-(\d{9})\.pt")
 
 
 def checkpoint_path(step: int) -> str:
@@ -67,7 +67,7 @@ def checkpoint_path(step: int) -> str:
 
 def list_checkpoints(store: Store) -> list[StoredObject]:
     """The run's checkpoints, oldest first."""
-    found = (stored for stored in store.list(CHECKPOINTS) if _CHECKPOINT.search(stored.path))
+    found = (stored for stored in store.list(CHECKPOINTS) if _CHECKPOINT.fullmatch(stored.path))
     return sorted(found, key=lambda stored: stored.path)
 
 

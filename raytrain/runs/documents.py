@@ -43,9 +43,28 @@ TRACKERS = "trackers/"
 Config = TypeVar("Config", bound=TrainConfig)
 
 _MOST_NAMES = 10  # in one line
+_OWN = re.compile(
+    "|".join(
+        [
+            *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, EVALUATION, STATUS, MACHINES]),
+            *map(re.escape, [MACHINE_HISTORY, SUMMARY, SWEEP, STOP_REQUEST]),
+            *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
+            rf"{CHECKPOINTS}step-\d{{9}}\.pt(\.json)?",
+            rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
+            rf"{TRACE}\d{{9,}}-\d{{9,}}-\d{{5,}}\.parquet",
+            rf"{TRACKERS}[A-Za-z0-9_.-]+\.json",
+        ]
+    )
+)
+
 T = TypeVar("T")
 Report = Callable[[str], None]
 """Gets a line about each document, or part of one, that cannot be used."""
+
+
+def is_own(path: str) -> bool:
+    """Whether a run writes a file of this name into its folder: nothing else there is ever deleted."""
+    return _OWN.fullmatch(path) is not None
 
 
 def encode_lines(documents: Iterable[Mapping[str, Any]]) -> bytes:

@@ -17,6 +17,7 @@ from raytrain.runs.documents import (
     STATUS,
     SUMMARY,
     Report,
+    is_own,
     open_run,
     parse_config,
     parse_object,
@@ -189,14 +190,19 @@ def tag_run(
     return changed
 
 
-def delete_run(storage: str, name: str) -> int:
-    """Delete a run with its checkpoints; returns how many files it had.
+def delete_run(storage: str, name: str) -> tuple[int, list[str]]:
+    """Delete what a run wrote; returns how many files that were, and the paths of those that are left.
 
-    Takes up to half a minute if its last owner may be alive. Raises UsageError if there is no such run, or it trains.
+    Files of other names, and what links lead to, are not the run's. Takes up to half a minute if its last owner may be
+    alive. Raises UsageError if there is no such run, or it trains.
     """
+    from raytrain.storage.folder import links_out
+
     with claim_run(open_run(storage, name), name) as claim:  # its end deletes the claim of a run without options
         store = claim.owned_store
         paths = [found.path for found in store.list() if found.path not in (CLAIM, CONFIG)]
-        for path in [*paths, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
+        left = sorted({path for path in paths if not is_own(path)}.union(links_out(open_run(storage, name), paths)))
+        own = sorted(set(paths).difference(left))
+        for path in [*own, CONFIG]:  # the options last: until then the run is listed, and can be deleted again
             store.delete(path)
-    return len(paths) + 1
+    return len(own) + 1, left

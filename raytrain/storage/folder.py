@@ -172,10 +172,10 @@ def explain_os_error(error: OSError, url: str) -> StorageError:
     return StorageError(sentence.format(url=url, detail=error.strerror or error))
 
 
-def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
-    """Raise UsageError if links in a folder lead to files outside it, which are not meant to be copied elsewhere."""
+def links_out(store: Store, paths: Sequence[str]) -> list[str]:
+    """Those of ``paths`` that links in a folder lead to, outside of it; empty for a bucket."""
     if not isinstance(store, FolderStore):
-        return
+        return []
     inside = os.path.join(os.path.realpath(store.url), "")
     real_folder = cache(os.path.realpath)
 
@@ -184,8 +184,12 @@ def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
         file = os.path.join(real_folder(folder), name)
         return not (os.path.realpath(file) if os.path.islink(file) else file).startswith(inside)
 
-    outside = [path for path in paths if leads_out(path)]
-    if outside:
+    return [path for path in paths if leads_out(path)]
+
+
+def refuse_links_out(store: Store, paths: Sequence[str]) -> None:
+    """Raise UsageError if links in a folder lead to files outside it, which are not meant to be copied elsewhere."""
+    if outside := links_out(store, paths):
         raise UsageError(
             f"{len(outside):,} of {len(paths):,} files in {store.url} are links that lead out of it, such as "
             f"{outside[0]}; remove them, or copy what they lead to with cp -rL to a new folder and give that."

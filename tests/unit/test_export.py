@@ -123,8 +123,11 @@ def test_exported_weights_are_those_of_the_run_with_a_card_beside_them(tmp_path:
     torch.testing.assert_close(weights, dict(classifier.network.state_dict()), rtol=0, atol=0)
     with safetensors.safe_open(file, "pt") as opened:
         assert json.loads(opened.metadata()["classes"]) == list(classes)
-    assert (result.same_answers, result.card) == (64, str(tmp_path / "model.md")) and result.largest_difference < 1e-6
-    card = (tmp_path / "model.md").read_text()
+    assert (result.same_answers, result.card) == (
+        64,
+        str(tmp_path / "model.card.md"),
+    ) and result.largest_difference < 1e-6
+    card = (tmp_path / "model.card.md").read_text()
     told = ["# run\n", "`raytrain.models:digits`, 3 outputs, 1 input", "20×12", "minus 0.2, divided by 0.3", "Füchse"]
     assert all(text in card for text in [*told, "accuracy 75.00%, loss 0.5", "digest-of-data", "raytrain train digits"])
     assert "\x1b" not in card and card.count("\n```\n") == 3

@@ -138,8 +138,13 @@ def rm(
         open_run(storage, name)
     if not yes and not confirmed(f"Delete {', '.join(runs)} from {storage}, with all checkpoints?"):
         return CommandResult("Nothing was deleted.", {"deleted": []}, exit_code=1)
-    num_files = sum(delete_run(storage, name) for name in runs)
-    return CommandResult(f"Deleted {', '.join(runs)}: {num_files:,} files.", {"deleted": runs, "files": num_files})
+    deleted = [delete_run(storage, name) for name in runs]
+    num_files = sum(count for count, _ in deleted)
+    left = [f"{name}/{path}" for name, (_, paths) in zip(runs, deleted, strict=True) for path in paths]
+    text = f"Deleted {', '.join(runs)}: {num_files:,} files."
+    if left:
+        text += f" {len(left):,} files that no run wrote are left in {storage}, such as {left[0]}."
+    return CommandResult(text, {"deleted": runs, "files": num_files, "left": left})
 
 
 def export_history(
