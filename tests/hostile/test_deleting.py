@@ -61,9 +61,7 @@ def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_new_run_is_refused_in_a_folder_of_other_files(images: Path, tmp_path: Path, s3_url: str) -> None:
     for storage in (str(tmp_path / "runs"), s3_url):
         open_store(storage).put("run/notes.txt", b"mine")
-        with pytest.raises(
-            UsageError, match=r"files that no run wrote, such as notes.txt; choose another --name"
-        ):
+        with pytest.raises(UsageError, match=r"files that no run wrote, such as notes.txt; choose another --name"):
             check_places(config(images, storage))
 
 
