@@ -20,7 +20,7 @@ from tests.helpers.azurite import Azurite, azurite
 from tests.helpers.google_storage import GoogleStorage, google_storage
 from tests.helpers.quick import is_quick, no_processes
 
-# The same values as in raytrain/backends/ray. They are set here too because Ray reads them once, at import.
+# The same values as in raytrain/launch/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 

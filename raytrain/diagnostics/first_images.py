@@ -14,7 +14,7 @@ from raytrain.data.images.decode import Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.local_batch import LocalBatch
 from raytrain.data.plan.permutation import Int64s
-from raytrain.launch.prepare import load_transforms
+from raytrain.launch.run_parts import load_transforms
 from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.gallery import screen_pixels

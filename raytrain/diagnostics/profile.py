@@ -13,7 +13,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
-from raytrain.launch.prepare import load_loop
+from raytrain.launch.run_parts import load_loop
 from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 

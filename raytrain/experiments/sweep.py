@@ -33,16 +33,8 @@ from raytrain.experiments.trials import (
 )
 from raytrain.launch.cache_choice import keeps_shared
 from raytrain.launch.placement import Hardware, Placement, gpus, place
-from raytrain.launch.prepare import (
-    Loop,
-    PreparedRun,
-    RunGroup,
-    check_named,
-    check_options,
-    check_places,
-    load_loop,
-    prepare,
-)
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_named, check_options, check_places, prepare
+from raytrain.launch.run_parts import load_loop
 from raytrain.launch.train import open_machines, train_group
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals, clear_stop_request, read_stop_request

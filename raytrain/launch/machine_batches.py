@@ -130,11 +130,9 @@ class MachineBatches:
             threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """This worker's part of each global batch from ``first_step`` on."""
         return self._train.batches(first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        """This worker's part of the test images."""
         return self._test.batches(0)
 
     def _read_ahead(self) -> None:

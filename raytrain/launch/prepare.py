@@ -24,34 +24,12 @@ from raytrain.storage.lent_credentials import Scope
 from raytrain.training.weights_source import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import TracebackType
-
-    from torch import Tensor
 
     from raytrain.data.dataset import Dataset
     from raytrain.storage.store import Store
     from raytrain.trackers.tracking import NamedTracker
-    from raytrain.training.augment import Transforms
     from raytrain.training.run import Run
-    from raytrain.training.run_spec import RunSpec
-
-
-def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
-    """The same options, but ``--weights DEFAULT`` of timm decide on size, cropping and normalisation of the images, as
-    far as the options leave that open.
-
-    torchvision's weights decide on nothing. Raises UsageError if timm has no such network.
-    """
-    name = timm_name(config.model)
-    if name is None or config.weights != DEFAULT:
-        return config
-    from raytrain.training.model import preprocessing  # imports torch and timm
-
-    wanted = preprocessing(name, config.channels)
-    return dataclasses.replace(
-        config, **{option: value for option, value in wanted.items() if getattr(config, option) is None}
-    )
 
 
 _LOG = logging.getLogger("raytrain")
@@ -112,6 +90,8 @@ class PreparedRun:
 
     def load_loop(self) -> Loop | None:
         """The training loop to use; None for the built-in one."""
+        from raytrain.launch.run_parts import load_loop
+
         return load_loop(self.config, self.loop)
 
     def copy_log(self) -> None:
@@ -218,6 +198,23 @@ def prepare(
     )
 
 
+def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
+    """The same options, but ``--weights DEFAULT`` of timm decide on size, cropping and normalisation of the images, as
+    far as the options leave that open.
+
+    torchvision's weights decide on nothing. Raises UsageError if timm has no such network.
+    """
+    name = timm_name(config.model)
+    if name is None or config.weights != DEFAULT:
+        return config
+    from raytrain.training.model import preprocessing  # imports torch and timm
+
+    wanted = preprocessing(name, config.channels)
+    return dataclasses.replace(
+        config, **{option: value for option, value in wanted.items() if getattr(config, option) is None}
+    )
+
+
 def _listed(config: TrainConfig, store: Store) -> Dataset:
     from raytrain.data.dataset import open_dataset
 
@@ -309,66 +306,6 @@ def refuse_sweep(config: TrainConfig) -> None:
         raise UsageError(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
-
-
-def load_loop(config: TrainConfig, loop: Loop | None) -> Loop | None:
-    """The training loop to use: ``loop``, or else the one that ``--loop`` names; None for the built-in one."""
-    if loop is not None or config.loop is None:
-        return loop
-    from raytrain.config.user_function import load_function
-
-    return load_function("--loop", config.loop)
-
-
-def load_transforms(config: TrainConfig) -> Callable[[], Transforms] | None:
-    """The function that ``--transforms`` names."""
-    if config.transforms is None:
-        return None
-    from raytrain.config.user_function import load_function
-
-    return load_function("--transforms", config.transforms)
-
-
-def run_spec(config: ResolvedConfig, data: Dataset, store: Store, loop: Loop | None, num_workers: int) -> RunSpec:
-    """The one way to put a run together, whoever trains it. ``num_workers`` only sizes the batches of evaluations."""
-    from raytrain.data.dataset import class_weights
-    from raytrain.training.run_spec import RunSpec
-
-    return RunSpec(
-        config=config,
-        loop=loop,
-        transforms=load_transforms(config),
-        classes=data.train.classes,
-        manifest_digest=data.train.digest,
-        plan=data.plan(config),
-        test_plan=data.test_plan(num_workers),
-        store=store,
-        class_weights=class_weights(config.class_weights, data.train),
-        label_sets=data.train.label_sets,
-    )
-
-
-def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
-    """The weights that ``--weights`` names, read once for all workers; None if the seed or a checkpoint decides.
-
-    Raises UsageError if the network, its weights or what is asked of its layers do not fit: the network is built here
-    for that alone.
-    """
-    from raytrain.training import transfer
-    from raytrain.training.model import check_growing_size
-    from raytrain.training.optim.optimizer import parameter_groups
-    from raytrain.training.prepared_models import checkpoint_gradients
-
-    config, num_classes = spec.config, len(spec.classes)
-    weights = transfer.initial_weights(config, spec.classes, first_step)
-    model = transfer.initial_model(config, num_classes, weights)
-    if spec.loop is None:  # a loop of the user's may train another network
-        check_growing_size(model, config)
-        transfer.freeze(model, config.freeze, num_classes)
-        parameter_groups(config, model, num_classes)  # no optimizer, which would import torch._dynamo: seconds
-        if config.gradient_checkpointing:
-            checkpoint_gradients(model)
-    return weights
 
 
 def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:

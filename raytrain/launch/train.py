@@ -65,6 +65,7 @@ def train(
         UsageError, StorageError: a setting or an input is wrong; nothing was started.
         TrainingFailed: the run ended early; the sentence says why and how to resume.
     """
+    started_at = time.monotonic() if started_at is None else started_at
     check_asked(config, loop)
     refuse_sweep(config)
     return train_group(
@@ -74,7 +75,7 @@ def train(
         view=view,
         signals=signals,
         trackers=trackers,
-        started_at=started_at or time.monotonic(),
+        started_at=started_at,
     )
 
 

@@ -18,7 +18,7 @@ from raytrain.data.plan.batch_plan import Cursor
 from raytrain.data.plan.block_order import CacheOrder
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.machine_batches import MachineBatches
-from raytrain.launch.prepare import load_initial_weights, run_spec
+from raytrain.launch.run_parts import load_initial_weights, run_spec
 from raytrain.runs.documents import run_store
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes

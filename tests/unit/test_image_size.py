@@ -11,7 +11,7 @@ import raytrain
 from raytrain import Run, TrainConfig, UsageError
 from raytrain.config.network import training_size
 from raytrain.data.dataset import open_dataset
-from raytrain.launch.prepare import load_initial_weights, run_spec
+from raytrain.launch.run_parts import load_initial_weights, run_spec
 from raytrain.runs.documents import run_store
 from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference, train_here, train_runs
 

@@ -21,7 +21,7 @@ from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 CHECKED = """
 import sys
 from pathlib import Path
-from raytrain.launch.prepare import load_initial_weights, run_spec
+from raytrain.launch.run_parts import load_initial_weights, run_spec
 from raytrain.data.dataset import open_dataset
 from raytrain.runs.documents import run_store
 from tests.helpers.small_runs import config

@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from raytrain.backends.coordinator import Coordinator
-from raytrain.backends.prepare import PreparedRun, check_places, prepare
-from raytrain.backends.session import RunSession
-from raytrain.backends.stop_signals import StopSignals
-from raytrain.runs.layout import CONFIG, SUMMARY
-from raytrain.runs.snapshot import Snapshot
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
-from raytrain.runs.documents import read_json, run_store
+from raytrain.launch.coordinator import Coordinator
+from raytrain.launch.prepare import PreparedRun, check_places, prepare
+from raytrain.launch.session import RunSession
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.documents import CONFIG, SUMMARY, read_json, run_store
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.status import read_status
 from tests.helpers.small_runs import config

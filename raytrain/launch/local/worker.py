@@ -16,7 +16,7 @@ from raytrain.launch.local.agent_process import WorkerTask
 from raytrain.launch.local.calls import CallAddress, Caller
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
-from raytrain.launch.prepare import load_initial_weights, load_loop, run_spec
+from raytrain.launch.run_parts import load_initial_weights, load_loop, run_spec
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
@@ -93,31 +93,24 @@ class SocketReporter:
         self._call("checked")
 
     def started(self, num_workers: int, step: int) -> None:
-        """The workers start, or resume, after ``step`` steps."""
         self._call("started", num_workers, step)
 
     def record(self, row: MetricRow) -> None:
-        """Add a row of metrics."""
         self._call("record", row)
 
     def measured(self, use: MachineUse) -> None:
-        """Note how this worker's machine is used."""
         self._call("measured", use)
 
     def event(self, event: Event) -> None:
-        """Note something worth a line."""
         self._call("event", event)
 
     def skip(self, images: list[SkippedImage]) -> None:
-        """Note images that cannot be used."""
         self._call("skip", images)
 
     def flush(self) -> None:
-        """Wait until all rows so far are in storage."""
         self._call_slowly("flush")
 
     def stop_requested(self) -> bool:
-        """Whether the run should stop."""
         return self._stop_requested.is_set()
 
     def checkpoint_requested(self) -> bool:

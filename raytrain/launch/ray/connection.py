@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import visible_gpus
@@ -38,6 +38,9 @@ def ray_start_address() -> str | None:
             return address
     return None
 
+
+if TYPE_CHECKING:
+    from raytrain.launch.ray.trainer import TrainerThread
 
 HEAD_AWAY_S = "900"
 """How long this process does without the head of a cluster that it joins; see ``cluster/`` for the other machines."""
@@ -68,7 +71,7 @@ class OwnRay:
         self._opened = ExitStack()
         self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
-        self._trainers: list[Trainer] = []
+        self._trainers: list[TrainerThread] = []
         self._environment: dict[str, str] | None = None
         self._is_spoilt = False
 
@@ -102,7 +105,7 @@ class OwnRay:
             _init(self._address)
             self._is_spoilt = False
 
-    def leave_later(self, trainer: Trainer) -> None:
+    def leave_later(self, trainer: TrainerThread) -> None:
         """Have the next use wait until ``trainer`` has ended, whose workers have done their work."""
         self._trainers.append(trainer)
 
@@ -126,18 +129,6 @@ class OwnRay:
             _leave()
         self._opened.close()
         self._cluster.close()
-
-
-class Trainer(Protocol):
-    """What still runs on a Ray when a run has ended."""
-
-    def wait(self) -> None:
-        """Wait until it has ended, for some seconds."""
-        ...
-
-    def abort(self) -> None:
-        """End it at once."""
-        ...
 
 
 _own: OwnRay | None = None

@@ -58,12 +58,10 @@ class RayCoordinator(Coordinator):
     # Credentials.
 
     def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """See :meth:`CredentialBroker.lend`."""
         self._broker.lend(ticket, cloud, fields)
 
     @ray.method(concurrency_group=KEYS)
     def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """See :meth:`CredentialBroker.credentials`."""
         return self._broker.credentials(ticket, cloud)
 
     # News of the training, beside that of the base class.
@@ -77,12 +75,10 @@ class RayCoordinator(Coordinator):
 
     @ray.method(concurrency_group=WAIT)
     def flush(self) -> None:
-        """See :meth:`RunMonitor.flush`; beside the other calls, because storage may be slow."""
         super().flush()
 
     @ray.method(concurrency_group=WAIT)
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
-        """See :meth:`RunMonitor.wait_for_stop_request`."""
         return super().wait_for_stop_request(timeout_s)
 
     def set_controller(self, controller: list[Any]) -> None:
@@ -96,49 +92,39 @@ class RayCoordinator(Coordinator):
     # Cached blocks.
 
     def add_blocks(self, dataset: str, refs: list[Any]) -> None:
-        """See :meth:`BlockDirectory.add`."""
         self._directory.add(dataset, refs)
 
     def fail_blocks(self, reason: str) -> None:
-        """See :meth:`BlockDirectory.fail`."""
         self._directory.fail(reason)
 
     @ray.method(concurrency_group=WAIT)
     def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
-        """See :meth:`BlockDirectory.blocks`."""
         return self._directory.blocks(dataset, first, timeout_s)
 
     # Streamed blocks.
 
     def join_group(self) -> int:
-        """See :meth:`StreamQueues.join_group`."""
         return self._queues.join_group()
 
     def open_stream(self, stream: Stream) -> None:
-        """See :meth:`StreamQueues.open`."""
         self._queues.open(stream)
 
     @ray.method(concurrency_group=FEED)
     def requested_stream(self, timeout_s: float) -> Stream | None:
-        """See :meth:`StreamQueues.requested`."""
         return self._queues.requested(timeout_s)
 
     @ray.method(concurrency_group=FEED)
     def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
-        """See :meth:`StreamQueues.push`."""
         return self._queues.push(stream, rank, block, depth)
 
     @ray.method(concurrency_group=WAIT)
     def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
-        """See :meth:`StreamQueues.take`."""
         return self._queues.take(stream, rank, timeout_s)
 
     def fail_stream(self, stream: Stream, reason: str) -> None:
-        """See :meth:`StreamQueues.fail`."""
         self._queues.fail(stream, reason)
 
     def close_streams(self) -> None:
-        """See :meth:`StreamQueues.close`."""
         self._queues.close()
 
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from raytrain.errors import CoordinatorLost
 from raytrain.launch.coordinator import Ending
 from raytrain.launch.placement import fastest_precision, place
-from raytrain.launch.prepare import PreparedRun, load_initial_weights, run_spec
+from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.capacity import CapacityCheck
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.coordinator import CoordinatorHandle, start_coordinator, stop_coordinator
@@ -26,6 +26,7 @@ from raytrain.launch.ray.head_watch import HeadWatch
 from raytrain.launch.ray.on_each_node import check_shared
 from raytrain.launch.ray.trainer import TrainerThread
 from raytrain.launch.ray.worker import WorkerSpec, pickle_by_value, work
+from raytrain.launch.run_parts import load_initial_weights, run_spec
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.metric_row import SkippedImage

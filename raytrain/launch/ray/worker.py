@@ -105,14 +105,12 @@ class RayBatches:
         self._caches: dict[str, CachedBlocks] = {}
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        """This worker's part of each global batch from ``first_step`` on."""
         order = self._spec.train_order
         if order is None:
             return self._stream("train", self._spec.train.shape, self._train, first_step)
         return batches_from_cache(self._train, self._cache("train", self._spec.train, order), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        """This worker's part of the test images."""
         order = self._spec.test_order
         if order is None:
             return self._stream("test", self._spec.test.shape, self._test, 0)
@@ -145,28 +143,22 @@ class RayReporter:
             threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
 
     def started(self, num_workers: int, step: int) -> None:
-        """A worker group starts after ``step`` steps."""
         self._coordinator.started.remote(num_workers, step)
 
     def record(self, row: MetricRow) -> None:
-        """Add a row of metrics."""
         self._coordinator.record.remote(row)
 
     def measured(self, use: MachineUse) -> None:
-        """Note how this worker's machine is used."""
         self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
 
     def event(self, event: Event) -> None:
-        """Note something worth a line."""
         self._coordinator.event.remote(event)
 
     def flush(self) -> None:
-        """Wait until all rows so far are in storage."""
         ray.get(self._coordinator.received.remote())  # returns after they have arrived
         ray.get(self._coordinator.flush.remote())
 
     def stop_requested(self) -> bool:
-        """Whether the run should stop."""
         return self._stop_requested.is_set()
 
     def checkpoint_requested(self) -> bool:
