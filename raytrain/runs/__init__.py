@@ -1,1 +1,1 @@
-"""A run's documents in storage, and its state while it trains."""
+"""A run at rest: its documents in storage, its history, its logs, and who owns it."""

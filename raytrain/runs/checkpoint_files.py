@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run and its checkpoints are made of.
-
-    ``batch_size`` is the global batch's; None if the number of workers is yet to decide it.
-    """
+    """What a run and its checkpoints are made of; ``batch_size`` is as it is typed if it depends on the workers."""
 
     model: str
     classes: tuple[str, ...]
     manifest_digest: str
-    batch_size: int | None
+    batch_size: int | str | None
     seed: int
     sampling: str = "uniform"
 

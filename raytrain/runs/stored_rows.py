@@ -1,5 +1,7 @@
 """Rows of a stored history as a table, which Arrow reads much faster than one row after the other."""
 
+# Arrow has no types.
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
