@@ -9,14 +9,14 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.errors import RaytrainError, StorageError, TrainingFailed, UsageError
+from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.experiments.early_stopping import EarlyStopping
 from raytrain.experiments.trials import (
     Sweep,
@@ -31,17 +31,16 @@ from raytrain.experiments.trials import (
     trials_of,
     write_sweep,
 )
-from raytrain.launch.cache_choice import keeps_shared
 from raytrain.launch.placement import Hardware, Placement, gpus, place
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_named, check_options, check_places, prepare
 from raytrain.launch.run_parts import load_loop
 from raytrain.launch.train import open_machines, train_group
+from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.monitor.stop_request import StopSignals, clear_stop_request, read_stop_request
-from raytrain.runs.background import Background, Throttle
-from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_config, write_json
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.background import Background
+from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_json
 from raytrain.runs.outcome import StopReason
-from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -50,7 +49,6 @@ SweepView = Callable[[Sequence[TrialResult]], None]
 """Shows a sweep: called about twice a second with how all of its trials stand."""
 
 _LOOK_EVERY_S = 0.5
-_LOOK_IN_STORAGE_EVERY_S = 1.0
 
 
 def sweep(
@@ -97,9 +95,9 @@ def sweep(
     with open_machines(config) as join, prepare(config) as prepared:
         runs = trials_of(planned, prepared.config, prepared.name)
         (check_trials if config.resume else check_names_free)(runs)
-        found = join()
+        placement = _place(prepared.config, join(), len(runs))
         load_loop(config, loop)  # raises UsageError if no trial could load it
-        session = _Session(prepared, planned, runs, found, loop, early_stopping=early_stopping)
+        session = _Session(prepared, planned, runs, placement, loop, early_stopping=early_stopping)
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view, started_at)
 
@@ -115,113 +113,107 @@ class _Session:
         prepared: PreparedRun,
         planned: Sweep,
         trials: Sequence[Trial],
-        found: Hardware,
+        placement: Placement,
         loop: Loop | None,
         *,
         early_stopping: bool,
     ) -> None:
         self._prepared = prepared
-        self._placement = _place(prepared.config, found, len(trials))
-        self._loop = loop
-        configs = [_resolved(trial, prepared, self._placement.device) for trial in trials]
+        self._planned = planned
+        self._placement = placement
+        configs = [_resolved(trial, prepared, placement.device) for trial in trials]
         plans = [prepared.data.plan(config) for config in configs]
-        num_steps = sum(plan.num_steps for plan in plans)
-        self._open_images = partial(_shared_images, prepared, configs[0], found, self._placement, num_steps)
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
         early = EarlyStopping(num_epochs) if early_stopping else None
-        self._runs = [_TrialRun(trial, early) for trial in trials]
-        self._recorder = _Recorder(prepared, planned, num_steps)
-        self._documents = Background(self._recorder.keep)  # storage may hang, and a stop must not wait for it
+        self._runs = [_TrialRun(trial, loop, early) for trial in trials]
+        num_steps = sum(plan.num_steps for plan in plans)
+        self._open_images = partial(_shared_images, prepared, configs[0], placement, num_steps)
+        self._recorder = RunRecorder(prepared.store, num_steps)
+        self._documents = Background(self._keep)  # storage may hang, and a stop must not wait for it
         self._gpus: SimpleQueue[str | None] = SimpleQueue()
-        for gpu in _gpus_of_trials(prepared.config, self._placement):
+        for gpu in _gpus_of_trials(prepared.config, placement):
             self._gpus.put(gpu)
-        self._ended: list[Future[None]] = []
+        self._is_concluded = False
 
     def __enter__(self) -> _Session:
         """Make the sweep known, and start reading the images and as many trials as there is room for."""
         with ExitStack() as opened:
-            self._shared = opened.enter_context(self._open_images())
-            opened.enter_context(self._recorder)
+            self._images = opened.enter_context(self._open_images())
+            self._prepared.data.write(self._prepared.store)
+            write_sweep(self._prepared.store, self._planned)
+            self._recorder.begin(self._prepared.config)
             threads = ThreadPoolExecutor(self._placement.num_workers, thread_name_prefix="trial")
             self._ended = [threads.submit(self._train, run) for run in self._runs if not is_over(run.result)]
             opened.callback(threads.shutdown, cancel_futures=True)
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         for run in self._runs:
             run.aborted = True
-        self._opened.__exit__(*exception)
+        self._opened.close()
+        if not self._is_concluded:
+            with suppress(RaytrainError):  # the reason why the sweep ends matters more
+                self._recorder.write_status("interrupted" if kind is KeyboardInterrupt else "failed")
 
     def watch(self, signals: StopSignals, view: SweepView | None, started_at: float) -> SweepResult:
         """Return when all trials have ended; raises TrainingFailed if the sweep failed as a whole."""
-        request: StopReason | None = None
         with closing(self._documents):
             while wait(self._ended, _LOOK_EVERY_S).not_done:
-                asked, _ = self._look_at_images()
-                stored = self._documents(self._show(view))
-                request = request or signals.stop_request or stored or asked
-                if request is not None:
+                snapshot = self._look(view)[0]
+                if (request := snapshot.stop_request or self._documents(snapshot)) is not None:
+                    signals.request_stop(request)
+                if signals.stop_request is not None:
                     for run in self._runs:
-                        run.stop(request)
-        self._show(view)
-        return self._conclude(request, time.monotonic() - started_at)
+                        run.stop(signals.stop_request)
+        return self._conclude(*self._look(view), signals.stop_request, time.monotonic() - started_at)
 
     def _train(self, run: _TrialRun) -> None:
         gpu = self._gpus.get()
         try:
             placement = dataclasses.replace(self._placement, num_workers=1, min_workers=1)
-            group = RunGroup(placement=placement, data=self._prepared.data, images=self._shared)
-            run.train(self._options(run.trial, gpu), self._loop, group)
+            run.train(gpu, RunGroup(placement=placement, data=self._prepared.data, images=self._images))
         finally:
             self._gpus.put(gpu)
 
-    def _options(self, trial: Trial, gpu: str | None) -> TrainConfig:
-        """The options of a trial in this process, which is in the cluster already."""
-        config = trial.config
-        if config.backend == "local":
-            device = config.device if gpu is None else f"cuda:{gpu}"
-            return dataclasses.replace(config, device=device, threads_per_worker=self._placement.threads)
-        return dataclasses.replace(config, address=None)
-
-    def _look_at_images(self) -> tuple[StopReason | None, str | None]:
-        """A request to stop that reached those who read the images, and why the images cannot be used."""
-        return (None, None) if self._shared is None else self._shared.look()
-
-    def _show(self, view: SweepView | None) -> list[TrialResult]:
+    def _look(self, view: SweepView | None) -> tuple[Snapshot, str | None]:
+        """Show the trials; return how the sweep stands, and why the images cannot be used, if that is so."""
         results = [run.result for run in self._runs]
         if view is not None:
             view(results)
-        return results
+        snapshot, failure = self._images.look()
+        training = sum(result.status == "running" for result in results)
+        steps = sum(result.steps for result in results)
+        return dataclasses.replace(snapshot, status="running", step=steps, num_workers=training), failure
 
-    def _conclude(self, request: StopReason | None, seconds: float) -> SweepResult:
-        _, failure = self._look_at_images()
-        result = self._result(request, failure, seconds)
-        if self._shared is not None:
-            self._shared.finish(result.status)
-        self._recorder.conclude(result, self._show(None))
-        if failure is not None:
-            name, storage = self._prepared.name, self._prepared.config.storage
-            raise TrainingFailed(
-                f"Sweep {name!r} failed: {failure.rstrip('.')}. Resume it with --name {name} --storage {storage} "
-                "--resume.",
-                result.summary(),
-            )
-        return result
+    def _keep(self, snapshot: Snapshot) -> StopReason | None:
+        """Write the documents that are due, in the background; returns a stop request that lay in storage."""
+        self._recorder.heartbeat(snapshot)
+        return self._recorder.stop_request()
 
-    def _result(self, request: StopReason | None, failure: str | None, seconds: float) -> SweepResult:
-        results = best_first(run.result for run in self._runs)
-        failed = failure is not None or all(result.status == "failed" for result in results)
-        stopped = request is not None and not all(is_over(result) for result in results)
-        return SweepResult(
+    def _conclude(
+        self, snapshot: Snapshot, failure: str | None, request: StopReason | None, seconds: float
+    ) -> SweepResult:
+        trials = best_first(run.result for run in self._runs)
+        failed = failure is not None or all(trial.status == "failed" for trial in trials)
+        stopped = request is not None and not all(is_over(trial) for trial in trials)
+        result = SweepResult(
             name=self._prepared.name,
             status="failed" if failed else "stopped" if stopped else "finished",
-            best=next((result.name for result in results if result.accuracy is not None), None),
-            trials=results,
+            best=next((trial.name for trial in trials if trial.accuracy is not None), None),
+            trials=trials,
             run_dir=self._prepared.store.url,
             seconds=round(seconds, 2),
             stop_reason=request if stopped else None,
         )
+        self._images.finish(result.status)
+        write_json(self._prepared.store, SUMMARY, result.summary())
+        self._recorder.write_status(result.status, snapshot)
+        self._is_concluded = True
+        if failure is not None:
+            again = f"Resume it with --name {result.name} --storage {self._prepared.config.storage} --resume."
+            raise TrainingFailed(f"Sweep {result.name!r} failed: {failure.rstrip('.')}. {again}", result.summary())
+        return result
 
 
 class _TrialRun:
@@ -230,8 +222,9 @@ class _TrialRun:
     ``aborted`` ends it without a checkpoint, about half a second after it was set.
     """
 
-    def __init__(self, trial: Trial, early: EarlyStopping | None) -> None:
+    def __init__(self, trial: Trial, loop: Loop | None, early: EarlyStopping | None) -> None:
         self.trial = trial
+        self._loop = loop
         self.result = stored_result(trial)
         self.aborted = False
         self._early = early
@@ -245,13 +238,14 @@ class _TrialRun:
         """Stop the trial with a checkpoint; one that waits does not start."""
         self._signals.request_stop(request)
 
-    def train(self, config: TrainConfig, loop: Loop | None, group: RunGroup) -> None:
+    def train(self, gpu: str | None, group: RunGroup) -> None:
         """Train until the trial ends. One that fails ends alone, so nothing is raised."""
         if self.aborted or self._signals.stop_request is not None:
             return
         try:
+            config = _with_place(self.trial.config, gpu, group.placement)
             config = dataclasses.replace(config, resume=self.trial.store.exists(CONFIG))
-            train_group(config, group, loop=loop, view=self._look, signals=self._signals)
+            train_group(config, group, loop=self._loop, view=self._look, signals=self._signals)
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:
@@ -274,63 +268,6 @@ class _TrialRun:
 
     def _is_worse(self, evaluation: tuple[int, float]) -> bool:
         return self._early is not None and self._early.is_worse(self.trial.name, *evaluation)
-
-
-class _Recorder:
-    """Keeps a sweep's documents up to date while it is open. ``num_steps`` are the steps of all trials together.
-
-    A sweep whose recorder closes before :meth:`conclude` is marked as failed, or as interrupted if the user aborted it.
-    """
-
-    def __init__(self, prepared: PreparedRun, planned: Sweep, num_steps: int) -> None:
-        self._prepared = prepared
-        self._store = prepared.store
-        self._planned = planned
-        self._num_steps = num_steps
-        self._throttle = Throttle()
-        self._concluded = False
-
-    def __enter__(self) -> _Recorder:
-        """Make the sweep known."""
-        self._prepared.data.write(self._store)
-        write_sweep(self._store, self._planned)
-        clear_stop_request(self._store)
-        write_status(self._store, self._status("starting", ()))
-        write_config(self._store, self._prepared.config)  # comes last: others know by it that the sweep exists
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._concluded:
-            with suppress(RaytrainError):  # the reason why the sweep ends matters more
-                status = "interrupted" if exception[0] is KeyboardInterrupt else "failed"
-                write_status(self._store, self._status(status, ()))
-
-    def keep(self, statuses: Sequence[TrialResult]) -> StopReason | None:
-        """Write the sweep's status now and then; return a stop request that lies in storage.
-
-        Storage that is out of reach may be back the next time.
-        """
-        store = self._store.fail_fast()
-        with suppress(StorageError):
-            if self._throttle.due("heartbeat", HEARTBEAT_EVERY_S):
-                write_status(store, self._status("running", statuses))
-            if self._throttle.due("stop request", _LOOK_IN_STORAGE_EVERY_S):
-                return read_stop_request(store)
-        return None
-
-    def conclude(self, result: SweepResult, statuses: Sequence[TrialResult]) -> None:
-        """Write the summary and the last status; raises StorageError if storage is out of reach."""
-        write_json(self._store, SUMMARY, result.summary())
-        write_status(self._store, self._status(result.status, statuses))
-        self._concluded = True
-
-    def _status(self, status: str, trials: Sequence[TrialResult]) -> RunStatus:
-        return RunStatus(
-            status=status,
-            step=sum(trial.steps for trial in trials),
-            num_steps=self._num_steps,
-            num_workers=sum(trial.status == "running" for trial in trials),
-        )
 
 
 def check_trials(trials: Sequence[Trial]) -> None:
@@ -362,12 +299,15 @@ def _gpus_of_trials(config: TrainConfig, placement: Placement) -> Sequence[str |
     return chosen.split(",")[: placement.num_workers]
 
 
-def _shared_images(
-    prepared: PreparedRun, config: ResolvedConfig, found: Hardware, placement: Placement, num_steps: int
-) -> AbstractContextManager[Any]:
-    """The images that all trials share, decoded; None if they do not fit, so that each trial reads its own."""
-    if not keeps_shared(prepared.config, prepared.data, found.object_store_bytes):
-        return nullcontext()
+def _with_place(config: TrainConfig, gpu: str | None, placement: Placement) -> TrainConfig:
+    """The options of a trial in this process, which is in the cluster already, and on its part of this machine."""
+    if config.backend != "local":
+        return dataclasses.replace(config, address=None)
+    device = config.device if gpu is None else f"cuda:{gpu}"
+    return dataclasses.replace(config, device=device, threads_per_worker=placement.threads)
+
+
+def _shared_images(prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> Any:
     if config.backend == "local":
         from raytrain.launch.cache_choice import SharedImages
 

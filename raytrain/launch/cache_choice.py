@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat
 from raytrain.data.labels.manifest import Manifest
@@ -19,9 +19,10 @@ from raytrain.errors import UsageError
 from raytrain.launch.placement import image_memory
 from raytrain.launch.prepare import PreparedRun
 from raytrain.monitor.monitor import RunMonitor
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.outcome import EndStatus, StopReason
+from raytrain.runs.outcome import EndStatus
 from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
 from raytrain.storage.temporary_files import TemporaryFolder
 
@@ -64,7 +65,7 @@ def choose_cache(
     return CacheChoice(train, test_bytes <= room, _disk_if_useful(config, data) if read_again and not train else None)
 
 
-def keeps_shared(config: TrainConfig, data: Dataset, memory_bytes: int) -> bool:
+def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
     """Whether runs that train at once on the same images keep them decoded, once for all, in ``memory_bytes``."""
     fits = not config.crops_originals and sum(data.num_bytes) <= _SHARED_FRACTION * memory_bytes
     return config.cache == "memory" or (config.cache == "auto" and fits)
@@ -139,20 +140,20 @@ def _rows_per_block(manifest: Manifest, format: ImageFormat) -> int:
 
 
 class SharedImages:
-    """Images that several runs of this machine keep decoded, once for all, while it is open.
+    """Images that several runs of this machine keep decoded, once for all, while it is open; ``cache`` is None if they
+    do not fit.
 
     ``prepared`` is what the runs belong to, whose documents list the images that cannot be used; ``config`` are the
-    options of one of them. Raises UsageError as :func:`image_cache` does.
+    options of one of them.
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
         self._opened = ExitStack()
-        kept = dataclasses.replace(config, cache="memory")
-        self.cache = image_cache(kept, prepared.data, 0, self._opened)
-        steps_per_epoch = prepared.data.plan(config).steps_per_epoch
-        self._monitor = RunMonitor(
-            prepared.name, num_steps, steps_per_epoch, History(prepared.store), skip_limit=prepared.skip_limit()
-        )
+        kept = keeps_shared(config, prepared.data, image_memory()[1])
+        in_memory = dataclasses.replace(config, cache="memory")
+        self.cache = image_cache(in_memory, prepared.data, 0, self._opened) if kept else None
+        history = History(prepared.store)
+        self._monitor = RunMonitor(prepared.name, num_steps, num_steps, history, skip_limit=prepared.skip_limit())
 
     def __enter__(self) -> SharedImages:
         return self
@@ -160,9 +161,9 @@ class SharedImages:
     def __exit__(self, *exception: object) -> None:
         self._opened.close()
 
-    def look(self) -> tuple[StopReason | None, str | None]:
-        """A request to stop all runs, and why the images cannot be used, if that is so."""
-        return self._monitor.stop_request, self._monitor.failure
+    def look(self) -> tuple[Snapshot, str | None]:
+        """How many images cannot be used, with a request to stop all runs; and why they have to end, if that is so."""
+        return self._monitor.snapshot(), self._monitor.failure
 
     def skip(self, images: list[SkippedImage]) -> None:
         """Note images that a run could not use."""

@@ -42,13 +42,12 @@ Loop = Callable[["Run"], None]
 class RunGroup:
     """What several runs of this process share that train at once, each with one worker.
 
-    ``placement`` is each run's part of the machines. ``images`` are those of ``data``, as the backend keeps them
-    decoded for all runs; None if each run reads its own.
+    ``placement`` is each run's part of the machines. ``images`` are those of ``data``, as the backend shares them.
     """
 
     placement: Placement
     data: Dataset
-    images: Any = None
+    images: Any
 
 
 @dataclass(frozen=True, kw_only=True)

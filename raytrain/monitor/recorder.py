@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from raytrain.config import ResolvedConfig
+from raytrain.config import TrainConfig
 from raytrain.errors import StorageError
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import clear_stop_request, read_stop_request
@@ -45,10 +45,10 @@ class RunRecorder:
         self._started_at = time.monotonic() if started_at is None else started_at
         self._throttle = Throttle()
         self._num_logged = 0
-        self._unwritten: ResolvedConfig | None = None
+        self._unwritten: TrainConfig | None = None
         self._machines: MachineHistory | None = None
 
-    def begin(self, config: ResolvedConfig, *, restarting: bool = False) -> None:
+    def begin(self, config: TrainConfig, *, restarting: bool = False) -> None:
         """Make the run known. A stop request is kept only if this process is ``restarting`` the run.
 
         The options of a run that exists are replaced when its workers have started: they refuse a checkpoint that does

@@ -48,7 +48,7 @@ class LocalLaunch:
             folder = opened.enter_context(TemporaryFolder())
             calls = CallServer(folder, self._coordinator)
             opened.callback(calls.close)
-            cache = self._shared.cache if self._shared else self._new_cache(opened)
+            cache = (self._shared and self._shared.cache) or self._new_cache(opened)
             self._logs = WorkerLogs(prepared.store, folder)
             self._logs.start()
             opened.callback(self._logs.close)

@@ -97,7 +97,9 @@ class RayLaunch:
         pickle_by_value(self._spec.transforms)
         self._shared: SharedImages | None = group and group.images
         reading = self.config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step
-        self._feed = self._shared.feed if self._shared else DataFeed(*reading, found.object_store_bytes)
+        shared_feed = self._shared and self._shared.feed
+        self._owns_feed = shared_feed is None
+        self._feed = shared_feed or DataFeed(*reading, found.object_store_bytes)
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
         self._is_finished = False
@@ -120,7 +122,7 @@ class RayLaunch:
             coordinator.checked.remote()
             stores = prepared.store, prepared.data.train_store, prepared.data.test_store
             credentials, self._lender = lend_credentials(coordinator, stores, prepared.scope(f"{prepared.store.url}/"))
-            if self._shared is None:
+            if self._owns_feed:
                 self._feed.connect(coordinator, credentials)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = dataclasses.replace(self._spec, store=prepared.store.with_lent_credentials(credentials))
@@ -135,7 +137,7 @@ class RayLaunch:
             )
             self._trainer.start()
             opened.callback(self._end_trainer)
-            if self._shared is None:
+            if self._owns_feed:
                 self._feed.start(self._placement)
                 opened.callback(self._feed.close)
             monitor = RayMonitor(coordinator, prepared)
@@ -197,5 +199,5 @@ class RayLaunch:
             threads=self._placement.threads,
             folder=os.getcwd() if self._cluster.is_own else None,
             coordinator=coordinator,
-            directory=self._shared.coordinator if self._shared else coordinator,
+            directory=self._shared.coordinator if self._shared and not self._owns_feed else coordinator,
         )

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost
+from raytrain.launch.cache_choice import keeps_shared
 from raytrain.launch.placement import Placement
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.coordinator import start_coordinator, stop_coordinator
@@ -18,29 +19,28 @@ from raytrain.launch.ray.feed.data_feed import DataFeed
 from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.outcome import EndStatus, StopReason
+from raytrain.runs.outcome import EndStatus, failure_sentence
 
 
 class SharedImages:
-    """Images that several runs of this process keep decoded, once for all, while it is open.
+    """Images that several runs of this process keep decoded, once for all, while it is open; ``feed`` is None if they
+    do not fit.
 
     ``prepared`` is what the runs belong to, whose documents list the images that cannot be used; ``config`` are the
-    options of one of them, and ``placement`` lays out those that train at once. Raises UsageError if the images do not
-    fit into the object store.
+    options of one of them, and ``placement`` lays out those that train at once.
     """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
         self._prepared = prepared
-        data, plan = prepared.data, prepared.data.plan(config)
-        room = cluster_hardware().object_store_bytes
-        kept = dataclasses.replace(config, cache="memory")
-        self.feed = DataFeed(kept, data, plan, data.test_plan(1), 0, room)
+        data, room = prepared.data, cluster_hardware().object_store_bytes
+        in_memory = dataclasses.replace(config, cache="memory"), data, data.plan(config), data.test_plan(1), 0
+        self.feed = DataFeed(*in_memory, room) if keeps_shared(config, data, room) else None
         with ExitStack() as opened:
             self.coordinator = start_coordinator(
                 prepared.name,
                 prepared.store,
                 num_steps=num_steps,
-                steps_per_epoch=plan.steps_per_epoch,
+                steps_per_epoch=num_steps,
                 num_workers=placement.num_workers,
                 skip_limit=prepared.skip_limit(),
             )
@@ -48,10 +48,11 @@ class SharedImages:
             stores = prepared.store, data.train_store, data.test_store
             scope = prepared.scope(f"{prepared.store.url}/")
             credentials, self._lender = lend_credentials(self.coordinator, stores, scope)
-            self.feed.connect(self.coordinator, credentials)
-            self.feed.start(placement)
-            opened.callback(self.feed.close)
-            self.feed.workers_started()  # runs start at different times, so all images are read at once
+            if self.feed is not None:
+                self.feed.connect(self.coordinator, credentials)
+                self.feed.start(placement)
+                opened.callback(self.feed.close)
+                self.feed.workers_started()  # runs start at different times, so all images are read at once
             self._opened = opened.pop_all()
 
     def __enter__(self) -> SharedImages:
@@ -60,8 +61,8 @@ class SharedImages:
     def __exit__(self, *exception: object) -> None:
         self._opened.close()
 
-    def look(self) -> tuple[StopReason | None, str | None]:
-        """A request to stop all runs, and why the images cannot be used, if that is so.
+    def look(self) -> tuple[Snapshot, str | None]:
+        """How many images cannot be used, with a request to stop all runs; and why they have to end, if that is so.
 
         To be called every second or so, as this also renews the credentials with which images are read. Raises
         :class:`CoordinatorLost` if the coordinator has died.
@@ -73,7 +74,7 @@ class SharedImages:
                 self._lender.lend_if_due()
         except RayActorError:
             raise self._lost() from None
-        return snapshot.stop_request, failure
+        return snapshot, failure
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that no run can use."""
@@ -85,8 +86,5 @@ class SharedImages:
 
     def _lost(self) -> CoordinatorLost:
         name, storage = self._prepared.name, self._prepared.config.storage
-        sentence = (
-            f"Sweep {name!r} failed: the process that coordinates its trials has died. Resume it with --name {name} "
-            f"--storage {storage} --resume."
-        )
+        sentence = failure_sentence(name, storage, "the process that coordinates its trials has died")
         return CoordinatorLost(sentence, name, self._prepared.store.url)
