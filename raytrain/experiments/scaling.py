@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -50,10 +48,6 @@ class Scaling:
     accuracy_spread: float | None
     sizes: tuple[SizeScaling, ...]
 
-    def summary(self) -> dict[str, Any]:
-        """The results as a dictionary of plain values."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -69,12 +63,9 @@ class Curve:
 
 
 def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float | None = None) -> Scaling:
-    """Compare the sizes of a study.
+    """Compare runs by their rows; they differ in their number of workers, and in what depends on it.
 
-    Args:
-        histories: the rows of finished runs by their number of workers. The runs differ in nothing else, apart from
-            options that depend on it.
-        target_accuracy: on the test images; by default 95 % of the best final accuracy.
+    ``target_accuracy`` is that on the test images, by default 95 % of the best final one.
     """
     workers = sorted(histories)
     tests = [curve(histories[size], "evaluation") for size in workers]

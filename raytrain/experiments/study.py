@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
@@ -14,8 +13,7 @@ from raytrain.experiments.compare import differing_options
 from raytrain.experiments.scaling import SizeScaling, scaling
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import check_asked
-from raytrain.launch.train import open_machines
-from raytrain.launch.train import train as train_run
+from raytrain.launch.train import open_machines, train
 from raytrain.monitor.snapshot import View
 from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.history import read_metrics
@@ -24,9 +22,6 @@ from raytrain.runs.status import RunStatus, read_status
 
 if TYPE_CHECKING:
     from raytrain.storage.store import Store
-
-Trainer = Callable[[Sequence[TrainConfig]], None]
-"""Trains runs one after the other."""
 
 _NOT_STARTED = RunStatus(status="not started")
 # Unless the options decide them.
@@ -54,7 +49,7 @@ class StudyResult:
             "name": self.name,
             "storage": self.storage,
             "status": status,
-            **compared.summary(),
+            **dataclasses.asdict(compared),
             "sizes": sizes,
         }
 
@@ -81,7 +76,6 @@ def study(
     *,
     target_accuracy: float | None = None,
     view: View | None = None,
-    train: Trainer | None = None,
 ) -> StudyResult:
     """Train the sizes that are not finished, the smallest first, until one is stopped; then compare the finished ones.
 
@@ -90,7 +84,6 @@ def study(
         workers: the sizes; each is a run of its own, named after the study and its number of workers.
         target_accuracy: see :func:`raytrain.experiments.scaling.scaling`.
         view: called about twice a second with the :class:`Snapshot` of the run that trains.
-        train: trains runs one after the other, by default in one Ray cluster. Not called if all sizes are finished.
 
     Raises:
         UsageError, StorageError: a size cannot be trained, or its run was started with other options; nothing was
@@ -103,7 +96,7 @@ def study(
     configs = runs_of(config, workers)
     remaining = [left for each in configs.values() if (left := _left_to_train(each))]
     if remaining:
-        (train or partial(_train, view=view))(remaining)
+        _train(remaining, view)
     statuses = {size: _status(each).status for size, each in configs.items()}
     return StudyResult(
         name=config.name or "",
@@ -111,9 +104,7 @@ def study(
         target_accuracy=target_accuracy,
         configs=configs,
         statuses=statuses,
-        histories={
-            size: read_metrics(_store(configs[size])) for size, status in statuses.items() if status == "finished"
-        },
+        histories={size: read_metrics(_store(configs[size])) for size in configs if statuses[size] == "finished"},
     )
 
 
@@ -124,9 +115,8 @@ def runs_of(config: TrainConfig, workers: Sequence[int]) -> dict[int, TrainConfi
     """
     if not workers:
         raise UsageError("--workers has no number; give those to try, such as 1 2 4 8.")
-    configs = {
-        size: dataclasses.replace(config, name=f"{config.name}-{size}", workers=size) for size in sorted(set(workers))
-    }
+    sizes = sorted(set(workers))
+    configs = {size: dataclasses.replace(config, name=f"{config.name}-{size}", workers=size) for size in sizes}
     for each in configs.values():
         check_asked(each)
     return configs
@@ -170,7 +160,7 @@ def _train(configs: Sequence[TrainConfig], view: View | None) -> None:
             place(config, found)
         for config in configs:
             here = dataclasses.replace(config, address=None)  # this process is in the cluster already
-            if train_run(here, view=view).status != "finished":
+            if train(here, view=view).status != "finished":
                 return
 
 

@@ -69,13 +69,22 @@ class Trainer:
         return None
 
 
+def study_by(
+    train: Callable[[Sequence[TrainConfig]], None], config: TrainConfig, workers: Sequence[int]
+) -> study_module.StudyResult:
+    """A study whose runs ``train`` trains."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(study_module, "_train", lambda configs, view: train(configs))
+        return study(config, workers)
+
+
 def nothing(configs: Sequence[TrainConfig]) -> None:
     pytest.fail(f"it trained {configs}")
 
 
 def test_each_size_is_a_run_whose_batch_and_rate_go_with_its_workers(tmp_path: Path) -> None:
     trainer = Trainer()
-    summary = study(options(tmp_path), [4, 1, 2, 2], train=trainer).summary()
+    summary = study_by(trainer, options(tmp_path), [4, 1, 2, 2]).summary()
     assert trainer.asked == [[("sizes-1", False), ("sizes-2", False), ("sizes-4", False)]]
     known = [
         {name: size[name] for name in ("run", "workers", "batch_size", "learning_rate", "status")}
@@ -96,26 +105,26 @@ def test_each_size_is_a_run_whose_batch_and_rate_go_with_its_workers(tmp_path: P
 
 
 def test_a_global_batch_and_rate_are_those_of_every_size(tmp_path: Path) -> None:
-    summary = study(options(tmp_path, batch_size=64, learning_rate=0.3), [1, 2], train=Trainer()).summary()
+    summary = study_by(Trainer(), options(tmp_path, batch_size=64, learning_rate=0.3), [1, 2]).summary()
     assert [(size["batch_size"], size["learning_rate"]) for size in summary["sizes"]] == [(64, 0.3)] * 2
 
 
 def test_the_same_study_goes_on_where_it_was_stopped_and_trains_nothing_twice(tmp_path: Path) -> None:
-    first = study(options(tmp_path), [1, 2, 4], train=Trainer(stop_in=2))
+    first = study_by(Trainer(stop_in=2), options(tmp_path), [1, 2, 4])
     assert first.statuses == {1: "finished", 2: "stopped", 4: "not started"}
     summary = first.summary()
     assert (summary["status"], [size["images_per_s"] for size in summary["sizes"]]) == ("stopped", [1000, None, None])
     second = Trainer()
-    assert study(options(tmp_path), [1, 2, 4], train=second).summary()["status"] == "finished"
+    assert study_by(second, options(tmp_path), [1, 2, 4]).summary()["status"] == "finished"
     assert second.asked == [[("sizes-2", True), ("sizes-4", False)]]
-    assert study(options(tmp_path), [1, 2, 4], train=nothing).summary()["status"] == "finished"
+    assert study_by(nothing, options(tmp_path), [1, 2, 4]).summary()["status"] == "finished"
 
 
 @pytest.mark.parametrize("status", ["stopped", "failed", "interrupted"])
 def test_a_run_that_ended_before_its_time_is_resumed(status: str, tmp_path: Path) -> None:
     leave(dataclasses.replace(options(tmp_path), name="sizes-2", workers=2), status)
     trainer = Trainer()
-    study(options(tmp_path), [2], train=trainer)
+    study_by(trainer, options(tmp_path), [2])
     assert trainer.asked == [[("sizes-2", True)]]
 
 
@@ -134,7 +143,7 @@ def test_a_run_that_does_not_belong_to_the_study_is_refused(
 ) -> None:
     leave(dataclasses.replace(options(tmp_path), name="sizes-2", workers=2), status)
     with pytest.raises(UsageError, match=sentence):
-        study(options(tmp_path, **more), [1, 2], train=nothing)
+        study_by(nothing, options(tmp_path, **more), [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_wrong_options_are_refused_before_anything_starts(
     more: dict[str, Any], workers: list[int], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=sentence):
-        study(options(tmp_path, **more), workers, train=nothing)
+        study_by(nothing, options(tmp_path, **more), workers)
 
 
 @pytest.fixture
@@ -166,7 +175,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
     found = Hardware(num_nodes=1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
     monkeypatch.setattr(study_module, "open_machines", lambda _: nullcontext(lambda: found))
-    monkeypatch.setattr(study_module, "train_run", train)
+    monkeypatch.setattr(study_module, "train", train)
     return trained
 
 
@@ -195,7 +204,7 @@ def seen(result: study_module.StudyResult, width: int = 80) -> str:
 
 
 def test_the_page_has_the_figures_of_each_size_and_what_a_doubling_gives(tmp_path: Path) -> None:
-    page = seen(study(options(tmp_path), [1, 2, 4], train=Trainer()))
+    page = seen(study_by(Trainer(), options(tmp_path), [1, 2, 4]))
     lines = [line.split() for line in page.splitlines()]
     assert ["1", "256", "0.1", "1,000", "–", "00:00:02", "–", "0.9000"] in lines
     assert ["2", "512", "0.2", "1,700", "+70%", "00:00:01", "-41%", "0.9000"] in lines
@@ -206,16 +215,16 @@ def test_the_page_has_the_figures_of_each_size_and_what_a_doubling_gives(tmp_pat
 
 
 def test_the_page_of_a_stopped_study_says_how_to_go_on(tmp_path: Path) -> None:
-    page = " ".join(seen(study(options(tmp_path), [1, 2, 4], train=Trainer(stop_in=2))).split())
+    page = " ".join(seen(study_by(Trainer(stop_in=2), options(tmp_path), [1, 2, 4])).split())
     assert "sizes-2 is stopped, sizes-4 is not started; run the same command again to continue the study." in page
     assert "2 512 0.2 – – – – –" in page
     assert "Per doubling" not in page
-    nothing_yet = " ".join(seen(study(options(tmp_path, name="later"), [1], train=Trainer(stop_in=1))).split())
+    nothing_yet = " ".join(seen(study_by(Trainer(stop_in=1), options(tmp_path, name="later"), [1])).split())
     assert "later-1 is stopped; run the same command" in nothing_yet
 
 
 def test_the_picture_has_both_figures(tmp_path: Path) -> None:
-    over_time, over_workers = study_figure(study(options(tmp_path), [1, 2, 4], train=Trainer())).axes
+    over_time, over_workers = study_figure(study_by(Trainer(), options(tmp_path), [1, 2, 4])).axes
     tested = [line for line in over_time.get_lines() if "worker" in str(line.get_label())]
     assert [str(line.get_label()) for line in tested] == [
         "1 worker  00:00:02",
@@ -235,7 +244,7 @@ def test_the_picture_has_both_figures(tmp_path: Path) -> None:
 
 
 def test_a_study_that_is_finished_is_read_without_ray(tmp_path: Path) -> None:
-    study(options(tmp_path), [1, 2], train=Trainer())
+    study_by(Trainer(), options(tmp_path), [1, 2])
     words = [
         "study",
         "cifar10",
