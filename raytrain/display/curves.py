@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,13 @@ if TYPE_CHECKING:
 GREY, LIGHT = "#666666", "#f1f3f6"
 BLUE, ORANGE = "#1f6fb4", "#e8710a"
 _DPI = 120
+_MAX_EPOCH_LABELS = 20
+_MAX_DOTS = 60
+_KINDS: tuple[tuple[Kind, str, str, int], ...] = (("step", "train", BLUE, 2), ("evaluation", "test", ORANGE, 3))
+_COMPARED: tuple[tuple[str, Kind, str], ...] = (
+    ("training loss", "step", "loss"),
+    ("test accuracy", "evaluation", "accuracy"),
+)
 
 
 def save_png(figure: Figure, output: str) -> None:
@@ -49,12 +58,6 @@ def plain_axes(axes: Axes) -> None:
     axes.locator_params(axis="y", nbins=6)
 
 
-_COMPARED: tuple[tuple[str, Kind, str], ...] = (
-    ("training loss", "step", "loss"),
-    ("test accuracy", "evaluation", "accuracy"),
-)
-
-
 def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) -> str:
     """The title above a run's curves."""
     startup = "" if startup_s is None else f", {format_duration(startup_s)} of it start-up"
@@ -63,18 +66,15 @@ def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) 
 
 def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
     """Loss and accuracy over the steps: a line for training, a dot for each evaluation."""
-    loss, accuracy = (
-        Plot(
-            name,
-            [
-                _series("train", "cyan", rows, "step", name),
-                _series("test", "yellow", rows, "evaluation", name, mark="●"),
-            ],
-            height,
+
+    def plot(name: str) -> Plot:
+        trained, tested = (
+            _series("train", "cyan", rows, "step", name),
+            _series("test", "yellow", rows, "evaluation", name),
         )
-        for name in ("loss", "accuracy")
-    )
-    return side_by_side(loss, accuracy)
+        return Plot(name, [trained, dataclasses.replace(tested, mark="●")], height)
+
+    return side_by_side(plot("loss"), plot("accuracy"))
 
 
 def comparison_plots(
@@ -82,18 +82,13 @@ def comparison_plots(
 ) -> RenderableType:
     """Training loss and test accuracy over the steps, a line for each run, called by its name or its label."""
     styles, labels = run_styles(records), labels or [record.name for record in records]
-    loss, accuracy = (
-        Plot(
-            title,
-            [
-                _series(label, style, record.metrics, kind, name)
-                for label, record, style in zip(labels, records, styles, strict=True)
-            ],
-            height,
-            legend="below",
-        )
-        for title, kind, name in _COMPARED
-    )
+
+    def plot(title: str, kind: Kind, name: str) -> Plot:
+        runs = zip(labels, styles, records, strict=True)
+        lines = [_series(label, style, record.metrics, kind, name) for label, style, record in runs]
+        return Plot(title, lines, height, legend="below")
+
+    loss, accuracy = (plot(*compared) for compared in _COMPARED)
     return side_by_side(loss, accuracy)
 
 
@@ -106,17 +101,9 @@ def side_by_side(left: Plot, right: Plot) -> RenderableType:
     return grid
 
 
-def _series(
-    label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str, mark: str | None = None
-) -> Series:
-    """One metric of the rows of one kind."""
+def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metric: str) -> Series:
     chosen = [row for row in rows if row.kind == kind]
-    return Series(label, style, [row.step for row in chosen], [row.value(metric) for row in chosen], mark)
-
-
-_MAX_EPOCH_LABELS = 20
-_MAX_DOTS = 60
-_KINDS: tuple[tuple[Kind, str, str, int], ...] = (("step", "train", BLUE, 2), ("evaluation", "test", ORANGE, 3))
+    return Series(label, style, [row.step for row in chosen], [row.value(metric) for row in chosen])
 
 
 def curve_figure(record: RunRecord) -> Figure:
@@ -138,11 +125,11 @@ def curve_figure(record: RunRecord) -> Figure:
 def comparison_figure(records: Sequence[RunRecord]) -> Figure:
     """Training loss and test accuracy of several runs over their steps. Raises UsageError if one has no history."""
     _check_history(records)
-    figure, panels = _panels(["training loss", "test accuracy"], (9, 7.5))
+    figure, panels = _panels([title for title, _, _ in _COMPARED], (9, 7.5))
     for number, record in enumerate(records):
         style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
-        _draw(panels[0], record.metrics, "step", "loss", record.name, **style)
-        _draw(panels[1], record.metrics, "evaluation", "accuracy", record.name, **style)
+        for panel, (_, kind, name) in zip(panels, _COMPARED, strict=True):
+            _draw(panel, record.metrics, kind, name, record.name, **style)
     lines, names = panels[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     return figure
@@ -194,7 +181,8 @@ def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
     """Shade every other epoch, or every other 2, 5, 10 … of them, and write their numbers above the plots."""
     steps = steps_per_epoch(rows)
     num_epochs = math.ceil(max(row.step for row in rows) / steps)
-    every = next(size for size in _round_numbers() if num_epochs <= size * _MAX_EPOCH_LABELS)
+    sizes = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+    every = next(size for size in sizes if num_epochs <= size * _MAX_EPOCH_LABELS)
     for panel in panels:
         panel.set_xlim(0, num_epochs * steps)
         for first in range(every, num_epochs, 2 * every):
@@ -206,11 +194,3 @@ def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
     top.set_xlabel("epoch", color=GREY)
     top.tick_params(length=0, colors=GREY)
     top.spines["top"].set_visible(False)
-
-
-def _round_numbers() -> Iterator[int]:
-    """1, 2, 5, 10, 20, 50, 100 …"""
-    power = 1
-    while True:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10

@@ -19,6 +19,10 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.redact import one_line
 
+CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"
+"""What Ctrl-C does to a run of this process."""
+_NUM_EVENTS_SHOWN = 4
+_LINES_BESIDE_PLOTS = 13 + _NUM_EVENTS_SHOWN
 _MEASUREMENTS = {
     "images_per_s": "{:,.0f} images/s",
     "learning_rate": "learning rate {:.3g}",
@@ -49,12 +53,6 @@ def measurements(snapshot: Snapshot) -> list[str]:
 def _decimal(value: float | None) -> str:
     """A metric is None if it was not finite when it was written."""
     return "nan" if value is None else f"{value:.3f}"
-
-
-CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"
-"""What Ctrl-C does to a run of this process."""
-_NUM_EVENTS_SHOWN = 4
-_LINES_BESIDE_PLOTS = 13 + _NUM_EVENTS_SHOWN
 
 
 def dashboard(

@@ -30,6 +30,13 @@ from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus
 
+_NUM_SKIPPED_SHOWN = 5
+_LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
+_STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
+
+Column = tuple[str | Text, Sequence[str] | Sequence[Text]]
+"""A heading, and the cells below it."""
+
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:
     """One run of the list."""
@@ -60,13 +67,6 @@ def run_record_json(record: RunRecord) -> dict[str, Any]:
         "skipped": [dataclasses.asdict(image) for image in record.skipped],
         "problems": record.problems,
     }
-
-
-_NUM_SKIPPED_SHOWN = 5
-_LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
-
-Column = tuple[str | Text, Sequence[str] | Sequence[Text]]
-"""A heading, and the cells below it."""
 
 
 def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
@@ -172,9 +172,6 @@ def _skipped(record: RunRecord) -> RenderableType:
         lines.append(f"and {num_more:,} more in skipped.jsonl")
     title = Text(f"{format_count(len(record.skipped), 'image')} skipped", style="yellow")
     return Group(title, *(Text(f"  {one_line(line)}") for line in lines))
-
-
-_STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 
 
 def event_lines(snapshot: Snapshot) -> list[str]:

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_NUM_ROWS = 2**12  # more than a terminal has dots
+
+
 class LiveView:
     """Base class of the views of a run and of a sweep: a context manager that owns a part of the terminal.
 
-    Args:
-        console: where to print, by default standard output. If it is a terminal, the view redraws a picture in place;
-            otherwise, it prints plain lines.
-        waiting: what is shown until there is a picture, or something else to wait for.
+    On a ``console`` that is a terminal, it redraws a picture in place; otherwise, it prints plain lines. ``waiting`` is
+    shown until there is a picture, or something else to wait for.
     """
 
     def __init__(self, console: Console | None, waiting: str) -> None:
@@ -82,18 +83,10 @@ class _StartupLine(logging.Handler):
         self._spinner.update(text=Text(one_line(record.getMessage())))
 
 
-_NUM_ROWS = 2**12  # more than a terminal has dots
-
-
 class TerminalView(LiveView):
     """Shows one run: ``with TerminalView() as view``, then ``view.update(snapshot)`` about twice a second.
 
-    Args:
-        console: where to print, by default standard output. If it is a terminal, the view is a live picture; otherwise,
-            it is plain lines.
-        interval_s: seconds between plain lines.
-        clock: a monotonic clock, in seconds.
-        hint: what Ctrl-C does.
+    It prints to standard output by default, plain lines every ``interval_s``. ``hint`` says what Ctrl-C does.
     """
 
     def __init__(
@@ -132,12 +125,8 @@ class TerminalView(LiveView):
 class StudyTerminalView:
     """Shows runs that train one after the other, each in a :class:`TerminalView` of its own.
 
-    ``with StudyTerminalView() as view``, then call ``view.update(snapshot)``. When ``snapshot.name`` changes, a new
-    picture begins below the finished one.
-
-    Args:
-        run_names: the names of all runs in order, to say which of how many a run is; may be left empty.
-        console: as for :class:`TerminalView`.
+    When ``snapshot.name`` changes, a new picture begins below the finished one. ``run_names`` are those of all runs in
+    order, to say which of how many a run is; they may be left out.
     """
 
     def __init__(self, run_names: Sequence[str] = (), console: Console | None = None) -> None:
