@@ -13,15 +13,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
 
-_PLACE = {
-    "name",
-    "storage",
-    "resume",
-    "address",
-    "track",
-    "tag",
-    "note",
-}  # options that say where a run is, not what it does
+_PLACE = {"name", "storage", "resume", "address", "track", "tag", "note"}  # where a run is, not what it does
 
 
 @dataclass(frozen=True, kw_only=True)
