@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult
+from raytrain.launch.placement import Hardware
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
@@ -35,6 +37,7 @@ class Trainer:
     def __init__(self, accuracy: Accuracy) -> None:
         self.accuracy = accuracy
         self.started: list[tuple[str | None, bool]] = []
+        self.devices: list[str] = []
         self.lock = threading.Lock()  # one trial after the other, so that the order is known
 
     def __call__(
@@ -46,6 +49,7 @@ class Trainer:
     def train(self, config: TrainConfig, view: View, signals: StopSignals) -> TrainResult:
         name = config.name or ""
         self.started.append((name, config.resume))
+        self.devices.append(config.device)
         store = run_store(config.storage, name)
         write_config(store, config)
         monitor = RunMonitor(name, EPOCHS, 1, History(store))
@@ -176,6 +180,24 @@ def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_ar
     result = raytrain.sweep(options(images, tmp_path, resume=True))
     assert again.started == [("tried-01", True), ("tried-02", False)]
     assert {trial.status for trial in result.trials} == {"finished"}
+
+
+def test_each_trial_that_trains_at_the_same_time_has_a_gpu_of_its_own(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_gpus = Hardware(num_nodes=1, cpus=4.0, gpus=2.0, object_store_bytes=10**9)
+    monkeypatch.setattr(sweep_module, "open_machines", lambda _: nullcontext(lambda: two_gpus))
+    both_train = threading.Barrier(2, timeout=60)
+
+    trainer = train_with(by_seed)
+
+    def wait_for_the_other(config: TrainConfig, *more: Any, **options: Any) -> TrainResult:
+        both_train.wait()
+        return trainer(config, *more, **options)
+
+    monkeypatch.setattr(sweep_module, "train_group", wait_for_the_other)
+    raytrain.sweep(options(images, tmp_path, device="cuda:2,5", workers="auto"), vary=["seed=0,1"])
+    assert sorted(trainer.devices) == ["cuda:2", "cuda:5"]
 
 
 def test_a_sweep_of_which_all_trials_fail_has_failed(
