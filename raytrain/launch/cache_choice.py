@@ -149,9 +149,10 @@ class SharedImages:
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
         self._opened = ExitStack()
-        kept = keeps_shared(config, prepared.data, image_memory()[1])
-        in_memory = dataclasses.replace(config, cache="memory")
-        self.cache = image_cache(in_memory, prepared.data, 0, self._opened) if kept else None
+        self.cache: ImageCache | None = None
+        if keeps_shared(config, prepared.data, image_memory()[1]):
+            in_memory = dataclasses.replace(config, cache="memory")
+            self.cache = image_cache(in_memory, prepared.data, 0, self._opened)
         history = History(prepared.store)
         self._monitor = RunMonitor(prepared.name, num_steps, num_steps, history, skip_limit=prepared.skip_limit())
 

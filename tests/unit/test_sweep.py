@@ -16,6 +16,7 @@ from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult
 from raytrain.launch.placement import Hardware
+from raytrain.launch.prepare import RunGroup
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
@@ -38,12 +39,14 @@ class Trainer:
         self.accuracy = accuracy
         self.started: list[tuple[str | None, bool]] = []
         self.devices: list[str] = []
+        self.shared: list[object] = []  # the images that each trial was given
         self.lock = threading.Lock()  # one trial after the other, so that the order is known
 
     def __call__(
-        self, config: TrainConfig, group: object, *, view: View, signals: StopSignals, **_: Any
+        self, config: TrainConfig, group: RunGroup, *, view: View, signals: StopSignals, **_: Any
     ) -> TrainResult:
         with self.lock:
+            self.shared.append(group.images.cache)
             return self.train(config, view, signals)
 
     def train(self, config: TrainConfig, view: View, signals: StopSignals) -> TrainResult:
@@ -180,6 +183,23 @@ def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_ar
     result = raytrain.sweep(options(images, tmp_path, resume=True))
     assert again.started == [("tried-01", True), ("tried-02", False)]
     assert {trial.status for trial in result.trials} == {"finished"}
+
+
+@pytest.mark.parametrize("more", [{"random_resized_crop": True}, {"cache": "none"}])
+def test_trials_read_images_themselves_that_cannot_be_shared(
+    more: dict[str, Any], images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    trainer = train_with(by_seed)
+    assert raytrain.sweep(options(images, tmp_path, **more), vary=["seed=0,1"]).status == "finished"
+    assert trainer.shared == [None, None]
+
+
+def test_trials_share_images_that_fit_into_memory(
+    images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
+) -> None:
+    trainer = train_with(by_seed)
+    raytrain.sweep(options(images, tmp_path), vary=["seed=0,1"])
+    assert trainer.shared[0] is not None and trainer.shared[0] is trainer.shared[1]
 
 
 def test_each_trial_that_trains_at_the_same_time_has_a_gpu_of_its_own(

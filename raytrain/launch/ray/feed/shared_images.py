@@ -33,8 +33,10 @@ class SharedImages:
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
         self._prepared = prepared
         data, room = prepared.data, cluster_hardware().object_store_bytes
-        in_memory = dataclasses.replace(config, cache="memory"), data, data.plan(config), data.test_plan(1), 0
-        self.feed = DataFeed(*in_memory, room) if keeps_shared(config, data, room) else None
+        self.feed: DataFeed | None = None
+        if keeps_shared(config, data, room):
+            in_memory = dataclasses.replace(config, cache="memory")
+            self.feed = DataFeed(in_memory, data, data.plan(config), data.test_plan(1), 0, room)
         with ExitStack() as opened:
             self.coordinator = start_coordinator(
                 prepared.name,
