@@ -325,8 +325,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         return lambda *args, **named: (calls.append((args, named)), result)[1]
 
     report = SimpleNamespace(summary=lambda: {"nodes": []}, ok=False)
-    stand_in("raytrain.display.diagnostics_tables", doctor_page=lambda _: "")
-    stand_in("raytrain.display.diagnostics_tables", devices_page=lambda _: "")
+    stand_in("raytrain.display.diagnostics_tables", doctor_page=lambda _: "", devices_page=lambda _: "")
     stand_in(predict=note(SimpleNamespace(summary=lambda: {"images": 7})))
     stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9})))
     stand_in("raytrain.diagnostics.doctor", diagnose=note(report))
