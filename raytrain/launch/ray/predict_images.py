@@ -54,7 +54,7 @@ def _start_actor(placement: Placement) -> Any:
     return (
         ray.remote(_Predictor)
         .options(
-            num_cpus=placement.cpus + placement.data_cpus,
+            num_cpus=round(placement.cpus + placement.task_cpus, 4),
             num_gpus=1 if placement.device == "cuda" else 0,
             max_restarts=_RETRIES,
             max_task_retries=_RETRIES,
