@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from raytrain.errors import UsageError
@@ -149,7 +149,8 @@ class ScopedCredentials:
         own = resolve()
         if own is None:
             return None
-        if self._scoped is None or own != self._own or _is_half_over(self._scoped):
+        half_over = datetime.now(timezone.utc) + timedelta(seconds=_LIFE_S / 2)
+        if self._scoped is None or own != self._own or (self._scoped.expires_at or half_over) <= half_over:
             self._scoped = _scoped(own, self._scope, self._region)
             self._own = own
         return self._scoped
@@ -159,9 +160,8 @@ def _scoped(own: Credentials, scope: Scope, region: str) -> Credentials:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    keys = own.for_boto3()
     try:
-        issued = _issued(boto3.Session().client("sts", region, **keys), scope)
+        issued = _issued(boto3.Session().client("sts", region, **own.for_boto3()), scope)
     except (BotoCoreError, ClientError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(
@@ -183,11 +183,6 @@ def _issued(sts: Any, scope: Scope) -> dict[str, Any]:
     else:
         answer = sts.get_federation_token(Name=_SESSION, Policy=policy, DurationSeconds=_LIFE_S)
     return answer["Credentials"]
-
-
-def _is_half_over(scoped: Credentials) -> bool:
-    assert scoped.expires_at is not None
-    return (scoped.expires_at - datetime.now(timezone.utc)).total_seconds() < _LIFE_S / 2
 
 
 def _in_s3(urls: tuple[str, ...]) -> list[tuple[str, str]]:

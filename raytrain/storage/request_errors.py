@@ -83,18 +83,14 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
     if isinstance(error, OSError) and error.errno is not None:
         return explain_os_error(error, url)
     if cloud is None:
-        return StorageError(_OTHER.format(url=url, detail=_shortened(f"{type(error).__name__}: {error}")))
+        return StorageError(_OTHER.format(url=url, detail=_in_its_own_words(error)))
     sentence, detail = _sentence(error, cloud)
-    words = {
+    words = vars(cloud.sentences) | {
         "url": url,
         "bucket": url.partition("://")[2].partition("/")[0],
         "endpoint": cloud.endpoint_url or cloud.sentences.endpoint,
         "identity": identity or cloud.sentences.any_identity,
         "detail": detail,
-        "protocol": cloud.sentences.protocol,
-        "endpoint_variable": cloud.sentences.endpoint_variable,
-        "host_variables": cloud.sentences.host_variables,
-        "certificates_variable": cloud.sentences.certificates_variable,
     }
     return StorageError(sentence.format(**words))
 
@@ -110,10 +106,11 @@ def _sentence(error: BaseException, cloud: Cloud) -> tuple[str, str]:
         return _UNUSABLE_NAME, str(error).partition("\n")[0]
     if failure := _credential_source_failure(error):
         return sentences.not_obtained, failure
-    if _is_wrong_region(error):
-        region = _bucket_region(error)
-        return (_REGION, region) if region else (_OTHER_REGION, "")
-    return _answered(error, sentences) or (_OTHER, _shortened(_message(error) or f"{type(error).__name__}: {error}"))
+    # The second is what obstore makes of a redirect.
+    if error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error):
+        named = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", str(error))
+        return (_REGION, named[1] or named[2]) if named else (_OTHER_REGION, "")
+    return _answered(error, sentences) or (_OTHER, _in_its_own_words(error))
 
 
 def _answered(error: BaseException, sentences: CloudSentences) -> tuple[str, str] | None:
@@ -171,28 +168,11 @@ def refuses_credentials(error: BaseException) -> bool:
     return error_code(error) in _CREDENTIAL_CODES
 
 
-def _is_wrong_region(error: BaseException) -> bool:
-    # The second is what obstore makes of a redirect.
-    return error_code(error) in _REGION_CODES or "incorrectly configured region" in str(error)
-
-
-def _bucket_region(error: BaseException) -> str | None:
-    """The region that the server names in an answer for which :func:`_is_wrong_region` is true."""
-    found = re.search(r"expecting '([\w-]+)'|\bbe sent to.*?s3[.-]([\w-]+)\.amazonaws", str(error))
-    return found and (found[1] or found[2])
-
-
 def _credential_source_failure(error: BaseException) -> str | None:
     """Why the source of credentials failed, if obstore raised ``error`` because of that."""
     if not isinstance(error, UnauthenticatedError):
         return None
     found = re.search(r"External \w+ credential provider: (.+)", str(error))
-    return found and found[1]
-
-
-def _message(error: BaseException) -> str | None:
-    """The server's explanation in its own words, if it sent one."""
-    found = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
     return found and found[1]
 
 
@@ -202,5 +182,8 @@ def _boto_response(error: BaseException) -> dict[str, dict[str, Any]]:
     return cast("dict[str, dict[str, Any]]", response) if isinstance(response, dict) else {}
 
 
-def _shortened(text: str) -> str:
+def _in_its_own_words(error: BaseException) -> str:
+    """The first line of the server's explanation, if it sent one, or of the error's text."""
+    message = re.search(r"<Message>(.*?)</Message>", str(error), re.DOTALL)
+    text = message[1] if message else f"{type(error).__name__}: {error}"
     return text.partition("\n")[0].strip(" .")[:300]

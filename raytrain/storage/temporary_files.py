@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from raytrain.storage.locks import FileLock, acquire
+from raytrain.storage.locks import acquire
 
 _PREFIX, _LOCK = "raytrain-", "lock"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as tempfile.mkdtemp makes it
@@ -59,11 +59,8 @@ def _is_own_folder(folder: Path) -> bool:
 def _remove_if_unlocked(folder: Path) -> None:
     lock = acquire(folder / _LOCK, wait=False, create=False)
     try:
-        if lock.exclusive and stat.S_ISREG(os.fstat(lock.descriptor).st_mode) and _is_marked(lock):
+        # Nothing can be read at a position of a pipe: it raises an OSError.
+        if lock.exclusive and os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK:
             shutil.rmtree(folder)
     finally:
         os.close(lock.descriptor)
-
-
-def _is_marked(lock: FileLock) -> bool:
-    return os.pread(lock.descriptor, len(_MARK) + 1, 0) == _MARK
