@@ -44,7 +44,7 @@ def kill(run, batch):
     if (run.rank, batch.step) == (0, 12) and not killed.exists():
         killed.write_text(str(os.getpid()))
         siblings = psutil.Process().parent().children()
-        [coordinator] = [each for each in siblings if "ray::Coordinator" in each.cmdline()[0]]
+        [coordinator] = [each for each in siblings if "RayCoordinator" in each.cmdline()[0]]
         coordinator.kill()
         if STOP == "before":
             ask(run)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 READY, GO = b"ready\n", b"go\n"
-_READY_WITHIN_S = 40.0  # Ray gives a process 60 s to start, and its own program needs some of these
+_STARTS_WITHIN_S = "RAY_worker_register_timeout_seconds", "60"  # Ray's variable, and its default
 _BACKLOG = 128
 _ROOT = Path(__file__).resolve().parents[2]  # the package
 _SERVER = Path(__file__).with_name("fork_server.py")
@@ -132,7 +132,7 @@ def _address(program: str) -> bytes:
 def main(arguments: list[str]) -> None:
     """Start the process that Ray starts with ``arguments``, with the variables and the output of this one."""
     with contextlib.suppress(OSError, IndexError), connect(arguments[0]) as server:
-        server.settimeout(_READY_WITHIN_S)
+        server.settimeout(float(os.environ.get(*_STARTS_WITHIN_S)) * 2 / 3)  # Ray's own program needs the rest
         with open(os.devnull) as nothing:
             streams = [nothing.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
             socket.send_fds(server, [b" "], streams)
