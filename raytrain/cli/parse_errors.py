@@ -42,9 +42,9 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
     if isinstance(event, events.MissingSubcommand):
         return f"Choose one of {', '.join(name for name in event.subcommand_spec.parser_from_name if name != 'None')}."
     if isinstance(event, events.BadValue):
-        if event.argument.is_positional():
-            return f"{_name(event.argument)} is missing."
-        return _too_few(event.argument)
+        form = _form(event.argument)
+        is_positional = event.argument.is_positional()
+        return f"{form} is missing." if is_positional else f"{_name(event.argument)} has too few values; give {form}."
     if isinstance(event, events.InvalidChoice):
         hint = did_you_mean(event.value, event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
@@ -55,10 +55,6 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
             return f"{_name(event.argument)} must be {_form(event.argument)}."
         return f"{_name(event.argument)} must be {_form(event.argument)} ({reason})."
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
-
-
-def _too_few(argument: ArgumentDefinition) -> str:
-    return f"{_name(argument)} has too few values; give {_form(argument)}."
 
 
 def _name(argument: ArgumentDefinition) -> str:

@@ -23,7 +23,7 @@ class Intervals(NamedTuple):
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Intervals:
-        """The intervals of texts such as ``1ep``, ``500st`` and ``10m``; raises UsageError."""
+        """The intervals of texts such as ``1ep``, ``500st``, ``10m`` and ``none``; raises UsageError."""
         intervals = cls()
         for text in texts:
             if count := re.fullmatch(r"([1-9]\d*)(ep|st)", text):
@@ -31,9 +31,9 @@ class Intervals(NamedTuple):
                 intervals = intervals._replace(**{unit: int(count[1])})
             elif time := seconds(text):
                 intervals = intervals._replace(seconds=time)
-            else:
+            elif text != "none":
                 raise UsageError(
-                    f"--checkpoint-every is {text!r}; give epochs, steps or a time, such as 1ep, 500st, 10m or 2h."
+                    f"--checkpoint-every is {text!r}; give epochs, steps or a time, such as 1ep, 500st or 10m, or none."
                 )
         return intervals
 
@@ -43,7 +43,7 @@ class CheckpointOptions:
     """Checkpoints, and recovery from failures."""
 
     checkpoint_every: Annotated[tuple[str, ...], "[Nep] [Nst] [TIME]"] = ("1ep", "10m")
-    """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; one is always written at the end."""
+    """Epochs, steps or time between checkpoints, such as 1ep, 500st or 10m; none: only at the end."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: NonNegativeInt = 3

@@ -86,6 +86,7 @@ def _short_run(config: TrainConfig, storage: str) -> TrainConfig:
         name="profile",
         storage=storage,
         backend="local",
+        device="cuda" if config.accelerator_type else config.device,
         address=None,
         scope_keys=False,
         wait_for_machines_s=0.0,

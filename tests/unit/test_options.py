@@ -47,6 +47,7 @@ def test_a_schedule_has_its_parameters_in_its_text(text: str, schedule: Schedule
     ("texts", "intervals"),
     [
         ((), Intervals()),
+        (("none",), Intervals()),
         (("2ep",), Intervals(epochs=2)),
         (("500st", "1.5m"), Intervals(steps=500, seconds=90)),
         (("1ep", "7st", "2h"), Intervals(1, 7, 7200)),
