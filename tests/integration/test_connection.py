@@ -72,7 +72,7 @@ ROOM = "CPU", "object_store_memory"
 
 def train(name, **options):
     raytrain.train(config(*sys.argv[1:], name=name, epochs=1, cache="memory", **options))
-    wait_for(lambda: not any(ray.available_resources().get(each, 0) < ray.cluster_resources()[each] for each in ROOM), name)
+    wait_for(lambda: all(ray.available_resources().get(each) == ray.cluster_resources()[each] for each in ROOM), name)
     return ray.get_runtime_context().gcs_address
 
 first, second = train("first"), train("second")
