@@ -148,7 +148,8 @@ def _parameter(name: str, hint: Any, command: Callable[..., Any], recipes: Mappi
             )
             for recipe, config in recipes.items()
         )
-    return _section(hint, hint(), ()) if dataclasses.is_dataclass(hint) else _shown(hint)
+    is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    return _section(hint, hint(), ()) if is_section else _shown(hint)
 
 
 def _hints(command: Callable[..., Any]) -> dict[str, Any]:
