@@ -80,6 +80,7 @@ def revoke(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
         (issued / "revoked").touch()
 
 
+@pytest.mark.parametrize("backend", ["ray"], indirect=True)
 def test_a_run_survives_expiring_credentials(
     backend: str, unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_run_survives_expiring_credentials(
     assert "failed" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["ray"], indirect=True)
 def test_revoked_credentials_end_a_run_with_one_sentence_and_new_ones_resume_it(
     backend: str, unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, tmp_path: Path
 ) -> None:
