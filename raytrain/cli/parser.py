@@ -148,8 +148,10 @@ def _parameter(name: str, hint: Any, command: Callable[..., Any], recipes: Mappi
             )
             for recipe, config in recipes.items()
         )
-    is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-    return _section(hint, hint(), ()) if is_section else _shown(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        section: type[Any] = hint
+        return _section(section, section(), ())
+    return _shown(hint)
 
 
 def _hints(command: Callable[..., Any]) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
             found_in = _credential_method(in_bucket.cloud)
         except Exception as error:
             problem = str(explain(error, in_bucket.url, in_bucket.cloud))
-        lent = (store and store.with_lent_credentials(served) for store in (data, storage))
-        yield ProbeRequest(*lent, served, found_in), problem
+        lent_data, lent_storage = (store and store.with_lent_credentials(served) for store in (data, storage))
+        yield ProbeRequest(lent_data, lent_storage, served, found_in), problem
 
 
 def _credential_method(cloud: Cloud | None) -> str:

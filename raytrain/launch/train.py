@@ -33,7 +33,7 @@ from raytrain.trackers.tracker import Tracker
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-Prepare = Callable[[TrainConfig], PreparedRun]
+Prepare = Callable[..., PreparedRun]
 """Lists the images of a run, and makes it this process's own."""
 _LOG = logging.getLogger("raytrain")
 

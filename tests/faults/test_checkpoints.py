@@ -122,7 +122,7 @@ def test_a_malicious_checkpoint_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_if_no_checkpoint_can_be_read_the_error_says_what_to_do(store: Store) -> None:
-    assert open_checkpoints(store).newest_readable(pytest.fail) is None
+    assert open_checkpoints(store).newest_readable(lambda event: pytest.fail(str(event))) is None
     save(store, 10, 20)
     for step in (10, 20):
         store.put(path_of(step), b"")

@@ -14,7 +14,7 @@ import torch
 
 import raytrain
 from raytrain import TrainingFailed
-from raytrain.monitor.events import LossNotFinite
+from raytrain.monitor.events import Event, LossNotFinite
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
 from raytrain.runs.metric_row import MetricRow
@@ -75,7 +75,7 @@ def test_a_run_that_diverges_at_its_end_is_not_finished(images: Path, tmp_path: 
 
 
 def test_two_workers_agree(tmp_path: Path) -> None:
-    outcomes: list[tuple[Outcome, list[str]]] = run_in_processes(2, diverge, str(tmp_path))
+    outcomes: list[tuple[Outcome, list[Event]]] = run_in_processes(2, diverge, str(tmp_path))
     (first, events), (second, _) = outcomes
     assert first.status == second.status == "failed"
     assert first.error == second.error and "after step 10" in str(first.error)
@@ -83,7 +83,7 @@ def test_two_workers_agree(tmp_path: Path) -> None:
     assert any("checkpoint_skipped" in str(event) for event in events)
 
 
-def diverge(folder: str) -> tuple[Outcome, list[str]]:
+def diverge(folder: str) -> tuple[Outcome, list[Event]]:
     recorder = test_exact.Recorder()
     options = test_exact.config()
     run = test_exact.make_run(options, test_exact.images(70), folder, recorder)

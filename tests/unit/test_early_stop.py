@@ -17,7 +17,9 @@ from raytrain.training.schedule import EarlyStop
 from tests.helpers.folder_runs import folder_run, train_here
 
 
-def evaluated(accuracies: list[float], progress: Progress | None = None, **options: Any) -> tuple[str | None, Progress]:
+def evaluated(
+    accuracies: list[float], progress: Progress | None = None, **options: Any
+) -> tuple[StopReason | None, Progress]:
     stop, progress = EarlyStop(TrainConfig(batch_size=1, **options)), progress or Progress()
     for accuracy in accuracies:
         assert stop.reason is None

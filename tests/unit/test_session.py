@@ -94,7 +94,11 @@ def test_a_run_is_written_down_once_its_workers_have_checked_it_and_then_its_end
 def test_a_stop_before_the_workers_train_ends_the_run_at_once(images: Path, tmp_path: Path) -> None:
     signals = StopSignals()
     signals.request_stop(StopReason("signal", "SIGTERM"))
-    result = run(images, tmp_path, pytest.fail, signals)
+
+    def never(coordinator: Coordinator) -> None:
+        pytest.fail("the workers trained")
+
+    result = run(images, tmp_path, never, signals)
     assert (result.status, result.steps, result.stop_reason) == ("stopped", 0, StopReason("signal", "SIGTERM"))
     assert read_status(run_store(str(tmp_path), "run")).status == "stopped"
 

@@ -217,7 +217,7 @@ def _single(labels: Sequence[str], url: str) -> pa.ChunkedArray:
 def _joins(label: str, labels: Set[str]) -> bool:
     """Whether ``label`` looks like several of ``labels``."""
     parts = re.split(r"\s*[|;,]\s*", label)
-    return len(parts) > 1 and labels.issuperset(parts)
+    return len(parts) > 1 and set(parts) <= labels
 
 
 def _flags(table: pa.Table, url: str, name: str) -> Texts:

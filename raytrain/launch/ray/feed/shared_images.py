@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost
 from raytrain.launch.cache_choice import keeps_shared
+from raytrain.launch.coordinator import Ending
 from raytrain.launch.placement import Placement
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.coordinator import start_coordinator, stop_coordinator
@@ -71,12 +72,12 @@ class SharedImages:
         """
         try:
             snapshot: Snapshot = ray.get(self.coordinator.snapshot.remote(START))
-            failure = ray.get(self.coordinator.ending.remote()).failure
+            ending: Ending = ray.get(self.coordinator.ending.remote())
             if self._lender is not None:
                 self._lender.lend_if_due()
         except RayActorError:
             raise self._lost() from None
-        return snapshot, failure
+        return snapshot, ending.failure
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that no run can use."""
