@@ -41,6 +41,7 @@ from raytrain.storage.store import ObjectChanged, Store
 from raytrain.training.checkpoint import Checkpoints
 from tests.helpers.small_runs import config, loop_with
 from tests.helpers.snapshots import snapshot
+from tests.helpers.waiting import wait_for
 from tests.hostile.test_mistaken_resume import documents, local
 
 LEASE_S = 1.0
@@ -343,6 +344,7 @@ def test_a_run_that_is_taken_over_stops_with_one_sentence(moment: str, images: P
 
     def take_over(run: raytrain.Run, batch: raytrain.Batch) -> None:
         if (run.rank, batch.step) == (0, step):
+            wait_for(lambda: store.exists(CONFIG))  # the driver writes the run down beside the training
             from_elsewhere(store, token="another", fence=2, pid=7, host="elsewhere")
 
     def loop(run: raytrain.Run) -> None:
