@@ -14,6 +14,7 @@ from raytrain.monitor.events import Event
 from raytrain.monitor.recorder import RunRecorder, failed
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.background import Background
+from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult, failure_sentence, successful
 from raytrain.trackers.tracking import Tracking
@@ -140,10 +141,17 @@ class RunSession:
         if reason is None and snapshot.status == "starting" and snapshot.stop_request is not None:
             return Outcome(status="stopped", progress=Progress(step=self._prepared.first_step))
         reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
-        sentence = failure_sentence(self._prepared.name, self._prepared.config.storage, reason)
+        name, storage = self._prepared.name, self._prepared.config.storage
+        sentence = failure_sentence(name, storage, reason, has_checkpoint=self._has_checkpoint())
         if ending.outcome is not None:
             return dataclasses.replace(ending.outcome, status="failed", error=sentence)
         return failed(sentence, snapshot, ending.accumulate)
+
+    def _has_checkpoint(self) -> bool:
+        """Whether there is one to resume from; storage that does not answer may have one."""
+        with suppress(StorageError):
+            return newest_checkpoint(self._prepared.store.fail_fast()) is not None
+        return True
 
     def _look(self) -> Snapshot:
         """Show how the run stands, and queue what is new for the trackers."""

@@ -130,12 +130,10 @@ def successful(result: TrainResult) -> TrainResult:
     return result
 
 
-def failure_sentence(name: str, storage: str, reason: str) -> str:
+def failure_sentence(name: str, storage: str, reason: str, *, has_checkpoint: bool = True) -> str:
     """Why a run failed, and how to resume it."""
-    return (
-        f"Run {name!r} failed: {reason.rstrip('.')}. Its last checkpoint is kept: resume with --name {name} "
-        f"--storage {storage} --resume."
-    )
+    kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
+    return f"Run {name!r} failed: {reason.rstrip('.')}. {kept} with --name {name} --storage {storage} --resume."
 
 
 _NO_FLAGS = ("recipe", "resume")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.errors import RaytrainError
 from raytrain.monitor.events import Note
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.outcome import Outcome
@@ -22,6 +23,7 @@ from raytrain.training.augment import Augment, Transforms, build_transforms
 from raytrain.training.checkpoint import Checkpoints, CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
+from raytrain.training.loop_error import LoopFailed, describe, is_of_another_worker
 from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.optim.loss import Loss
 from raytrain.training.precision import precision_warning, set_gpu_products
@@ -90,14 +92,22 @@ class RunSpec:
     def train(self, run: Run) -> Outcome:
         """Train ``run`` to its end, or until somebody asks it to stop. The outcome is the same on every worker.
 
-        Raises OutOfMemory if the run should be started again with more ``--accumulate``.
+        Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the user's
+        own loop raised anything in the first step of this start.
         """
+        first_step = run.progress.step
         try:
             if self.config.accumulate == "auto" and self.loop is None:  # another loop may train another network
                 memory.check_memory(run)
             (self.loop or loop.train)(run)
         except torch.OutOfMemoryError as error:
             raise memory.out_of_memory(run) from error
+        except RaytrainError:
+            raise
+        except Exception as error:
+            if self.loop is None or run.progress.step > first_step or is_of_another_worker(error):
+                raise
+            raise LoopFailed(f"its loop failed in its first step: {describe(error)}") from error
         return run.finish()
 
 

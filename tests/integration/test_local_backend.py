@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from raytrain.runs.logs import DRIVER, LogReader, worker_log
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from raytrain.storage.open import open_store
+from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.run import Run
 
@@ -105,13 +107,28 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
     assert [each for each in processes() if each not in before] == []
 
 
-def failing(run: Run) -> None:
+def failing(run: Run, after: int = 1) -> None:
     print(f"worker {run.rank} of {run.world_size}")
-    raise RuntimeError("this loop never works")
+    for number, batch in enumerate(train_on(run)):
+        if number == after:
+            raise RuntimeError(f"this loop never works\nwith batch {batch.step}")
+
+
+def train_on(run: Run) -> Iterator[Batch]:
+    """The batches of a run, on each of which its network has been trained when the next one is asked for."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        yield batch
+        run.backward(run.loss(model(batch.images), batch.targets))
+        run.step(optimizer)
 
 
 def test_a_loop_that_fails_again_and_again_ends_the_run_with_its_own_words(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(raytrain.TrainingFailed, match=r"worker \d failed: RuntimeError: this loop never works"):
+    expected = (
+        r"worker \d failed: RuntimeError: this loop never works \(test_local_backend.py, line \d+: `raise Runtime"
+    )
+    with pytest.raises(raytrain.TrainingFailed, match=expected):
         raytrain.train(options(data, tmp_path, max_failures=1), loop=failing)
     assert read_run(str(tmp_path), "run").status.status == "failed"
     logs = [log for log in LogReader(open_store(f"{tmp_path}/run"), worker_log(1)).read() if log.stream == "out"]
@@ -119,6 +136,16 @@ def test_a_loop_that_fails_again_and_again_ends_the_run_with_its_own_words(data:
     [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
     assert "failed: RuntimeError: this loop never works" in driver.text
     assert "TrainingFailed: Run 'run' failed: worker" in driver.text
+
+
+def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_path: Path) -> None:
+    expected = (
+        r"its loop failed in its first step: RuntimeError: this loop never works \(test_local_backend.py, line \d+"
+    )
+    with pytest.raises(raytrain.TrainingFailed, match=rf"{expected}.*It has no checkpoint yet"):
+        raytrain.train(options(data, tmp_path, max_failures=3), loop=partial(failing, after=0))
+    [log] = [log for log in LogReader(open_store(f"{tmp_path}/run"), worker_log(1)).read() if log.stream == "out"]
+    assert log.text == "worker 1 of 2\n"
 
 
 def test_sigterm_stops_with_a_checkpoint(data: Path, tmp_path: Path) -> None:

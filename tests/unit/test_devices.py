@@ -96,6 +96,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mapping[str, str]]
     connection.end_own_ray()
 
 
+@pytest.mark.not_quick
 @pytest.mark.usefixtures("two_gpus")
 def test_a_new_cluster_sees_only_the_chosen_gpus(started: list[Mapping[str, str]]) -> None:
     for address, chosen in ((None, None), (None, "1"), ("local", "1,0")):
@@ -105,6 +106,7 @@ def test_a_new_cluster_sees_only_the_chosen_gpus(started: list[Mapping[str, str]
     assert len(gpus()) == 2
 
 
+@pytest.mark.not_quick
 @pytest.mark.usefixtures("two_gpus")
 def test_a_process_keeps_its_ray_until_it_wants_another_one_or_that_one_has_died(
     started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
@@ -121,6 +123,7 @@ def test_a_process_keeps_its_ray_until_it_wants_another_one_or_that_one_has_died
     assert len(started) == 4
 
 
+@pytest.mark.not_quick
 @pytest.mark.usefixtures("two_gpus")
 def test_a_run_keeps_the_ray_of_its_process_from_others_that_want_another_one(started: list[Mapping[str, str]]) -> None:
     first, second = Connection(None), Connection("local")
@@ -150,6 +153,7 @@ def test_gpus_cannot_be_chosen_for_a_running_cluster(started: list[Mapping[str, 
     assert started == []
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("address", "reason"),
     [

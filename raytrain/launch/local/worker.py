@@ -21,6 +21,7 @@ from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import Outcome
+from raytrain.training.loop_error import describe
 
 _POLL_S = 20.0
 
@@ -39,8 +40,7 @@ def work(task: WorkerTask) -> None:
         call("give_up", error)
         return
     except Exception as error:
-        last_line = (str(error).strip().splitlines() or ["no message"])[-1]
-        call("worker_failed", rank, f"{type(error).__name__}: {last_line}", traceback.format_exc())
+        call("worker_failed", rank, describe(error), traceback.format_exc())
         os._exit(1)  # the agent starts all workers again
     if rank == 0:
         call("conclude", outcome)
