@@ -26,6 +26,12 @@ ALL = "all"
 """In place of a layer's name for ``--freeze``: every layer but the head."""
 
 
+_WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "weights", "params")
+"""Where training scripts, timm, torchvision's references and Lightning keep the weights in their files."""
+_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+"""What DataParallel, torch.compile and modules of Lightning put before all names."""
+
+
 def initial_weights(config: TrainConfig, classes: Sequence[str], first_step: int) -> dict[str, Tensor] | None:
     """The weights that ``--weights`` names, on the CPU, by the names of the parameters and buffers of ``config.model``.
 
@@ -171,7 +177,24 @@ def _from_torch(place: str, data: bytes) -> tuple[Any, tuple[str, ...] | None]:
     except Exception:  # of many kinds, some of which advise to run the code
         return None, None
     checkpoint = checkpoint_in(content)
-    return (checkpoint.weights, checkpoint.identity.classes) if checkpoint else (content, None)
+    return (checkpoint.weights, checkpoint.identity.classes) if checkpoint else (_state_dict(content), None)
+
+
+def _state_dict(content: Any) -> Any:
+    """The weights in what other trainers save: in a dictionary of more, or with a prefix before every name."""
+    while isinstance(content, Mapping) and not all(isinstance(value, Tensor) for value in content.values()):
+        inner = next((content[name] for name in _WEIGHTS_IN if isinstance(content.get(name), Mapping)), None)
+        if inner is None:
+            return None
+        content = inner
+    if not isinstance(content, Mapping):
+        return None
+    weights = {name: value for name, value in content.items() if name != "n_averaged"}  # of torch's AveragedModel
+    while prefix := next(
+        (each for each in _PREFIXES if weights and all(name.startswith(each) for name in weights)), None
+    ):
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
 
 
 def _difference(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
