@@ -253,7 +253,7 @@ def test_a_clock_that_is_behind_is_reported() -> None:
 def test_gpus_that_ray_counts_and_the_driver_does_not_are_a_failure() -> None:
     node = Node("10.0.0.1", "0" * 8, 8, 2, 10**9, 10**9, HEALTHY)
     (failure,) = doctor.group_by_sentence([node], lambda node: doctor.node_failures(node, node_probe.versions()))
-    assert failure == (
+    assert (failure.sentence, failure.nodes) == (
         "The NVIDIA driver reports no GPU, but Ray counts 2; check the driver, and that a container runs with --gpus "
         "all.",
         ("10.0.0.1",),

@@ -57,6 +57,7 @@ def serve(listener: socket.socket) -> socket.socket:
             request.close()
             continue
         if not os.fork():
+            os.setpgid(0, 0)  # when a process ends, Ray kills its whole group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             return request

@@ -1,4 +1,4 @@
-"""CPUs, GPUs and object stores of a cluster, and the precision that suits all of it."""
+"""CPUs, GPUs and object stores of a cluster, and the precision that suits all of it. Imports Ray when it is asked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-
-from ray.exceptions import RayError
 
 from raytrain.config.network import Precision
 from raytrain.launch.placement import Hardware, common_precision, fastest_precision
@@ -83,6 +81,8 @@ class ObjectStores:
 
 
 def _ask_head(timeout_s: float) -> dict[str, tuple[int, int]]:
+    from ray.exceptions import RayError
+
     with suppress(RayError):
         return object_store_use(timeout_s)
     return {}
