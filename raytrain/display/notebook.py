@@ -46,8 +46,7 @@ def start(
     if view is not None or not is_notebook():
         return RunHandle(config, loop, view, trackers)
     shown = NotebookView(stop=lambda: handle.stop("the Stop button in the notebook"))
-    handle = RunHandle(config, loop, shown.update, trackers)
-    handle.on_end(shown.end)
+    handle = RunHandle(config, loop, shown.update, trackers, shown.fail)
     return handle
 
 
@@ -90,9 +89,9 @@ class NotebookView:
             self._next_picture_s = self._clock() + self._interval_s
             self._draw(snapshot)
 
-    def end(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException) -> None:
         """Show why the run has ended, unless its last picture does."""
-        if error is not None and not self._over:
+        if not self._over:
             self._keep(f"<pre>{html.escape(str(error))}</pre>")
 
     def _draw(self, snapshot: Snapshot) -> None:

@@ -221,8 +221,10 @@ class RunHandle:
         loop: Callable[[Run], None] | None,
         view: View | None,
         trackers: Sequence[str | Tracker] = (),
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._view = view
+        self._on_failure = on_failure
         self._trackers = trackers
         self._signals = StopSignals()
         self._snapshot: Snapshot | None = None
@@ -251,15 +253,13 @@ class RunHandle:
     def __await__(self) -> Generator[Any, None, TrainResult]:
         return asyncio.shield(asyncio.wrap_future(self._result)).__await__()
 
-    def on_end(self, call: Callable[[BaseException | None], None]) -> None:
-        """Call ``call`` when the run has ended, with what :meth:`result` raises; at once if it has ended already."""
-        self._result.add_done_callback(lambda result: call(result.exception()))
-
     def _train(self, config: TrainConfig, loop: Callable[[Run], None] | None) -> None:
         try:
             result = train(config, loop=loop, view=self._update, signals=self._signals, trackers=self._trackers)
             self._result.set_result(result)
         except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)  # first: who waits for the result may end this process
             self._result.set_exception(error)
 
     def _update(self, snapshot: Snapshot) -> None:

@@ -55,9 +55,10 @@ def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
 def test_a_run_that_cannot_start_says_why_below_the_cell(tmp_path: Path) -> None:
     notebook = stored_notebook(tmp_path, epochs=2)
     (tmp_path / "digits").rename(tmp_path / "elsewhere")
+    notebook.cells[0].source += WAIT  # nbclient drops what comes between two cells
     client = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}, allow_errors=True)
     shown = client.execute().cells[0].outputs
-    assert "digits/train" in shown[0].data["text/html"]
+    assert any("digits/train" in output.get("data", {}).get("text/html", "") for output in shown), shown
 
 
 @pytest.mark.timeout(600)

@@ -121,7 +121,9 @@ def test_the_autoscalers_problems_are_those_that_ray_status_shows(monkeypatch: p
 
 
 def test_without_a_cluster_there_is_nothing_to_wait_for() -> None:
-    with pytest.raises(UsageError, match=r"--wait-for-machines-s is 100.0, which is for a Ray cluster, and --backend is local"):
+    with pytest.raises(
+        UsageError, match=r"--wait-for-machines-s is 100.0, which is for a Ray cluster, and --backend is local"
+    ):
         config(device="cpu", backend="local")
 
 
