@@ -119,7 +119,8 @@ def _archives(source: str) -> Sequence[str]:
         return found
     if source.endswith(ARCHIVE_SUFFIXES):
         return [source]
-    refuse_file(source)
+    if not os.path.isdir(source):
+        refuse_file(source)
     open_store(source).check_readable()
     return _archives_in(files, source)
 

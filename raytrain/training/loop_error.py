@@ -31,9 +31,10 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line.rstrip('.')}{where}"
 
 
-def is_of_another_worker(error: BaseException) -> bool:
-    """Whether ``error`` only says that another worker has left a collective, and not what happened to it."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+def may_pass(error: BaseException) -> bool:
+    """Whether another start may do without ``error``: another worker, a connection or a process of Ray was lost."""
+    is_of_ray = any(kind.__module__.partition(".")[0] == "ray" for kind in type(error).__mro__)
+    return is_of_ray or isinstance(error, (OSError, EOFError, dist.DistError)) or "gloo" in str(error).lower()
 
 
 def _is_users(file: str) -> bool:

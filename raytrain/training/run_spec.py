@@ -23,7 +23,7 @@ from raytrain.training.augment import Augment, Transforms, build_transforms
 from raytrain.training.checkpoint import Checkpoints, CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
-from raytrain.training.loop_error import LoopFailed, describe, is_of_another_worker
+from raytrain.training.loop_error import LoopFailed, describe, may_pass
 from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.optim.loss import Loss
 from raytrain.training.precision import precision_warning, set_gpu_products
@@ -105,7 +105,7 @@ class RunSpec:
         except RaytrainError:
             raise
         except Exception as error:
-            if self.loop is None or run.progress.step > first_step or is_of_another_worker(error):
+            if self.loop is None or run.progress.step > first_step or may_pass(error):
                 raise
             raise LoopFailed(f"its loop failed in its first step: {describe(error)}") from error
         return run.finish()

@@ -153,3 +153,18 @@ def test_a_class_of_one_image_is_named(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "cat", "dog"), "owl/1.png")
     with pytest.raises(UsageError, match=r"owl in .* has only one image"):
         opened(tmp_path / "a")
+
+
+def test_a_folder_may_have_the_name_of_a_file(tmp_path: Path) -> None:
+    assert build_manifest(open_store(str(tree(tmp_path / "data.parquet", "cat", "dog")))).classes == ("cat", "dog")
+
+
+def test_a_folder_of_test_images_beside_classes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert counts(opened(tree(tmp_path / "a", "cat", "dog", "test"))).keys() == {"cat", "dog", "test"}
+    assert "test/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text
+
+
+def test_images_in_no_class_folder_are_counted_once(tmp_path: Path) -> None:
+    fill(tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog"), "train.png")
+    data = opened(tmp_path / "a")
+    assert (data.train.num_ignored, data.test.num_ignored) == (1, 1)

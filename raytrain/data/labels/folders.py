@@ -7,6 +7,7 @@ are training and test images, whether the classes are below them (``train/cat``)
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ _OF_IMAGES = r"(set|data|images|imgs)?s?"
 _TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
 _TEST = re.compile(r"(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
+_log = logging.getLogger("raytrain")
 _WORDS = re.compile(r"[ _.-]+")
 
 
@@ -71,6 +73,8 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     if split := _by_second_folder(paths, url):
         return split
     _refuse_repeated(paths, tops, url)
+    for name in sorted(top for top in tops if len(tops) > 1 and (is_training(top) or is_test(top))):
+        _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(tops) - 1)
     return FolderLabels(tuple(path[0] if path else "" for path in paths))
 
 

@@ -110,7 +110,10 @@ def is_hidden(path: str) -> bool:
 
 
 def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` names a single file, by its suffix, although a folder is expected."""
+    """Raise UsageError if ``url`` names a single file, by its suffix, although a folder is expected.
+
+    To be called if there is no folder: that may have any name, such as data.parquet.
+    """
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
     if advice := _CONTAINERS.get(suffix):
         raise UsageError(f"{url} is a {suffix} file, and a folder or a prefix of images is expected; {advice}.")
@@ -140,6 +143,8 @@ def _lfs_pointers(store: Store, images: Sequence[StoredObject]) -> set[str]:
 
 
 def _no_images(listing: Listing) -> UsageError:
+    if not listing.left_out:
+        refuse_file(listing.url)
     left_out = {reason: count for reason, count in listing.counts.items() if reason != HIDDEN}
     suffixes = Counter(left_out)
     found = ", ".join(f"{count:,} {reason}" for reason, count in suffixes.most_common(4)) or "no other files"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ PACKED_INDEX = "packed.parquet"
 
 _log = logging.getLogger("raytrain")
 _METADATA = b"raytrain.manifest"
+_STRAY = "images that are in no class folder"
 _DIGEST_ROWS = 1 << 20  # at a time
 
 
@@ -234,8 +236,9 @@ def build_manifests(store: Store) -> tuple[Manifest, Manifest | None]:
 def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None) -> Manifest:
     """The images of one part, or of all, with the classes that their folders say."""
     chosen = np.array(folders.classes, object) != ""
-    for at in np.flatnonzero(~chosen):
-        files.leave_out(files.images[at].path, "images that are in no class folder")
+    if part != "test" or not files.left_out.get(_STRAY):  # once, if both parts are of one listing
+        for at in np.flatnonzero(~chosen):
+            files.leave_out(files.images[at].path, _STRAY)
     if folders.parts is not None and part is not None:
         others = chosen & ~np.array(folders.part(part))
         if part == "train" and (names := sorted({folders.parts[at] for at in np.flatnonzero(others)} - {folders.test})):
@@ -274,7 +277,8 @@ def _unlabelled(files: Listing) -> Manifest:
 
 def open_packed(store: Store) -> Manifest | None:
     """The manifest of a packed data set; None if ``store`` has none, or packing has not finished."""
-    refuse_file(store.url)
+    if os.path.isfile(store.url):
+        refuse_file(store.url)
     store.check_readable()
     try:
         index = store.get(PACKED_INDEX)
