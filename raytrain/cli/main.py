@@ -68,8 +68,7 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plain(outcome.document), default=str), flush=True)
         return
-    from raytrain.display.console import PlainConsole
-    from raytrain.display.formatting import key_value_table
+    from raytrain.display.console import PlainConsole, key_value_table
 
     text = key_value_table(outcome.document) if outcome.text is None else outcome.text
     PlainConsole().print(text, highlight=False)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain.data.images.decode import ImageShape, Pixels
-from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import CacheOrder
 from raytrain.data.plan.permutation import Int64s
 
 

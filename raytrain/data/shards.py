@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.permutation import permute
-from raytrain.data.plan.shard_shuffle import Packing
+from raytrain.data.plan.permutation import Packing, permute
 from raytrain.storage.store import Store
 
 SHARD_BYTES = 1 << 20

@@ -5,6 +5,7 @@ What runs on a node imports neither Ray nor torch, so that it works even if thes
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import re
 import shutil
@@ -15,16 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
 from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
-from raytrain.data.plan.shard_shuffle import Packing
+from raytrain.data.plan.permutation import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.launch.placement import Gpu, fastest_precision, gpus
+from raytrain.launch.ray.connection import connection
 from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.storage.clouds.s3 import S3, own_role
 from raytrain.storage.credentials import LentCredentials
@@ -251,3 +253,51 @@ def _clock_ahead(report: NodeReport, asked: float, answered: float) -> float:
     """The check took place between two moments of this machine's clock: the least that explains a node's clock."""
     started, ended = report.clock_s
     return min(0.0, started - asked) + max(0.0, ended - answered)
+
+
+@dataclass(frozen=True)
+class NodeDevices:
+    """A node's devices. A GPU's number is its index in ``gpus``; ``problems`` are sentences that say what to do."""
+
+    address: str
+    id: str
+    cpus: float
+    memory_bytes: int
+    gpus: tuple[Gpu, ...]
+    problems: tuple[str, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The same as plain values, each GPU with its number."""
+        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(self.gpus)]
+        return {**dataclasses.asdict(self), "gpus": gpus, "problems": list(self.problems)}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of all nodes of a cluster."""
+
+    nodes: tuple[NodeDevices, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {"nodes": [node.summary() for node in self.nodes]}
+
+
+def list_devices(address: str | None) -> Devices:
+    """List the devices of every node of the cluster at ``address``. Raises UsageError if there is no cluster."""
+    with connection(address) as cluster:
+        cluster.connect()
+        nodes = probe_nodes(ProbeRequest())
+    return Devices(tuple(node_devices(node) for node in nodes))
+
+
+def node_devices(node: Node) -> NodeDevices:
+    """The devices of a node that was probed."""
+    return NodeDevices(
+        address=node.address,
+        id=node.id,
+        cpus=node.cpus,
+        memory_bytes=node.memory_bytes,
+        gpus=node.report.gpus if node.report else (),
+        problems=node.report.problems if node.report else (node.error or "",),
+    )

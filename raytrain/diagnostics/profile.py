@@ -5,20 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
+
+import torch
+from torch import profiler as torch_profiler
+from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
 from raytrain.launch.run_parts import load_loop
 from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
-
-if TYPE_CHECKING:
-    from raytrain.training.run import Run
+from raytrain.training import loop as built_in
+from raytrain.training.batch import Batch
+from raytrain.training.run import WAIT_FOR_DATA, Run
 
 Interval = tuple[float, float]
 """Start and end, in microseconds."""
@@ -61,8 +67,6 @@ def profile(
     the built-in one or the one that ``config`` names.
     Raises what :func:`raytrain.train` raises.
     """
-    from raytrain.diagnostics.profiled_loop import profiled_loop
-
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to standard error without a GPU
     folder = Path(output).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,3 +214,90 @@ def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Inter
 def length(intervals: Iterable[Interval]) -> float:
     """The sum of their lengths."""
     return sum(end - start for start, end in intervals)
+
+
+WARM_UP_STEPS, NUM_STEPS = 5, 10
+_BODY, _BACKWARD, _OPTIMIZER = "loop", "backward", "optimizer"
+
+
+def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> None:
+    """Train a few steps with ``loop``. Writes ``worker-RANK.trace.json.gz`` and ``worker-RANK.json`` to ``folder``."""
+    steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
+    write = partial(_write, folder=Path(folder), run=run)
+    with torch_profiler.profile(schedule=steps, on_trace_ready=write) as profiler:
+        (loop or built_in.train)(cast(Run, _ProfiledRun(run, profiler)))
+
+
+class _ProfiledRun:
+    """A run that marks its phases in the trace, and whose batches end after the profiled steps.
+
+    On a GPU each phase waits for the device at its end: otherwise the next phase that waits would get its time.
+    """
+
+    def __init__(self, run: Run, profiler: torch_profiler.profile) -> None:
+        self._run = run
+        self._profiler = profiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def batches(self, *arguments: Any, **options: Any) -> Iterator[Batch]:
+        for batch in islice(self._run.batches(*arguments, **options), WARM_UP_STEPS + NUM_STEPS):
+            self._wait_for_device()
+            with record_function(_BODY):
+                yield batch
+                self._wait_for_device()
+            self._profiler.step()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._wait_for_device()
+        with record_function(_BACKWARD):
+            self._run.backward(loss)
+            self._wait_for_device()
+
+    def step(self, optimizer: Optimizer, **options: Any) -> None:
+        with record_function(_OPTIMIZER):
+            self._run.step(optimizer, **options)
+            self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)
+
+
+def _write(profiler: torch_profiler.profile, folder: Path, run: Run) -> None:
+    profiler.export_chrome_trace(str(folder / f"worker-{run.rank}.trace.json.gz"))
+    seconds = phase_seconds(_ranges(profiler, on_gpu=run.device.type == "cuda"))
+    (folder / f"worker-{run.rank}.json").write_text(json.dumps(seconds))
+
+
+def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
+    """What the profiler recorded, in microseconds."""
+    events = list(profiler.events() or ())
+    named = {
+        name: [_interval(event) for event in events if event.name == name and not _is_on_gpu(event)]
+        for name in (WAIT_FOR_DATA, _BODY, _BACKWARD, _OPTIMIZER)
+    }
+    steps = [event for event in events if event.name == "ProfilerStep*" and not _is_on_gpu(event)]
+    collectives = [event for event in events if event.name.startswith(("gloo:", "ncclDevKernel"))]
+    computing = [event for event in events if event.name.startswith("aten::") and event.thread == steps[0].thread]
+    if on_gpu:
+        kernels = [event for event in events if _is_on_gpu(event) and not event.is_user_annotation]
+        computing = [event for event in kernels if not event.name.startswith("nccl")]
+    return Ranges(
+        steps=[_interval(event) for event in steps],
+        waits=named[WAIT_FOR_DATA],
+        bodies=named[_BODY],
+        backwards=named[_BACKWARD],
+        optimizers=named[_OPTIMIZER],
+        collectives=[_interval(event) for event in collectives],
+        computing=[_interval(event) for event in computing],
+    )
+
+
+def _is_on_gpu(event: Any) -> bool:
+    return event.device_type.name == "CUDA"
+
+
+def _interval(event: Any) -> Interval:
+    return event.time_range.start, event.time_range.end

@@ -1,14 +1,16 @@
-"""The console, which no text from outside can control, and its colours."""
+"""The console, which no text from outside can control, and numbers, times and options as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
-from raytrain.runs.redact import printable
+from raytrain.runs.redact import one_line, printable
 
 _STATUS_STYLES = {
     "waiting": "dim",
@@ -44,3 +46,62 @@ class PlainConsole(Console):
         """See :meth:`rich.console.Console.render`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+UNKNOWN = "–"
+
+
+def format_duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as in 00:12:34."""
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour:02}:{minute:02}:{second:02}"
+
+
+def format_time(time: datetime) -> str:
+    """Day and time in the local time zone, as in Nov 22 09:53."""
+    return f"{time.astimezone():%b %d %H:%M}"
+
+
+def format_optional(value: float | None, spec: str) -> str:
+    """``value`` in the format ``spec``, or a dash if it is not known."""
+    return UNKNOWN if value is None else f"{value:{spec}}"
+
+
+def format_value(value: object) -> str:
+    """Any plain value, with as many digits as are worth reading."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, float):
+        spec = ".1e" if 0 < abs(value) < 1e-4 else ".4f" if abs(value) < 10 else ",.1f"
+        return f"{value:{spec}}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(str(value))
+
+
+def format_option(value: object) -> str:
+    """The value of an option as a user types it; the values of a tuple are separated by blanks."""
+    values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    return " ".join(
+        UNKNOWN if one is None else f"{one:g}" if isinstance(one, float) else one_line(str(one)) for one in values
+    )
+
+
+def format_count(number: float, noun: str) -> str:
+    """As in 1 worker, 2 workers, 0.5 CPUs."""
+    text = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
+
+
+def format_gigabytes(num_bytes: int) -> str:
+    """As in 1.5 GB, 143 GB."""
+    return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 100e9 else f"{num_bytes / 1e9:,.1f} GB"
+
+
+def key_value_table(values: Mapping[str, object]) -> RenderableType:
+    """The plain values among ``values``. None, lists, tuples and dictionaries are left out: ``--json`` has those."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    for name, value in values.items():
+        if value is not None and not isinstance(value, (list, tuple, dict)):
+            grid.add_row(one_line(name.removeprefix("num_").replace("_", " ")), format_value(value))
+    return grid

@@ -14,8 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.console import run_styles
-from raytrain.display.formatting import format_duration
+from raytrain.display.console import format_duration, run_styles
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import Kind, MetricRow, steps_per_epoch
 from raytrain.runs.records import RunRecord

@@ -11,10 +11,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import status_style
+from raytrain.display.console import format_count, format_duration, status_style
 from raytrain.display.curves import curve_heading, curve_plots
 from raytrain.display.event_text import event_text
-from raytrain.display.formatting import format_count, format_duration
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.redact import one_line

@@ -10,15 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.formatting import format_count, format_gigabytes, key_value_table
+from raytrain.display.console import format_count, format_gigabytes, key_value_table
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from raytrain.diagnostics.audit import AuditResult, EpochAudit
-    from raytrain.diagnostics.devices import Devices
     from raytrain.diagnostics.doctor import DoctorReport, Finding
     from raytrain.diagnostics.network_probe import AllReduce
-    from raytrain.diagnostics.node_probe import Node, NodeReport
+    from raytrain.diagnostics.node_probe import Devices, Node, NodeReport
     from raytrain.diagnostics.profile import ProfileResult
     from raytrain.launch.placement import Placement
 

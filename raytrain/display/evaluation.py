@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raytrain.display.console import format_optional, key_value_table
 from raytrain.display.curves import GREY
-from raytrain.display.formatting import format_optional, key_value_table
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:

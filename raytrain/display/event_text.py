@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain.display.formatting import format_count
+from raytrain.display.console import format_count
 from raytrain.monitor import events
 from raytrain.monitor.events import Event
 from raytrain.runs.outcome import StopReason, stop_reason_of

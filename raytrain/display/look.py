@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.diagnostics.look import LookResult, look_at
+from raytrain.display.console import UNKNOWN, format_count, key_value_table
 from raytrain.display.curves import GREY, png_bytes
-from raytrain.display.formatting import UNKNOWN, format_count, key_value_table
 from raytrain.display.notebook import as_html, is_notebook
 from raytrain.runs.redact import one_line
 

@@ -10,11 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
-from raytrain.display.console import run_styles
+from raytrain.display.console import UNKNOWN, format_count, format_duration, format_optional, run_styles
 from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side
-from raytrain.display.formatting import UNKNOWN, format_count, format_duration, format_optional
 from raytrain.display.run_tables import rows_table
-from raytrain.experiments.scaling import curve
+from raytrain.experiments.study import curve
 from raytrain.runs.metric_row import MetricRow
 
 if TYPE_CHECKING:

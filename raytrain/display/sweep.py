@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from raytrain.display.console import UNKNOWN, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes
 from raytrain.display.event_text import reason_text
-from raytrain.display.formatting import UNKNOWN, format_optional
 from raytrain.display.run_tables import Column, rows_table, status_text
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name

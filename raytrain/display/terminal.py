@@ -12,10 +12,9 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from raytrain.display.console import PlainConsole
+from raytrain.display.console import PlainConsole, format_duration
 from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_line
 from raytrain.display.event_text import event_text
-from raytrain.display.formatting import format_duration
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import sample_of_rows
 from raytrain.runs.logs import STARTUP

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
-from raytrain.experiments.early_stopping import EarlyStopping
 from raytrain.experiments.trials import (
+    EarlyStopping,
     Sweep,
     SweepResult,
     Trial,

@@ -19,9 +19,9 @@ from raytrain.runs.documents import open_run
 from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
+from raytrain.training.evaluation import with_views
 from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
-from raytrain.training.test_views import with_views
 
 
 class Classifier(nn.Module):

@@ -14,7 +14,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, Cursor
-from raytrain.data.plan.block_order import CacheOrder, rows_per_block
+from raytrain.data.plan.partition import CacheOrder, rows_per_block
 from raytrain.errors import UsageError
 from raytrain.launch.placement import image_memory
 from raytrain.launch.prepare import PreparedRun

@@ -23,8 +23,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import CacheOrder, WorkerOrder, rows_per_block
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder, rows_per_block
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.placement import cores

@@ -19,7 +19,7 @@ from raytrain.data.images.decode import ImageFormat, Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.local_batch import Prefetch
-from raytrain.data.plan.block_order import rows_per_block
+from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.machine_batches import num_decoders
 from raytrain.launch.placement import Placement

@@ -64,7 +64,7 @@ def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor]
     """
     from raytrain.training import transfer
     from raytrain.training.model import check_growing_size
-    from raytrain.training.optim.optimizer import parameter_groups
+    from raytrain.training.optimisation import parameter_groups
     from raytrain.training.prepared_models import checkpoint_gradients
 
     config, num_classes = spec.config, len(spec.classes)

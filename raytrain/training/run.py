@@ -26,14 +26,12 @@ from raytrain.training import transfer
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.checkpoint import CheckpointState, Stateful
+from raytrain.training.evaluation import Network, with_views
 from raytrain.training.gallery import Gallery
-from raytrain.training.optim.learning_rate import LearningRates
-from raytrain.training.optim.loss import Loss
-from raytrain.training.optim.optimizer import build_optimizer, clip_gradients
+from raytrain.training.optimisation import LearningRates, Loss, build_optimizer, clip_gradients
 from raytrain.training.prepared_models import PreparedModels, full_precision
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
-from raytrain.training.test_views import Network, with_views
 
 WAIT_FOR_DATA = "wait for data"
 """The name of this phase in a trace of torch.profiler."""

@@ -25,7 +25,7 @@ from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
 from raytrain.training.loop_error import LoopFailed, describe, may_pass
 from raytrain.training.machine_meter import keep_freed_memory
-from raytrain.training.optim.loss import Loss
+from raytrain.training.optimisation import Loss
 from raytrain.training.precision import precision_warning, set_gpu_products
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import BatchSource, Reporter, Worker

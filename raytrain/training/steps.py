@@ -1,28 +1,74 @@
-"""The books of a run's steps: counts and requests, metrics, what is due after a step, and the rules that loops keep."""
+"""The books of a run's steps: counts and requests, metrics, samples, what is due, and the rules that loops keep."""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.local_batch import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.monitor.events import CheckpointSkipped
 from raytrain.monitor.snapshot import epoch_of
+from raytrain.runs.documents import TRACE
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
+from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
-from raytrain.training.sample_trace import SampleTrace
 from raytrain.training.schedule import CheckpointSchedule, EarlyStop
 from raytrain.training.step_metrics import StepMetrics, StepTotals
+
+_LAST_STEP = re.compile(r"-(\d{9})-\d{5}\.parquet$")
+
+
+class SampleTrace:
+    """Rows of step (counted from 1) and sample (index into the manifest), in one file for each worker and checkpoint.
+
+    A file is written before the checkpoint that completes its steps. Files of steps after the newest checkpoint belong
+    to steps that a failure has undone; worker 0 deletes them when the run resumes.
+    """
+
+    def __init__(self, store: Store, rank: int, first_step: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._steps: list[tuple[int, Int64s]] = []
+        if rank == 0:
+            self._delete_after(first_step)
+
+    def add(self, step: int, samples: Int64s) -> None:
+        """Note that this worker used ``samples``, indices into the manifest, in ``step`` (counted from 1)."""
+        self._steps.append((step, samples))
+
+    def write(self) -> None:
+        """Write the steps since the last call."""
+        if not self._steps:
+            return
+        steps = np.repeat([step for step, _ in self._steps], [len(samples) for _, samples in self._steps])
+        table = pa.table({"step": steps, "sample": np.concatenate([samples for _, samples in self._steps])})
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(table, buffer)
+        first, last = self._steps[0][0], self._steps[-1][0]
+        self._store.put(f"{TRACE}{first:09d}-{last:09d}-{self._rank:05d}.parquet", buffer.getvalue())
+        self._steps.clear()
+
+    def _delete_after(self, step: int) -> None:
+        for found in list(self._store.list(TRACE)):
+            if (last := _LAST_STEP.search(found.path)) and int(last[1]) > step:
+                self._store.delete(found.path)
+
 
 _MEAN = 1  # torch's number for reduction="mean"
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import WorkerOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import Partition, WorkerOrder
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 

@@ -30,8 +30,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.plan.batch_plan import BatchPlan, Cursor
-from raytrain.data.plan.block_order import CacheOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.recipes import cifar10
 from raytrain.runs.machine_history import MachineUse

@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain import TrainConfig
 from raytrain.data.dataset import open_dataset
 from raytrain.data.plan.batch_plan import Cursor
-from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import CacheOrder
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.run_parts import load_initial_weights, run_spec

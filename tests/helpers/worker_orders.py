@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import WorkerOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import Partition, WorkerOrder
 
 
 def assert_reads_only_its_local_batches(

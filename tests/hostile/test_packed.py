@@ -18,7 +18,7 @@ from rich.console import Console
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
-from raytrain.data.plan.shard_shuffle import Packing
+from raytrain.data.plan.permutation import Packing
 from raytrain.data.shards import encode_shard
 from raytrain.datasets.pack import pack
 from raytrain.errors import StorageError

@@ -22,14 +22,12 @@ from raytrain.cli.main import main
 from raytrain.data.table_file import encode_table
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.diagnostics.duplicates import Duplicate, Duplicates
-from raytrain.diagnostics.first_images import FirstImages
-from raytrain.diagnostics.look import ClassCount, ImageSample, LookResult
-from raytrain.display.console import PlainConsole
+from raytrain.diagnostics.look import ClassCount, FirstImages, ImageSample, LookResult
+from raytrain.display.console import PlainConsole, format_option, format_value
 from raytrain.display.curves import save_png
 from raytrain.display.dashboard import dashboard
 from raytrain.display.diagnostics_tables import audit_page
 from raytrain.display.evaluation import confusion_figure, evaluation_page, label_evaluation_page
-from raytrain.display.formatting import format_option, format_value
 from raytrain.display.look import look_figure, look_html, look_page
 from raytrain.display.notebook import dashboard_html
 from raytrain.display.terminal import TerminalView

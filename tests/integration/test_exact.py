@@ -18,8 +18,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
-from raytrain.data.plan.block_order import CacheOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
@@ -27,7 +26,7 @@ from raytrain.storage.open import open_store
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.loop import train
-from raytrain.training.optim.learning_rate import factor
+from raytrain.training.optimisation import factor
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from tests.helpers.gloo_processes import run_in_processes

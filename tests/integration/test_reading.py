@@ -12,8 +12,8 @@ import pytest
 
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.launch.ray.feed.image_pipeline import block_refs
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
+from raytrain.launch.ray.feed.streaming import block_refs
 from raytrain.storage.open import open_store
 from tests.helpers.waiting import wait_for
 

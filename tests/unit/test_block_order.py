@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import CacheOrder, WorkerOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from tests.helpers.worker_orders import assert_reads_only_its_local_batches
 
 sizes = st.integers(1, 1000)

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from raytrain.config import TrainConfig
-from raytrain.diagnostics.devices import Devices, node_devices
-from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_node
+from raytrain.diagnostics.node_probe import Devices, Node, ProbeRequest, node_devices, probe_node
 from raytrain.display.diagnostics_tables import devices_page
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Gpu, gpus

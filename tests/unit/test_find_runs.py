@@ -13,8 +13,8 @@ import pytest
 
 from raytrain.cli.main import main
 from raytrain.data.table_file import export_history
-from raytrain.display.comparison_table import comparison_page
 from raytrain.display.console import PlainConsole
+from raytrain.display.run_tables import comparison_page
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
 from raytrain.monitor.run_reader import RunReader, follow_run

@@ -15,9 +15,8 @@ from PIL import Image
 import raytrain
 from raytrain import Run
 from raytrain.inference.classification_metrics import Scores
-from raytrain.training.evaluation import evaluate
+from raytrain.training.evaluation import evaluate, flip_test
 from raytrain.training.model import build_model
-from raytrain.training.test_views import flip_test
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
 

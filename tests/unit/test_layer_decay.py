@@ -11,7 +11,7 @@ from torch import nn
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError
 from raytrain.training.model import build_model
-from raytrain.training.optim.optimizer import build_optimizer
+from raytrain.training.optimisation import build_optimizer
 
 
 def resolved(**given: Any) -> ResolvedConfig:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from raytrain.data.blocks import Block, CachedBlocks
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import CacheOrder, WorkerOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
 
 loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=5).filter(any)

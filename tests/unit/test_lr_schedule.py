@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.training.optim.learning_rate import factor
+from raytrain.training.optimisation import factor
 
 STEPS_PER_EPOCH = 10
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from raytrain import TrainConfig, UsageError
 from raytrain.training.model_names import check_optimizer_name
-from raytrain.training.optim.optimizer import build_optimizer
+from raytrain.training.optimisation import build_optimizer
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 
 CHECKED = """

@@ -176,9 +176,7 @@ def test_the_private_names_of_tyro_exist() -> None:
     errors = importlib.import_module("tyro._errors")
     gone = [f"{name}.{field}" for name, fields in used.items() for field in fields - fields_of(errors, name)]
     gone += [] if hasattr(errors, "on_parse_error") else ["on_parse_error"]
-    assert not gone, (
-        f"tyro {version('tyro')} has no {', '.join(gone)} in tyro._errors, which cli/parse_errors.py reads."
-    )
+    assert not gone, f"tyro {version('tyro')} has no {', '.join(gone)} in tyro._errors, which cli/parser.py reads."
 
 
 def fields_of(module: ModuleType, name: str) -> set[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from raytrain.experiments.scaling import curve, images_per_s, per_doubling, scaling, seconds_to
+from raytrain.experiments.study import curve, images_per_s, per_doubling, scaling, seconds_to
 from raytrain.runs.metric_row import MetricRow
 
 

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import CacheOrder, WorkerOrder
-from raytrain.data.plan.partition import Partition
-from raytrain.data.plan.permutation import permute
-from raytrain.data.plan.shard_shuffle import NUM_LANES, WINDOW_SHARDS, ShardShuffle, lane_positions
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
+from raytrain.data.plan.permutation import NUM_LANES, WINDOW_SHARDS, ShardShuffle, lane_positions, permute
 from tests.helpers.worker_orders import assert_reads_only_its_local_batches
 
 layouts = st.lists(st.integers(1, 60), min_size=1, max_size=50)

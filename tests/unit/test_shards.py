@@ -28,8 +28,7 @@ from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, bu
 from raytrain.data.labels.split import train_test_split
 from raytrain.data.local_batch import LocalBatch, batches_from_stream
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import WorkerOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import Partition, WorkerOrder
 from raytrain.datasets.pack import PackResult, pack
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.predict_request import BlockPredictor, PredictRequest, predict_blocks

@@ -14,7 +14,7 @@ import pytest
 from raytrain.data.blocks import Block
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.plan.batch_plan import BatchPlan, Cursor
-from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import CacheOrder
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.machine_batches import SharedBlocks
 

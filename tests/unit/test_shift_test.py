@@ -14,8 +14,7 @@ from torch import Tensor
 import raytrain
 from raytrain import Run
 from raytrain.inference.classification_metrics import Scores
-from raytrain.training.evaluation import evaluate
-from raytrain.training.test_views import flip_test, shift_test
+from raytrain.training.evaluation import evaluate, flip_test, shift_test
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.unit.test_flip_test import add_run, mirror_pairs, scores_of_pairs
 

@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.block_order import WorkerOrder, interleave
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import Partition, WorkerOrder, interleave
 from raytrain.errors import RaytrainError
 from raytrain.launch.ray.feed.exchange import Stream, StreamQueues
 

@@ -20,8 +20,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
-from raytrain.launch.ray import job_server
-from raytrain.launch.ray.job_server import JobServer, job_server_url
+from raytrain.launch.ray import submit as job_server
+from raytrain.launch.ray.submit import JobServer, job_server_url
 from raytrain.runs.documents import run_store, write_config
 from raytrain.runs.status import RunStatus, write_status
 from tests.helpers.small_runs import config

@@ -12,9 +12,9 @@ import pytest
 import raytrain
 from raytrain import TrainConfig, UsageError, recipes
 from raytrain.cli.commands import COMMANDS
-from raytrain.experiments.early_stopping import EarlyStopping
 from raytrain.experiments.sweep import sweep
 from raytrain.experiments.trials import (
+    EarlyStopping,
     Trial,
     best_first,
     check_names_free,

@@ -13,7 +13,7 @@ from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
-    from raytrain.launch.submit import Submission
+    from raytrain.launch.ray.submit import Submission
 
 
 def doctor(
@@ -37,7 +37,7 @@ def devices(address: Address = None) -> CommandResult:
 
     Example: raytrain devices
     """
-    from raytrain.diagnostics.devices import list_devices
+    from raytrain.diagnostics.node_probe import list_devices
     from raytrain.display.diagnostics_tables import devices_page
 
     found = list_devices(address)
@@ -61,8 +61,8 @@ def submit(
     Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
     """
     config = _options(command)
-    from raytrain.launch.submit import DETACHED, follow_job
-    from raytrain.launch.submit import submit as send
+    from raytrain.launch.ray.submit import DETACHED, follow_job
+    from raytrain.launch.ray.submit import submit as send
 
     sent = send(command, config, address)
     _note(f"Sent {_size(sent)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")

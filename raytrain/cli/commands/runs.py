@@ -68,8 +68,8 @@ def compare(
 
     Example: raytrain compare first second
     """
-    from raytrain.display.comparison_table import comparison_page
     from raytrain.display.curves import comparison_figure, save_png
+    from raytrain.display.run_tables import comparison_page
     from raytrain.experiments.compare import compare_records, read_runs
 
     records = read_runs(runs, storage)
@@ -112,7 +112,7 @@ def tag(
 
     Example: raytrain tag first --add good --note "the learning rate drops too late"
     """
-    from raytrain.display.formatting import key_value_table
+    from raytrain.display.console import key_value_table
     from raytrain.runs.records import tag_run
 
     config = tag_run(storage, run, add, remove, note)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raytrain.data.plan.permutation import Int64s, mix, permute
-from raytrain.data.plan.shard_shuffle import ShardShuffle
+from raytrain.data.plan.permutation import Int64s, ShardShuffle, mix, permute
 
 _BALANCE_STREAM = 2  # keeps the order within a class apart from the order of the positions
 

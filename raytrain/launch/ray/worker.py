@@ -24,8 +24,7 @@ import raytrain
 from raytrain.data.blocks import CachedBlocks
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
-from raytrain.data.plan.block_order import CacheOrder
-from raytrain.data.plan.partition import Partition
+from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks

@@ -10,7 +10,7 @@ import ray
 
 from raytrain.data.blocks import Block, to_block
 from raytrain.data.images.decode import ImageShape
-from raytrain.data.plan.block_order import BlockRef, CacheOrder
+from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
 from raytrain.launch.ray.trainer import root_cause

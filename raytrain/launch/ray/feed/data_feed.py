@@ -11,7 +11,7 @@ from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, Cursor
-from raytrain.data.plan.block_order import CacheOrder
+from raytrain.data.plan.partition import CacheOrder
 from raytrain.launch.cache_choice import choose_cache
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.coordinator import CoordinatorHandle

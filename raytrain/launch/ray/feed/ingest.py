@@ -20,7 +20,7 @@ from raytrain.data.blocks import to_table
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.block_order import BlockOrder, BlockRef, rows_per_block
+from raytrain.data.plan.partition import BlockOrder, BlockRef, rows_per_block
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.private_api import is_repeated_task

@@ -1,0 +1,195 @@
+"""The optimizer, the learning rate of every step and the loss, as the options or the loop say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.data.plan.batch_plan import BatchPlan
+from raytrain.errors import UsageError
+from raytrain.training.transfer import body_and_head
+
+
+def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
+    """The optimizer of the trainable parameters of ``model``, at the peak learning rates.
+
+    Raises what :func:`parameter_groups` raises.
+    """
+    rate, decay = config.learning_rate, config.weight_decay
+    groups = parameter_groups(config, model, num_classes)
+    if config.optimizer == "sgd":
+        momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
+        return torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=True, **momentum)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=True)
+    return _timm_optimizer(config.optimizer, groups, rate, decay)
+
+
+def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model``, in a group for each learning rate (``lr``) and weight decay of its own.
+
+    Raises UsageError if the network lacks a head or layers that learn at a rate of their own.
+    """
+    rate = config.learning_rate
+    groups = body_and_head(model, num_classes, rate, config.head_learning_rate_factor)
+    if config.layer_decay < 1:
+        scales = _layer_scales(model, config.layer_decay)
+        groups = [part for group in groups for part in _split_by_layer(group, scales, rate)]
+    if not config.decay_norms_and_biases:
+        groups = [part for group in groups for part in _with_and_without_decay(group)]
+    return groups
+
+
+def _timm_optimizer(name: str, groups: list[dict[str, Any]], rate: float, decay: float) -> Optimizer:
+    from timm.optim import Lamb, Lion  # pyright: ignore[reportPrivateImportUsage]
+
+    if name == "lion":
+        return Lion(groups, lr=rate, weight_decay=decay)
+    return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)  # --clip-norm alone clips
+
+
+def _with_and_without_decay(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group's matrices and kernels, and apart from them its vectors, which are norms and biases, without decay."""
+    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
+    others = [parameter for parameter in group["params"] if parameter.ndim >= 2]
+    parts = [{**group, "params": others}, {**group, "params": vectors, "weight_decay": 0.0}]
+    return [part for part in parts if part["params"]]
+
+
+def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
+    """The factor of the learning rate of each parameter: 1 in the last layer, and ``decay`` times that in each before.
+
+    Clark et al. 2020 (ELECTRA), as in BEiT and timm: the network itself says which parameters make a layer, with its
+    method ``group_matcher``. Raises UsageError if it has none.
+    """
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is None:
+        raise UsageError(
+            f"--layer-decay is {decay:g}, and the network does not say how its layers follow each other, as those of "
+            "timm do; take one of these (--model timm:NAME), or leave the decay at 1."
+        )
+    from timm.models import group_parameters
+
+    layer_of: Any = group_parameters(model, matcher(coarse=False), reverse=True)
+    last = max(layer_of.values())
+    return {parameter: decay ** (last - layer_of[name]) for name, parameter in model.named_parameters()}
+
+
+def _split_by_layer(group: dict[str, Any], scales: dict[Tensor, float], learning_rate: float) -> list[dict[str, Any]]:
+    """An optimizer's group, whose default is ``learning_rate``, as a group for each scale, the largest first."""
+    rate = group.get("lr", learning_rate)
+    params: list[Tensor] = group["params"]
+    return [
+        {**group, "params": [each for each in params if scales[each] == scale], "lr": rate * scale}
+        for scale in sorted({scales[each] for each in params}, reverse=True)
+    ]
+
+
+def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
+    """Scale the gradients down to the Euclidean norm ``max_norm`` over all parameters, if theirs is larger."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
+    """The factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
+
+    A linear warm-up of n steps starts at 1/n and reaches 1 in its last step. ``piecewise`` counts its epochs from the
+    start of the run. ``cosine`` (Loshchilov and Hutter 2017, without restarts) and ``linear`` fall from the end of the
+    warm-up to 0 just after the last step.
+    """
+    num_warmup = round(config.warmup_epochs * steps_per_epoch)
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    schedule = config.learning_rate_schedule
+    if schedule.shape == "piecewise":
+        return schedule.factor ** (step // steps_per_epoch // schedule.period)
+    done = (step - num_warmup) / max(num_steps - num_warmup, 1)
+    if schedule.shape == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    if schedule.shape == "linear":
+        return 1 - done
+    return 1.0
+
+
+class LearningRates:
+    """The learning rates of a run's steps: those of the optimizers' groups, times the factor of ``--schedule``."""
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan) -> None:
+        self._config, self._plan = config, plan
+        self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
+        self._prepared: dict[Optimizer, list[float]] = {}
+
+    def prepared(self, thing: object) -> None:
+        """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
+        if isinstance(thing, LRScheduler) and self._is_scheduled:
+            raise self._two_schedules()
+        if isinstance(thing, Optimizer):
+            self._prepared[thing] = [group["lr"] for group in thing.param_groups]
+
+    @contextmanager
+    def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[float]:
+        """In this context the groups have their rates of ``step``, by default those that they have times the factor.
+
+        Gives the first group's. Raises UsageError if the loop has changed them although ``--schedule`` does, too.
+        """
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        before = self._prepared.get(optimizer, rates)
+        if self._is_scheduled and learning_rate is None and rates[: len(before)] != before:
+            raise self._two_schedules()
+        scale = factor(self._config, step, self._plan.steps_per_epoch, self._plan.num_steps)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * scale if learning_rate is None else learning_rate
+        try:
+            yield groups[0]["lr"]
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _two_schedules(self) -> UsageError:
+        config = self._config
+        return UsageError(
+            f"The loop changes the learning rate, and so do --schedule {config.schedule} and --warmup-epochs "
+            f"{config.warmup_epochs:g}; leave these at constant and 0, or the loop's own schedule out."
+        )
+
+
+class Loss:
+    """Sums the loss over images, so that it does not depend on how a batch is divided.
+
+    It is the cross entropy; if an image may have several classes, the mean of their binary cross entropies.
+
+    Args:
+        class_weights: the weight of each class, (C,); None for equal ones. If an image may have several classes, it is
+            the weight of the images that have the class.
+    """
+
+    def __init__(self, config: TrainConfig, class_weights: Sequence[float] | None, device: torch.device) -> None:
+        self._smoothing = config.label_smoothing
+        self._gamma = config.focal_gamma
+        self._multi_label = config.multi_label
+        self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum, (), of the losses of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
+        weights = None if self._weights is None else self._weights.to(logits.dtype)
+        if self._multi_label:
+            each = F.binary_cross_entropy_with_logits(
+                logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
+            )
+            return each.mean(dim=1).sum()
+        losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self._smoothing)
+        if self._gamma:  # Lin et al. 2017
+            probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
+            losses = losses * (1 - probabilities) ** self._gamma
+        return losses.sum()
