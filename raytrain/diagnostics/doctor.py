@@ -114,7 +114,7 @@ def _probe_request(data: Store | None, storage: Store) -> Iterator[tuple[ProbeRe
     if in_bucket is None:
         yield ProbeRequest(data, storage), None
         return
-    from raytrain.launch.ray.credential_server import serving_credentials  # imports Ray
+    from raytrain.launch.ray.coordinator import serving_credentials  # imports Ray
 
     with serving_credentials(stores) as (served, _):
         found_in, problem = "", None

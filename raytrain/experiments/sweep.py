@@ -312,6 +312,6 @@ def _shared_images(prepared: PreparedRun, config: ResolvedConfig, placement: Pla
         from raytrain.launch.cache_choice import SharedImages
 
         return SharedImages(prepared, config, num_steps)
-    from raytrain.launch.ray.feed.shared_images import SharedImages
+    from raytrain.launch.ray.feed.data_feed import SharedImages
 
     return SharedImages(prepared, config, placement, num_steps)

@@ -66,7 +66,7 @@ def serve(
     thresholds = chosen_thresholds(trained, threshold)
     with connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
-        from raytrain.launch.ray.credential_server import serving_credentials  # these import Ray
+        from raytrain.launch.ray.coordinator import serving_credentials  # these import Ray
         from raytrain.launch.ray.model_server import serving
 
         found = cluster_hardware()

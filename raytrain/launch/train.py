@@ -179,7 +179,7 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
 
 def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
-    from raytrain.launch.local.agent_process import AgentProcess
+    from raytrain.launch.local.local_launch import AgentProcess
 
     check_room(config, machine_hardware(config.gpus))
     agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
@@ -199,7 +199,7 @@ def _train_on_ray(config: TrainConfig, prepare: Prepare) -> TrainResult:
             STARTUP.info("importing Ray and torch …")
             importing.join()
             cluster.connect()
-            from raytrain.launch.ray.capacity import wait_for_machines
+            from raytrain.launch.ray.cluster_watch import wait_for_machines
             from raytrain.launch.ray.ray_launch import RayLaunch
 
             with prepared.signals as signals:

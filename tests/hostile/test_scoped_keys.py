@@ -17,7 +17,7 @@ from moto import mock_aws
 
 from raytrain.errors import UsageError
 from raytrain.launch.prepare import check_places, prepare
-from raytrain.launch.ray.credential_server import lend_credentials
+from raytrain.launch.ray.coordinator import lend_credentials
 from raytrain.storage import lent_credentials
 from raytrain.storage.clouds.s3 import S3, resolve
 from raytrain.storage.credentials import Credentials

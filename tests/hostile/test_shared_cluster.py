@@ -111,7 +111,7 @@ RUN_STAGES = [
     "raytrain.monitor.recorder.RunRecorder.begin",
 ]
 SWEEP_STAGES = [
-    "raytrain.launch.ray.feed.shared_images.lend_credentials",
+    "raytrain.launch.ray.feed.data_feed.lend_credentials",
     "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
     "raytrain.launch.ray.feed.data_feed.CacheFiller",
     "raytrain.experiments.sweep.ThreadPoolExecutor",
@@ -155,7 +155,7 @@ def test_an_error_while_a_run_is_opened_leaves_nothing(
 def test_an_error_while_a_sweep_is_opened_leaves_nothing(
     stage: str, nothing_left: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import raytrain.launch.ray.feed.shared_images  # pyright: ignore[reportUnusedImport] ; see above
+    import raytrain.launch.ray.feed.data_feed  # pyright: ignore[reportUnusedImport] ; see above
 
     monkeypatch.setattr(stage, fail)
     with pytest.raises(Injected):

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
-from raytrain.launch.ray import capacity as capacity_check
+from raytrain.launch.ray import cluster_watch as capacity_check
 
 OURS, NEIGHBOUR = "0a000000", "0b000000"
 

@@ -7,8 +7,8 @@ from itertools import chain, repeat
 
 import pytest
 
-from raytrain.launch.ray import head_watch
-from raytrain.launch.ray.head_watch import HeadWatch
+from raytrain.launch.ray import cluster_watch
+from raytrain.launch.ray.cluster_watch import HeadWatch
 from raytrain.monitor.events import Event
 
 WAIT_S = 60.0
@@ -19,8 +19,8 @@ def test_a_head_that_goes_away_and_comes_back_is_told_once_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = chain([True, False, False, False], repeat(True))
-    monkeypatch.setattr(head_watch, "_ASK_EVERY_S", 0.0)
-    monkeypatch.setattr(head_watch, "head_answers", lambda timeout_s: next(answers))
+    monkeypatch.setattr(cluster_watch, "_ASK_HEAD_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster_watch, "head_answers", lambda timeout_s: next(answers))
     told: list[Event] = []
     watch = HeadWatch(told.append)
     deadline = time.monotonic() + WAIT_S

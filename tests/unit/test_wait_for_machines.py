@@ -18,8 +18,8 @@ from ray.experimental import internal_kv
 
 from raytrain import TrainConfig, UsageError
 from raytrain.launch.placement import Hardware
-from raytrain.launch.ray import capacity as module
-from raytrain.launch.ray.capacity import wait_for_machines
+from raytrain.launch.ray import cluster_watch as module
+from raytrain.launch.ray.cluster_watch import wait_for_machines
 from raytrain.launch.ray.private_api import autoscaler_problems
 
 

@@ -1,7 +1,4 @@
-"""The process of torch's elastic agent: it forks the workers of one run, and again if one of them fails.
-
-Run as a module by :mod:`raytrain.launch.local.agent_process`, which sends the run to standard input.
-"""
+"""The process of torch's elastic agent, which forks the workers of one run, and what each of them does."""
 
 from __future__ import annotations
 
@@ -11,19 +8,32 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 
-import torch._dynamo  # noqa: F401 ; every optimizer imports it in its first step, which takes seconds: once is enough
+import torch
+import torch._dynamo
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from raytrain.launch.local.agent_process import WorkerTask
-from raytrain.launch.local.calls import Caller
-from raytrain.launch.local.worker import work
+from raytrain.config import TrainConfig
+from raytrain.errors import RaytrainError
+from raytrain.launch.local.calls import CallAddress, Caller
+from raytrain.launch.local.local_launch import WorkerTask
+from raytrain.launch.machine_batches import MachineBatches
+from raytrain.launch.placement import cores
+from raytrain.launch.run_parts import load_initial_weights, load_loop, run_spec
+from raytrain.monitor.events import Event
+from raytrain.runs.machine_history import MachineUse
+from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.outcome import Outcome
+from raytrain.training.loop_error import describe
 
 _SHUTDOWN_S = 5
+_POLL_S = 20.0
 
 
 def main() -> None:
@@ -81,6 +91,103 @@ def _killed(workers: list[Worker]) -> dict[int, str]:
         if state is not None and state.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             killed[worker.global_rank] = signal.Signals(state.si_status).name
     return killed
+
+
+def work(task: WorkerTask) -> None:
+    """Train on this worker until the run ends or stops. An error of the user's ends the run, any other one is retried.
+
+    Called in a process that the agent has forked.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
+    rank = int(os.environ["RANK"])
+    call = Caller(task.calls)
+    try:
+        outcome = _train(task, rank, SocketReporter(task.calls, watch=rank == 0))
+    except RaytrainError as error:
+        call("give_up", error)
+        return
+    except Exception as error:
+        call("worker_failed", rank, describe(error), traceback.format_exc())
+        os._exit(1)  # the agent starts all workers again
+    if rank == 0:
+        call("conclude", outcome)
+
+
+def _train(task: WorkerTask, rank: int, reporter: SocketReporter) -> Outcome:
+    """Train as one of the workers, or as the only one. The outcome is the same on all of them."""
+    device = _device(task.config)
+    if task.num_workers > 1:
+        store = f"file://{task.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
+        dist.init_process_group(backend, store, rank=rank, world_size=task.num_workers)
+    spec = run_spec(task.config, task.data, task.store, load_loop(task.config, task.loop), task.num_workers)
+    loads = task.config.worker_load or (1.0,) * task.num_workers
+    was_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    isolated = task.config.resume or was_restarted  # an image may have ended the run, or its workers, before
+    source = MachineBatches(task.data, spec.plan, rank, loads, task.cache, reporter.skip, isolated=isolated)
+    weights = load_initial_weights(spec, task.first_step)
+    if rank == 0:
+        reporter.checked()
+    return spec.train(spec.make_run(source, reporter, device, weights))
+
+
+def _device(config: TrainConfig) -> torch.device:
+    """This worker's device: a GPU of its own, or its share of the cores."""
+    if config.device_type == "cpu" or not torch.cuda.is_available():
+        num_workers = int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(config.threads_per_worker or max(1, cores() // num_workers))
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+class SocketReporter:
+    """A :class:`raytrain.training.protocols.Reporter` that calls the coordinator in the process that started the run.
+
+    With ``watch``, it waits there for a stop request.
+    """
+
+    def __init__(self, calls: CallAddress, *, watch: bool) -> None:
+        self._call = Caller(calls)
+        self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
+        self._stop_requested = threading.Event()
+        if watch:
+            threading.Thread(target=self._watch, args=(Caller(calls),), daemon=True, name="stop-watch").start()
+
+    def checked(self) -> None:
+        """The network and its weights fit together: the run may be written down."""
+        self._call("checked")
+
+    def started(self, num_workers: int, step: int) -> None:
+        self._call("started", num_workers, step)
+
+    def record(self, row: MetricRow) -> None:
+        self._call("record", row)
+
+    def measured(self, use: MachineUse) -> None:
+        self._call("measured", use)
+
+    def event(self, event: Event) -> None:
+        self._call("event", event)
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        self._call("skip", images)
+
+    def flush(self) -> None:
+        self._call_slowly("flush")
+
+    def stop_requested(self) -> bool:
+        return self._stop_requested.is_set()
+
+    def checkpoint_requested(self) -> bool:
+        """Never: there are only the checkpoints that the options ask for."""
+        return False
+
+    def _watch(self, call: Caller) -> None:
+        while not self._stop_requested.is_set():
+            if call("wait_for_stop_request", _POLL_S) is not None:
+                self._stop_requested.set()
 
 
 if __name__ == "__main__":

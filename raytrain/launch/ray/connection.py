@@ -286,7 +286,7 @@ def _is_alive() -> bool:
     """Whether the cluster that this process is in still works."""
     import ray
 
-    from raytrain.launch.ray.head_watch import head_answers
+    from raytrain.launch.ray.cluster_watch import head_answers
 
     return head_answers(_ANSWER_WITHIN_S) and any(node["Alive"] for node in ray.nodes())
 

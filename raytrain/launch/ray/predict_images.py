@@ -11,7 +11,7 @@ import ray
 
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import PredictRequest, in_turn, predict_blocks
-from raytrain.launch.ray.credential_server import serving_credentials
+from raytrain.launch.ray.coordinator import serving_credentials
 from raytrain.storage.lent_credentials import Scope
 
 _RETRIES = 3  # of an actor whose process or node is lost

@@ -15,14 +15,11 @@ from raytrain.errors import CoordinatorLost
 from raytrain.launch.coordinator import Ending
 from raytrain.launch.placement import fastest_precision, place
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.ray.capacity import CapacityCheck
+from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.ray.coordinator import CoordinatorHandle, start_coordinator, stop_coordinator
-from raytrain.launch.ray.credential_server import lend_credentials
-from raytrain.launch.ray.feed.data_feed import DataFeed
-from raytrain.launch.ray.feed.shared_images import SharedImages
+from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials, start_coordinator, stop_coordinator
+from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
 from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes
-from raytrain.launch.ray.head_watch import HeadWatch
 from raytrain.launch.ray.on_each_node import check_shared
 from raytrain.launch.ray.trainer import TrainerThread
 from raytrain.launch.ray.worker import WorkerSpec, pickle_by_value, work

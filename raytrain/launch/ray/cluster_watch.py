@@ -1,4 +1,4 @@
-"""Workers that cannot be scheduled, and machines that an autoscaler is asked for."""
+"""Watches the cluster of a run: waits for machines, notices workers without room and a head that does not answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement, available_workers, device_kind, wanted
 from raytrain.launch.ray.hardware import cluster_hardware, worker_resources
-from raytrain.launch.ray.private_api import autoscaler_problems
-from raytrain.runs.background import Throttle
+from raytrain.launch.ray.private_api import WORKER, autoscaler_problems
+from raytrain.monitor.events import Event, HeadBack, HeadSilent
+from raytrain.runs.background import Background, Throttle
 from raytrain.runs.redact import one_line
 
 _PLACED_WITHIN_S = 40.0
@@ -112,3 +114,40 @@ def _too_few(config: TrainConfig, num_devices: int, device: str, problems: list[
 def _in_the_clouds_words(problems: list[str]) -> str:
     listed = "; ".join(one_line(each).rstrip(".") for each in problems)
     return f" The autoscaler cannot start machines ({listed})." if problems else ""
+
+
+_ASK_HEAD_EVERY_S = 5.0
+_ANSWER_WITHIN_S = 10.0
+
+
+class HeadWatch:
+    """Asks the head every few seconds, and calls ``event`` if it stops answering, and if it is back."""
+
+    def __init__(self, event: Callable[[Event], None]) -> None:
+        self._event = event
+        self._ask = Background(head_answers)  # a question takes long if nobody answers
+        self._throttle = Throttle()
+        self._there = True
+
+    def look(self) -> None:
+        """Tell what the last question brought, and ask again."""
+        if not self._throttle.due("ask", _ASK_HEAD_EVERY_S):
+            return
+        answered = self._ask(_ANSWER_WITHIN_S)
+        if answered is None or answered == self._there:
+            return
+        self._there = answered
+        self._event(HeadBack() if answered else HeadSilent())
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ask.close()
+
+
+def head_answers(timeout_s: float) -> bool:
+    """Whether the head answers within ``timeout_s``."""
+    try:
+        WORKER.load().gcs_client.check_alive([], timeout=timeout_s)
+    except RayError:
+        return False
+    return True
