@@ -14,12 +14,12 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset, random_order
+from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_header
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_reader import ImageReader, read_contents, require_bytes
 from raytrain.data.local_batch import LocalBatch
 from raytrain.data.plan.permutation import Int64s
-from raytrain.diagnostics.duplicates import Duplicates, find_duplicates
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.launch.run_parts import load_transforms
 from raytrain.runs.documents import new_name, run_store
@@ -83,7 +83,8 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
     data = open_dataset(config, run_store(config.storage, name))
     started_s = time.monotonic()
     sample = sample_images(data, config.seed, started_s + _SAMPLING_FRACTION * limit_s)
-    duplicates = find_duplicates(data, started_s + limit_s)
+    images = StoredImages(data.train_store, data.train), StoredImages(data.test_store, data.test)
+    duplicates = find_duplicates(*images, started_s + limit_s)
 
     return LookResult(
         title=config.name or config.recipe,

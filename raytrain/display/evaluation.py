@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_optional, key_value_table
+from raytrain.display.console import format_count, format_optional, key_value_table
 from raytrain.display.curves import GREY
 from raytrain.runs.redact import one_line
 
@@ -37,7 +37,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
     ``picture`` is the file of the confusion matrix, if there is one.
     """
     tables = Columns([_classes(result.per_class), _confusions(result)], padding=(0, 4))
-    return Group(key_value_table({**result.summary(), "picture": picture}), Text(), tables)
+    return Group(key_value_table({**result.summary(), "picture": picture}), *_trained_on(result), Text(), tables)
 
 
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
@@ -50,7 +50,16 @@ def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
         values = (score.average_precision, score.threshold, score.precision, score.recall)
         cells = [format_optional(value, ".4f") for value in values]
         table.add_row(Text(one_line(score.name)), f"{score.images:,}", *cells)
-    return Group(key_value_table(result.summary()), table, *_more(len(result.per_class)))
+    return Group(key_value_table(result.summary()), *_trained_on(result), table, *_more(len(result.per_class)))
+
+
+def _trained_on(result: EvaluationResult | LabelEvaluation) -> Iterable[RenderableType]:
+    """A warning if the images are not new to the network."""
+    if result.trained_on:
+        least = "" if result.all_compared else "At least "
+        total = format_count(result.images + result.skipped, "image")
+        text = f"{least}{result.trained_on:,} of these {total} are training images of the run; new ones are harder."
+        yield Text(f"\n{text}", style="yellow")
 
 
 def _classes(scores: Sequence[ClassScore]) -> RenderableType:

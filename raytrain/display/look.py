@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from raytrain.config import TrainConfig
-    from raytrain.diagnostics.duplicates import Duplicate, Duplicates
+    from raytrain.data.duplicates import Duplicate, Duplicates
     from raytrain.diagnostics.look import ClassCount, ImageSample, Range
 
 _NUM_CLASSES_SHOWN = 20

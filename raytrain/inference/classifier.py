@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from pathlib import Path
+import os
+from collections.abc import Iterable, Sequence, Set
+from operator import itemgetter
+from typing import Any, TypeAlias, cast, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
 from raytrain.data.dataset import evaluation_format
-from raytrain.data.images.decode import decode
+from raytrain.data.images.decode import BadImage, Pixels, decode, pixels_of
+from raytrain.errors import UsageError
 from raytrain.inference.trained_run import read_trusted_config
 from raytrain.runs.checkpoint_files import require_checkpoint, stored_thresholds
 from raytrain.runs.documents import open_run
+from raytrain.storage.open import read_input
 from raytrain.storage.store import Store
 from raytrain.training.augment import Augment
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import with_views
 from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
+
+AnImage: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | npt.NDArray[Any] | Tensor"
+_CHANNELS = (1, 3, 4)
 
 
 class Classifier(nn.Module):
@@ -65,30 +74,86 @@ class Classifier(nn.Module):
         logits = self(images).double()
         return logits.softmax(dim=1) if self.thresholds is None else logits.sigmoid()
 
-    def classify(self, files: Sequence[str | Path | bytes]) -> list[tuple[str, float]]:
-        """Predict the class of each image file, given as a path or as its bytes, and its probability.
+    @overload
+    def classify(self, images: AnImage) -> tuple[str, float]: ...
+    @overload
+    def classify(self, images: Iterable[AnImage]) -> list[tuple[str, float]]: ...
+    def classify(self, images: AnImage | Iterable[AnImage]) -> tuple[str, float] | list[tuple[str, float]]:
+        """Predict the likeliest class of an image and its probability, also if an image may have several classes.
 
-        It is the likeliest class, also if an image may have several. Raises BadImage if a file cannot be decoded.
+        An image is a path or URL, the bytes of a file, an image of Pillow, or an array or tensor of pixels: (H, W) or
+        (H, W, C), uint8 or from 0 to 1; a tensor may be (C, H, W). Several images, also (B, …), give a list.
+
+        Raises UsageError if something is none of these or cannot be decoded, StorageError if a file cannot be read.
         """
-        scores, labels = self._file_probabilities(files).max(dim=1)
-        return [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
+        scores, labels = self._probabilities_of(images).max(dim=1)
+        answers = [(self.classes[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
+        return answers[0] if _is_one(images) else answers
 
-    def classify_all(self, files: Sequence[str | Path | bytes]) -> list[dict[str, float]]:
-        """The classes that each image file has by their thresholds, with their probabilities.
+    @overload
+    def classify_all(self, images: AnImage) -> dict[str, float]: ...
+    @overload
+    def classify_all(self, images: Iterable[AnImage]) -> list[dict[str, float]]: ...
+    def classify_all(self, images: AnImage | Iterable[AnImage]) -> dict[str, float] | list[dict[str, float]]:
+        """The classes that an image has by their thresholds, with their probabilities; images as in :meth:`classify`.
 
-        It is for a run whose images may have several classes. Raises BadImage if a file cannot be decoded.
+        If the images of the run have one class each, it is the probability of every class, the likeliest first.
         """
-        assert self.thresholds is not None
-        rows = [
-            zip(self.classes, row, self.thresholds, strict=True) for row in self._file_probabilities(files).tolist()
-        ]
-        return [{name: score for name, score, threshold in row if score >= threshold} for row in rows]
+        rows = [dict(zip(self.classes, row, strict=True)) for row in self._probabilities_of(images).tolist()]
+        if self.thresholds is None:
+            answers = [dict(sorted(row.items(), key=itemgetter(1), reverse=True)) for row in rows]
+        else:
+            least = dict(zip(self.classes, self.thresholds, strict=True))
+            answers = [{name: score for name, score in row.items() if score >= least[name]} for row in rows]
+        return answers[0] if _is_one(images) else answers
 
-    def _file_probabilities(self, files: Sequence[str | Path | bytes]) -> Tensor:
-        contents = [file if isinstance(file, bytes) else Path(file).read_bytes() for file in files]
-        images = np.stack([decode(content, self.shape, self.cropping.crop) for content in contents])
+    def _probabilities_of(self, images: AnImage | Iterable[AnImage]) -> Tensor:
+        several = cast("Iterable[AnImage]", (images,) if _is_one(images) else images)
+        pixels = [self._pixels(image) for image in several]
         device = next(self.network.parameters()).device
-        return self.probabilities(torch.from_numpy(images).to(device))
+        return self.probabilities(torch.from_numpy(np.stack(pixels)).to(device)) if pixels else torch.zeros(0, 1)
+
+    def _pixels(self, image: AnImage) -> Pixels:
+        crop = self.cropping.crop
+        if isinstance(image, Image.Image):
+            return pixels_of(ImageOps.exif_transpose(image), self.shape, crop)
+        if not isinstance(image, (str, os.PathLike, bytes)):
+            return pixels_of(_as_pillow(image), self.shape, crop)
+        name, content = ("An image", image) if isinstance(image, bytes) else (image, read_input(os.fspath(image)))
+        try:
+            return decode(content, self.shape, crop)
+        except BadImage as error:
+            raise UsageError(f"{name} cannot be used: {error}.") from None
+
+
+def _is_one(images: object) -> bool:
+    """Whether it is one image, or at least nothing that contains several."""
+    if isinstance(images, (np.ndarray, Tensor)):
+        return images.ndim < 4
+    return isinstance(images, (str, bytes, Image.Image)) or not isinstance(images, Iterable)
+
+
+def _as_pillow(image: object) -> Image.Image:
+    """Pixels as an image of Pillow. Raises UsageError for what is no image."""
+    if isinstance(image, Tensor):
+        image = image.detach().cpu().numpy()
+        if image.ndim == 3 and image.shape[0] in _CHANNELS and image.shape[2] not in _CHANNELS:
+            image = np.moveaxis(image, 0, 2)
+    if not isinstance(image, np.ndarray):
+        raise UsageError(
+            f"An image is a {type(image).__name__}; give a path, the bytes of a file, an image of Pillow, or an array "
+            "or tensor of pixels."
+        )
+    pixels: npt.NDArray[Any] = image
+    if pixels.dtype.kind == "f" and pixels.size and pixels.min() >= 0 and pixels.max() <= 1:
+        pixels = (pixels * 255).round().astype(np.uint8)
+    is_image = pixels.size and (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in _CHANNELS))
+    if pixels.dtype != np.uint8 or not is_image:
+        raise UsageError(
+            f"An image is an array of {pixels.dtype} of shape {pixels.shape}; give uint8, or numbers from 0 to 1, as "
+            "(height, width) or (height, width, channels) with 1, 3 or 4 channels."
+        )
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)
 
 
 def load(run: str, *, storage: str = "./runs", trust: bool = False) -> Classifier:

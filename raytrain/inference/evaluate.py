@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from raytrain.config.evaluation import TestView
 from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
+from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.labelled_images import evaluated_images
 from raytrain.data.labels.manifest import Manifest, build_manifest
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import Scores, score
 from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds, score_labels
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
+from raytrain.runs.documents import MANIFEST, TEST_MANIFEST
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
+
+_COMPARE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationResult(Scores):
-    """The metrics of a run's best checkpoint. ``skipped`` images could not be read and are not in the metrics."""
+    """The metrics of a run's best checkpoint. ``skipped`` images could not be read and are not in the metrics.
+
+    ``trained_on`` of the images are training images of the run, by their place or their content; it is None for the
+    run's own test images, and if that is not known. ``all_compared`` is False if there may be more: the time to read
+    files for it was over after 10 s, or they could not be read.
+    """
 
     run: str
     data: str
     checkpoint: str
     skipped: int
+    trained_on: int | None = None
+    all_compared: bool | None = None
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values; what ``raytrain evaluate --json`` prints."""
-        about = {name: getattr(self, name) for name in ("run", "data", "checkpoint", "skipped")}
-        return {**about, **super().summary()}
+        about = ("run", "data", "checkpoint", "skipped", "trained_on", "all_compared")
+        return {**{name: getattr(self, name) for name in about}, **super().summary()}
 
 
 def evaluate(
     run: str,
-    data: str,
+    data: str | None = None,
     *,
     labels: str | None = None,
     threshold: Sequence[float] = (),
@@ -51,7 +65,8 @@ def evaluate(
 
     Args:
         run: the run's name.
-        data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``.
+        data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``. By default the run's own test
+            images, those that were given or held out.
         labels: a label file for the images, with the same columns as the run's; by default their folders are the
             labels. If it has a column ``split``, its test images are used. A run whose images may have several
             classes needs it.
@@ -71,20 +86,61 @@ def evaluate(
     """
     trained = open_trained_run(run, storage, trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
-    images = open_store(data)
-    manifest = _labelled(trained, images, labels)
+    if data is None:
+        images, manifest = _own_test_images(trained, labels)
+    else:
+        images = open_store(data)
+        manifest = _labelled(trained, images, labels)
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views)
     if trained.config.multi_label:
-        return score_labels(trained, manifest, table, thresholds)
-    readable = table.filter(table["error"].is_null())
-    truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
-    return EvaluationResult(
-        run=run,
-        data=images.url,
-        checkpoint=trained.checkpoint,
-        skipped=len(table) - len(readable),
-        **vars(score(truth, answers, losses, trained.classes)),
-    )
+        result = score_labels(trained, manifest, table, thresholds)
+    else:
+        readable = table.filter(table["error"].is_null())
+        truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
+        result = EvaluationResult(
+            run=run,
+            data=images.url,
+            checkpoint=trained.checkpoint,
+            skipped=len(table) - len(readable),
+            **vars(score(truth, answers, losses, trained.classes)),
+        )
+    return result if data is None else replace(result, **_trained_on(trained, images, manifest))
+
+
+def _own_test_images(trained: TrainedRun, labels: str | None) -> tuple[Store, Manifest]:
+    """The images that the run itself was tested on."""
+    if labels is not None:
+        raise UsageError("--labels is for other images than the run's own test images; give those with --data.")
+    try:
+        manifest = Manifest.from_parquet(trained.store.get(TEST_MANIFEST))
+    except FileNotFoundError:
+        raise UsageError(f"Run {trained.name!r} has no list of its test images; give images with --data.") from None
+    return open_store(trained.config.test_data or trained.config.data), manifest
+
+
+def _trained_on(trained: TrainedRun, images: Store, manifest: Manifest) -> dict[str, Any]:
+    """How many of the images are training images of the run: at the same place, or elsewhere with the same content."""
+    try:
+        train = Manifest.from_parquet(trained.store.get(MANIFEST))
+    except (FileNotFoundError, StorageError):
+        return {"trained_on": None}
+    known = set(train.keys.to_pylist()) if train.url == manifest.url else set[str]()
+    is_known = np.array([key in known for key in manifest.keys.to_pylist()], bool)
+    others = _of_sizes(manifest.select(np.flatnonzero(~is_known)), train)
+    found, is_complete = 0, True
+    if len(others):
+        try:
+            training = StoredImages(open_store(trained.config.data), _of_sizes(train, others))
+            duplicates = find_duplicates(training, StoredImages(images, others), time.monotonic() + _COMPARE_S)
+            found, is_complete = len(duplicates.test), duplicates.compared == duplicates.images
+        except (StorageError, UsageError):  # the training images are gone, or others may not read them
+            is_complete = False
+    return {"trained_on": int(is_known.sum()) + found, "all_compared": is_complete}
+
+
+def _of_sizes(images: Manifest, others: Manifest) -> Manifest:
+    """The images that have as many bytes as one of ``others``: only those can have the same content."""
+    return images.select(np.flatnonzero(np.isin(images.sizes_bytes, others.sizes_bytes)))
 
 
 def _labelled(trained: TrainedRun, images: Store, labels: str | None) -> Manifest:

@@ -53,6 +53,9 @@ class LabelEvaluation:
     mean_average_precision: float | None
     macro_f1: float | None
     per_class: tuple[LabelScore, ...]
+    trained_on: int | None = None
+    all_compared: bool | None = None
+    """As in :class:`raytrain.inference.evaluate.EvaluationResult`."""
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""

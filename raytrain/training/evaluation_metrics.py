@@ -18,10 +18,10 @@ def balanced_accuracy(right: Counts, truth: Counts) -> float:
 
 
 def macro_f1(right: Counts, truth: Counts, predicted: Counts) -> float:
-    """The mean F1, 2·right / (truth + predicted), over the classes that are a truth or a prediction; NaN without."""
-    either = truth + predicted
-    present = either > 0
-    return float((2 * right[present] / either[present]).mean()) if present.any() else float("nan")
+    """The mean F1, 2·right / (truth + predicted), over the classes that have images; NaN without images."""
+    present = truth > 0
+    f1 = 2 * right[present] / (truth + predicted)[present]
+    return float(f1.mean()) if present.any() else float("nan")
 
 
 Scores = npt.NDArray[np.float64]

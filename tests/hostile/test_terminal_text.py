@@ -19,9 +19,9 @@ import raytrain
 from raytrain.cli.command import CommandResult
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.main import main
+from raytrain.data.duplicates import Duplicate, Duplicates
 from raytrain.data.table_file import encode_table
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
-from raytrain.diagnostics.duplicates import Duplicate, Duplicates
 from raytrain.diagnostics.look import ClassCount, FirstImages, ImageSample, LookResult
 from raytrain.display.console import PlainConsole, format_option, format_value
 from raytrain.display.curves import save_png

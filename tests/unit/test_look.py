@@ -19,8 +19,8 @@ import raytrain
 from raytrain.cli.main import main
 from raytrain.data.blocks import string_array
 from raytrain.data.dataset import Dataset, open_dataset
+from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.manifest import Manifest
-from raytrain.diagnostics.duplicates import find_duplicates
 from raytrain.diagnostics.look import look_at
 from raytrain.display.look import look_html
 from raytrain.runs.documents import run_store
@@ -136,9 +136,9 @@ def test_entity_tags_are_believed_if_they_are_the_hashes_of_a_few_files(tmp_path
     data = open_dataset(config(folder, tmp_path), run_store(str(tmp_path), "none"))
     train, test = (hashed(data, manifest, wrong) for manifest in (data.train, data.test))
     store = Counted(str(folder))
-    data = dataclasses.replace(data, train=train, test=test, train_store=store, test_store=store)
+    images = StoredImages(store, train), StoredImages(store, test)
     Counted.num_read = 0
-    found = find_duplicates(data, time.monotonic() + 60)
+    found = find_duplicates(*images, time.monotonic() + 60)
     assert found.compared == found.images == 91
     assert len(found.test) + len(found.contradicting) == 1
     assert (Counted.num_read == 16) is (not wrong)  # eight training images, and eight test images

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 import raytrain
+from raytrain.data.dataset import write_manifests
 from raytrain.data.images.crop_box import STRETCHED
 from raytrain.data.images.decode import ImageFormat, ImageShape, Pixels
-from raytrain.data.labels.manifest import list_images
+from raytrain.data.labels.manifest import build_manifest, list_images
 from raytrain.data.plan.permutation import Int64s
-from raytrain.errors import UsageError
+from raytrain.errors import RaytrainError, UsageError
+from raytrain.inference.evaluate import EvaluationResult
 from raytrain.launch.placement import Hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
 from raytrain.recipes import custom
+from raytrain.runs.documents import run_store, write_config
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.training.model import build_model
@@ -105,6 +111,81 @@ def test_more_workers_than_four_a_core_are_refused(
     monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     with pytest.raises(UsageError, match="--workers is 10000"):
         raytrain.evaluate("first", str(images), storage=str(trained), workers=10_000)
+
+
+@pytest.fixture
+def split(trained: Path, images: Path) -> Path:
+    """The run ``first`` was trained on the cats and dogs and tested on the foxes."""
+    config = options(data=str(images))
+    write_config(
+        run_store(str(trained), "first"),
+        config.resolve(name="first", num_workers=1, device="cpu", mean=(0.2,), std=(0.3,)),
+    )
+    manifest = build_manifest(open_store(str(images)))
+    is_fox = manifest.labels == ANIMALS.index("fox")
+    train, test = (manifest.select(np.flatnonzero(chosen)) for chosen in (~is_fox, is_fox))
+    write_manifests(run_store(str(trained), "first"), train, test)
+    return trained
+
+
+def test_without_data_a_runs_own_test_images_are_measured(split: Path) -> None:
+    result = raytrain.evaluate("first", storage=str(split))
+    assert isinstance(result, EvaluationResult)
+    assert [score.images for score in result.per_class] == [0, 0, 8] and result.trained_on is None
+    foxes = result.per_class[2]
+    assert result.macro_f1 == pytest.approx(2 * foxes.right / (8 + foxes.right))  # of the only class that has images
+    with pytest.raises(UsageError, match="--labels is for other images"):
+        raytrain.evaluate("first", labels="labels.csv", storage=str(split))
+
+
+def test_an_evaluation_tells_how_many_images_were_trained_on(split: Path, images: Path, tmp_path: Path) -> None:
+    here = raytrain.evaluate("first", str(images), storage=str(split))
+    assert (here.trained_on, here.all_compared) == (16, True)
+    shutil.copytree(images, tmp_path / "copy")
+    (tmp_path / "copy" / "cat" / "0.png").rename(tmp_path / "copy" / "cat" / "renamed.png")
+    Image.new("L", (12, 20)).save(tmp_path / "copy" / "dog" / "0.png")
+    elsewhere = raytrain.evaluate("first", str(tmp_path / "copy"), storage=str(split))
+    assert (elsewhere.trained_on, elsewhere.all_compared) == (15, True)
+    shutil.rmtree(images)
+    gone = raytrain.evaluate("first", str(tmp_path / "copy"), storage=str(split))
+    assert (gone.trained_on, gone.all_compared) == (0, False)
+
+
+def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> None:
+    model = raytrain.load("first", storage=str(trained))
+    file = images / "cat" / "3.png"
+    pixels = np.asarray(Image.open(file))
+    expected = model.classify([file])[0]
+    tensor = torch.from_numpy(pixels.copy())
+    for image in (file, str(file), file.read_bytes(), Image.open(file), pixels, pixels[..., None], pixels / 255):
+        assert model.classify(image) == expected
+    for image in (tensor, tensor[None], tensor[..., None].repeat(1, 1, 3), (tensor / 255)[None]):
+        assert model.classify(image) == expected
+    for several in ([file, pixels, tensor], np.stack([pixels] * 3)[..., None]):
+        labels, scores = zip(*model.classify(several), strict=True)
+        assert labels == (expected[0],) * 3 and scores == pytest.approx([expected[1]] * 3)
+    everything = model.classify_all(file)
+    assert next(iter(everything.items())) == expected and set(everything) == set(ANIMALS)
+    assert model.classify([]) == []
+
+
+@pytest.mark.parametrize(
+    ("image", "sentence"),
+    [
+        (7, "An image is a int; give a path"),
+        ([None], "An image is a NoneType"),
+        (
+            np.zeros((20, 12), np.float32) + 200,
+            r"array of float32 of shape \(20, 12\); give uint8, or",
+        ),
+        (np.zeros((20, 12, 5), np.uint8), r"shape \(20, 12, 5\)"),
+        (b"no image", "An image cannot be used: the file is not an image"),
+        ("nowhere.png", "There is no file nowhere.png"),
+    ],
+)
+def test_what_is_no_image_gets_a_sentence(trained: Path, image: Any, sentence: str) -> None:
+    with pytest.raises(RaytrainError, match=sentence):
+        raytrain.load("first", storage=str(trained)).classify(image)
 
 
 class Brightness:

@@ -39,8 +39,10 @@ class PredictionOptions:
 
 def evaluate(
     run: RunName,
-    data: Data,
     prediction: PredictionOptions,
+    data: Annotated[
+        str | None, arg(help="Labelled images: a folder or a URL; by default the run's own test images.")
+    ] = None,
     labels: Annotated[
         str | None, arg(help="Label file of the images; by default their folders are the labels.")
     ] = None,
@@ -50,7 +52,10 @@ def evaluate(
 ) -> CommandResult:
     """Measure a run's best checkpoint on labelled images, each used exactly once: accuracy, per class, confusions.
 
-    Example: raytrain evaluate first --data s3://bucket/test
+    Without --data, they are the run's own test images, given or held out. With it, the result says how many of them
+    the run was trained on.
+
+    Example: raytrain evaluate first
     """
     from raytrain.display.curves import save_png
     from raytrain.display.evaluation import confusion_figure, evaluation_page, label_evaluation_page

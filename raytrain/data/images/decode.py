@@ -165,8 +165,7 @@ def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
             _check_size(image, data, shape, crop)
             image.load()
             _rotate_upright(image)
-            converted = _convert(image, "L" if shape.channels == 1 else "RGB")
-            return _resize(converted, crop((converted.height, converted.width), shape.size), shape)
+            return pixels_of(image, shape, crop)
     except BadImage:
         raise
     except Image.DecompressionBombError as error:
@@ -175,6 +174,12 @@ def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
         raise BadImage("the file is not an image that can be read") from None
     except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def pixels_of(image: Any, shape: ImageShape, crop: Crop = stretch) -> Pixels:
+    """Pixels of an upright image of Pillow, uint8 (H, W, C), as :func:`decode` makes them of its file."""
+    converted = _convert(image, "L" if shape.channels == 1 else "RGB")
+    return _resize(converted, crop((converted.height, converted.width), shape.size), shape)
 
 
 def _check_jpeg_size(data: bytes, height: int, width: int) -> None:

@@ -13,7 +13,6 @@ from itertools import islice
 
 import numpy as np
 
-from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import BadImage
 from raytrain.data.images.image_reader import read_contents, require_bytes
 from raytrain.data.labels.manifest import Manifest
@@ -47,22 +46,22 @@ class Duplicates:
     """Training images that are training images of another class, too."""
 
 
-def find_duplicates(data: Dataset, deadline_s: float) -> Duplicates:
-    """Compare all images of a data set by the MD5 of their files, as far as that can be done until ``deadline_s``.
+def find_duplicates(train: StoredImages, test: StoredImages, deadline_s: float) -> Duplicates:
+    """Compare training and test images, each with all others, by the MD5 of their files, until ``deadline_s``.
 
     An image whose size in bytes no other has needs no reading, and neither do objects whose entity tags are such
     hashes, as most are in S3. ``deadline_s`` is a time of ``time.monotonic``. Raises StorageError if a store refuses or
     cannot be reached.
     """
-    sources = _Source(data.train_store, data.train), _Source(data.test_store, data.test)
-    candidates = _candidates(data)
-    num_images, num_train = len(data.train) + len(data.test), len(data.train)
+    sources = train, test
+    candidates = _candidates(train.manifest, test.manifest)
+    num_train, num_images = len(train.manifest), len(train.manifest) + len(test.manifest)
     hashes = dict(_hashes(sources, candidates, deadline_s))
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for image in sorted(hashes):
         groups[hashes[image]].append(image)
     pairs = [(image, group[0]) for group in groups.values() for image in group[1:] if group[0] < num_train]
-    duplicates = [_described(data, *pair) for pair in sorted(pairs)]
+    duplicates = [_described(sources, *pair) for pair in sorted(pairs)]
     num_contradicting = sum(image < num_train for image, _ in pairs)
     return Duplicates(
         compared=num_images - len(candidates) + len(hashes),
@@ -73,7 +72,7 @@ def find_duplicates(data: Dataset, deadline_s: float) -> Duplicates:
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
+class StoredImages:
     """The training images, or the test images, and the hashes of their files."""
 
     store: Store
@@ -102,7 +101,9 @@ class _Source:
         return bool(hashes) and hashes == [_md5_of(etag) for etag in chosen.etags.to_pylist()]
 
 
-def _hashes(sources: tuple[_Source, _Source], candidates: Int64s, deadline_s: float) -> Iterator[tuple[int, str]]:
+def _hashes(
+    sources: tuple[StoredImages, StoredImages], candidates: Int64s, deadline_s: float
+) -> Iterator[tuple[int, str]]:
     """Number and hash of training images, and of test images, whose numbers follow theirs."""
     num_train = len(sources[0].manifest)
     for start in range(0, len(candidates), _BLOCK):
@@ -114,24 +115,24 @@ def _hashes(sources: tuple[_Source, _Source], candidates: Int64s, deadline_s: fl
             yield index + num_train, content_hash
 
 
-def _candidates(data: Dataset) -> Int64s:
+def _candidates(train: Manifest, test: Manifest) -> Int64s:
     """The images that have as many bytes as others, those first that share their size with the fewest.
 
     Packed images are in their order, for a shard is read as a whole.
     """
-    sizes_bytes = np.concatenate([data.train.sizes_bytes, data.test.sizes_bytes])
+    sizes_bytes = np.concatenate([train.sizes_bytes, test.sizes_bytes])
     _, size, counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
-    is_packed = data.train.packing is not None or data.test.packing is not None
+    is_packed = train.packing is not None or test.packing is not None
     order = np.arange(len(size)) if is_packed else np.lexsort((size, counts[size]))
     return order[counts[size[order]] > 1]
 
 
-def _described(data: Dataset, image: int, training_image: int) -> Duplicate:
-    num_train = len(data.train)
-    manifest, index = (data.train, image) if image < num_train else (data.test, image - num_train)
+def _described(sources: tuple[StoredImages, StoredImages], image: int, training_image: int) -> Duplicate:
+    train, test = (source.manifest for source in sources)
+    manifest, index = (train, image) if image < len(train) else (test, image - len(train))
     names = [
         (images.keys[place].as_py(), ", ".join(images.class_names(images.labels[place])))
-        for images, place in ((manifest, index), (data.train, training_image))
+        for images, place in ((manifest, index), (train, training_image))
     ]
     return Duplicate(*names[0], *names[1])
 
