@@ -78,5 +78,5 @@ def flag(name: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean …?)`` with up to three of ``known`` that are similar to ``name``; empty if none is."""
-    similar = get_close_matches(name, list(known), cutoff=0.7)
+    similar = get_close_matches(name, dict.fromkeys(known), cutoff=0.7)
     return f" (did you mean {' or '.join(similar)}?)" if similar else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -14,11 +16,17 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from raytrain.cli.command import CommandResult
-from raytrain.cli.commands import COMMANDS
+from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.parser import parse
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, option_name
 from raytrain.runs.documents import plain
 from raytrain.runs.redact import one_line, printable
+
+_MORE = """
+raytrain COMMAND --help explains one. --json prints a command's result as JSON,
+--debug the traceback of an error, and --version the version.
+In bash or zsh, this completes commands and options:
+source <(raytrain --tyro-print-completion bash)"""
 
 
 def run() -> NoReturn:
@@ -42,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] == "--version":
         print(version("raytrain"))
         return 0
+    if argv[0] in ("-h", "--help"):
+        _print_map()
+        return 0
     try:
         with ExitStack() as opened:
             opened.callback(_end_ray)
@@ -55,6 +66,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(error, as_json="--json" in argv)
     _print_outcome(outcome, as_json="--json" in argv)
     return outcome.exit_code
+
+
+def _print_map() -> None:
+    """Print all commands, by what people want to do."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from raytrain.display.console import PlainConsole
+
+    console = PlainConsole()
+    console.print("Train image classifiers on all your GPUs with your own loop, straight from S3.", highlight=False)
+    for title, commands in GROUPS.items():
+        table = Table.grid(padding=(0, 2))
+        table.add_column(width=16)
+        for command in commands:
+            about = re.split(r"[.:;]\s", inspect.getdoc(command) or "")[0]
+            table.add_row(f"  {option_name(command.__name__)}", about)
+        console.print(Text(f"\n{title}", style="bold"), table, sep="\n")
+    console.print(_MORE, highlight=False)
 
 
 def _end_ray() -> None:

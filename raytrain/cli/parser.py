@@ -40,6 +40,16 @@ NONE = "none"
 _CONSTRUCTORS = ConstructorRegistry()
 _PLAIN_DEFAULTS = ("", "''", NONE, "False")
 """Defaults that the help does not show, since they only say that an option was not given."""
+_SYNONYMS = {"learning_rate": "--lr", "batch_size": "--bs", "weight_decay": "--wd"}
+"""What people type who come from other trainers."""
+_MOSTLY_USED = (
+    *("data", "test_data", "labels", "name", "storage", "resume", "loop", "epochs", "batch_size", "learning_rate"),
+    *("schedule", "optimizer", "workers", "device", "backend", "model", "weights", "image_size", "flip", "until"),
+)
+"""The options that the help shows, unless all are asked for."""
+_FLAGS_OF_COMMANDS = ("--json", "--debug", "--trust", "--watch")
+_HELP = ("-h", "--help")
+_ALL_HELP = "--help-all"
 _DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
 """Where a resumed run trains: each start decides on it."""
 
@@ -71,14 +81,19 @@ def parse(argv: Sequence[str], commands: Commands[T]) -> functools.partial[T]:
     becomes the choice of a recipe with all its options. Raises UsageError, or SystemExit after ``--help``.
     """
     defaults = {name: recipe() for name, recipe in RECIPES.items()}
+    place = _place_of_missing_recipe(argv, commands)
+    argv = list(argv) if place is None else [*argv[:place], "custom", *argv[place:]]
     command = _parse(argv, commands, defaults)
     typed = command.keywords.get("config")
     if typed is None:
         return command
     if typed["resume"] and typed["name"] and not _starts_here(typed):
         # A second time: what was not typed is now as the run has it, and no longer as the recipe has it.
-        stored = _stored_options(command.func.__name__, typed, defaults[typed["recipe"]])
-        command = _parse(argv, commands, {**defaults, typed["recipe"]: stored})
+        recipe = None if place is not None else typed["recipe"]
+        stored = _stored_options(command.func.__name__, typed, recipe, defaults)
+        if place is not None:
+            argv[place] = stored.recipe
+        command = _parse(argv, commands, {**defaults, stored.recipe: stored})
         if not command.keywords.get("trust"):
             _check_functions(typed, command.keywords["config"])
     command.keywords["config"] = TrainConfig(**command.keywords["config"])
@@ -101,17 +116,19 @@ class _CommandLine(Generic[C]):
 
 def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, TrainConfig]) -> functools.partial[T]:
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
+    is_short = not {*_HELP}.isdisjoint(argv)
+    argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
     chosen = _chosen("command", commands, argv[:1])
     has_recipe = len(chosen) == 1 and all("config" in _hints(command) for command in chosen.values())
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
     choice = _choice(
-        subcommand(name, constructor=_bound(command, recipes), description=about(command))
+        subcommand(name, constructor=_bound(command, recipes, is_short), description=about(command))
         for name, command in chosen.items()
     )
     flags = (flag(name) for command in chosen.values() for name in _option_names(command))
     with as_usage_errors(flags):
-        line = tyro.cli(_CommandLine[choice], prog="raytrain", args=list(argv), config=_MARKERS, registry=_CONSTRUCTORS)
+        line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
 
 
@@ -125,6 +142,15 @@ def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[
     return {words[0]: known[words[0]]}
 
 
+def _place_of_missing_recipe(argv: Sequence[str], commands: Commands[T]) -> int | None:
+    """Where the recipe is missing, as in ``train --data X``; None if there is one, or the command has none."""
+    if len(argv) < 2 or argv[0] not in commands or "config" not in _hints(commands[argv[0]]):
+        return None
+    place = next((place for place, word in enumerate(argv[1:], 1) if word not in _FLAGS_OF_COMMANDS), len(argv))
+    is_option = place < len(argv) and argv[place].startswith("--") and argv[place] not in (*_HELP, _ALL_HELP)
+    return place if is_option else None
+
+
 # What tyro calls, and what the help shows.
 
 
@@ -133,25 +159,31 @@ def _choice(subcommands: Iterable[Any]) -> Any:
     return Union[(*(Annotated[Any, each] for each in subcommands), Annotated[None, Suppress])]
 
 
-def _bound(command: Callable[..., T], recipes: Mapping[str, TrainConfig]) -> Callable[..., functools.partial[T]]:
+def _bound(
+    command: Callable[..., T], recipes: Mapping[str, TrainConfig], is_short: bool
+) -> Callable[..., functools.partial[T]]:
     """The function that tyro calls instead of ``command``, whose ValueError it would take for a mistake in options."""
 
     def bind(**arguments: Any) -> functools.partial[T]:
         return functools.partial(command, **arguments)
 
     bind.__signature__ = inspect.signature(command)  # pyright: ignore[reportFunctionMemberAccess]
-    bind.__annotations__ = {name: _parameter(name, hint, command, recipes) for name, hint in _hints(command).items()}
+    bind.__annotations__ = {
+        name: _parameter(name, hint, command, recipes, is_short) for name, hint in _hints(command).items()
+    }
     return bind
 
 
-def _parameter(name: str, hint: Any, command: Callable[..., Any], recipes: Mapping[str, TrainConfig]) -> Any:
+def _parameter(
+    name: str, hint: Any, command: Callable[..., Any], recipes: Mapping[str, TrainConfig], is_short: bool
+) -> Any:
     """A parameter of a command as tyro takes it: a choice of recipes, a section of options, or one option."""
     if name == "config":
         return _choice(
             subcommand(
                 recipe,
-                constructor=_options(config, _hidden(hint)),
-                description=_about_recipe(recipe, command, recipes),
+                constructor=_options(config, _hidden(hint, is_short)),
+                description=_about_recipe(recipe, command, recipes, is_short),
             )
             for recipe, config in recipes.items()
         )
@@ -183,15 +215,20 @@ def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
     """A section of the options, with these defaults, as the help shows it."""
     hints = get_type_hints(section, include_extras=True)
     fields = [
-        (name, Suppress[hint] if name in hidden else _shown(hint), dataclasses.field(default=getattr(defaults, name)))
+        (
+            name,
+            Suppress[hint] if name in hidden else _shown(hint, name),
+            dataclasses.field(default=getattr(defaults, name)),
+        )
         for name, hint in hints.items()
     ]
     return dataclasses.make_dataclass(section.__name__, fields, bases=(section,), frozen=True, kw_only=True)
 
 
-def _shown(hint: Any) -> Any:
+def _shown(hint: Any, name: str = "") -> Any:
     """An annotation as the help shows it: without the word none, and without a default that says nothing."""
-    return Annotated[hint, arg(metavar=_metavar(hint), help_behavior_hint=_default_hint)]
+    aliases = [_SYNONYMS[name]] if name in _SYNONYMS else None
+    return Annotated[hint, arg(metavar=_metavar(hint), help_behavior_hint=_default_hint, aliases=aliases)]
 
 
 def _metavar(hint: Any) -> str | None:
@@ -208,8 +245,13 @@ def _default_hint(label: str) -> str:
     return "" if label in _PLAIN_DEFAULTS else f"(default: {label})"
 
 
-def _hidden(hint: Any) -> tuple[str, ...]:
-    """The options that have no flag in a command whose ``config`` is annotated so."""
+def _hidden(hint: Any, is_short: bool = False) -> tuple[str, ...]:
+    """The options that have no flag in a command whose ``config`` is annotated so, or that a short help leaves out."""
+    if is_short:
+        return (
+            *_hidden(hint),
+            *(field.name for field in dataclasses.fields(TrainConfig) if field.name not in _MOSTLY_USED),
+        )
     marks = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Without)]
     return ("recipe", *(name for mark in marks for name in mark.names))
 
@@ -224,10 +266,11 @@ def _summary(command: Callable[..., Any]) -> str:
     return _description(command).partition("\n\n")[0]
 
 
-def _about_recipe(name: str, command: Callable[..., Any], recipes: Mapping[str, TrainConfig]) -> str:
+def _about_recipe(name: str, command: Callable[..., Any], recipes: Mapping[str, TrainConfig], is_short: bool) -> str:
     """What a list of recipes says of one and, if it is chosen, the command's example with this recipe."""
     example = _description(command).partition("\n\n")[2].replace("cifar10", name)
-    return _summary(RECIPES[name]) + (f"\n\n{example}" if len(recipes) == 1 else "")
+    more = f"\n\nThe options that most people use; {_ALL_HELP} shows all {len(dataclasses.fields(TrainConfig))}."
+    return _summary(RECIPES[name]) + (f"\n\n{example}{more * is_short}" if len(recipes) == 1 else "")
 
 
 def _option_names(command: Callable[..., Any]) -> Iterator[str]:
@@ -254,17 +297,22 @@ def _starts_here(typed: Mapping[str, Any]) -> bool:
     return bool(typed["data"]) and not run_store(typed["storage"], typed["name"]).exists(CONFIG)
 
 
-def _stored_options(command: str, typed: Mapping[str, Any], recipe: TrainConfig) -> TrainConfig:
-    """The options that the run to resume was started with, except for where it trains: that is decided anew."""
+def _stored_options(
+    command: str, typed: Mapping[str, Any], recipe: str | None, defaults: Mapping[str, TrainConfig]
+) -> TrainConfig:
+    """The options that the run to resume was started with, except for where it trains: that is decided anew.
+
+    ``recipe`` is what was typed.
+    """
     from raytrain.runs.documents import open_run, read_config  # deferred: a new run can be parsed without storage
 
     stored = read_config(open_run(typed["storage"], typed["name"]))
-    if stored.recipe != recipe.recipe:
+    if recipe not in (None, stored.recipe) or stored.recipe not in defaults:
         raise UsageError(
-            f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe.recipe}; "
+            f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe or 'custom'}; "
             f"continue with `raytrain {command} {stored.recipe} …`."
         )
-    machines = {name: getattr(recipe, name) for name in _DECIDED_ANEW}
+    machines = {name: getattr(defaults[stored.recipe], name) for name in _DECIDED_ANEW}
     return dataclasses.replace(stored, **machines, storage=typed["storage"], resume=False)
 
 
@@ -311,12 +359,17 @@ def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
         hint = did_you_mean(event.value, event.choices)
         return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
     if isinstance(event, events.InstantiationFailure) and event.argument is not None:
-        reason = event.message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
-        reason = reason.rpartition("]: ")[2]  # without the type of an option that may be none
-        if "input length " in reason:
-            return f"{_name(event.argument)} must be {_form(event.argument)}."
-        return f"{_name(event.argument)} must be {_form(event.argument)} ({reason})."
+        return _bad_value(_name(event.argument), _form(event.argument), event.message)
     return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
+
+
+def _bad_value(name: str, form: str, message: str) -> str:
+    """A value that is not of its type; tyro's ``message`` ends with Python's words for it."""
+    reason = message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
+    kinds = {"INT": "a whole number", "FLOAT": "a number"}
+    kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
+    typed = " ".join(re.findall(r"'([^']*)'", reason))
+    return f"{name} must be {form}." if "input length " in reason else f"{name} is {typed!r}; it must be {kind}."
 
 
 def _name(argument: ArgumentDefinition) -> str:

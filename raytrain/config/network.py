@@ -39,7 +39,7 @@ class NetworkOptions:
     """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()
     """Layers to freeze, batch norm statistics included, by name, such as layer1; all: all but the head."""
-    image_size: Annotated[ImageSize | str | None, "H W|MIN..MAX"] = None
+    image_size: Annotated[ImageSize | str | None, "H W|SIDE|MIN..MAX"] = None
     """In pixels; by default as timm's weights want it, or 224 224. 128..224: grows over the epochs."""
     channels: Literal[1, 3] = 3
     """1 reads the images as grey, 3 as RGB."""
@@ -118,8 +118,8 @@ def training_size(image_size: Size | str, epoch: int, epochs: int) -> Size:
 def _check_growing(image_size: str, epochs: int) -> None:
     if not re.fullmatch(r"[1-9]\d*\.\.[1-9]\d*", image_size):
         raise UsageError(
-            f"--image-size is {image_size!r}; give height and width, such as 224 224, or a range for images that grow "
-            "from epoch to epoch, such as 128..224."
+            f"--image-size is {image_size!r}; give a side, such as 224, height and width, or a range for images that "
+            "grow from epoch to epoch, such as 128..224."
         )
     (first, _), (full, _) = first_and_full_size(image_size)
     if first >= full or epochs == 1:

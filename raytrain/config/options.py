@@ -94,6 +94,8 @@ class TrainConfig(
     """The options of a training run. The annotation of each option has its limits, the text below it is its --help."""
 
     def __post_init__(self) -> None:
+        if str(self.image_size).isdecimal():  # the side of a square
+            object.__setattr__(self, "image_size", (int(cast(str, self.image_size)),) * 2)
         for check in _CHECKS:
             check(self)
 

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 import raytrain
-from raytrain.cli.commands import COMMANDS
+from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.config import SECTIONS, TrainConfig
@@ -129,7 +129,7 @@ def test_every_option_of_a_run_is_a_flag_with_its_help(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")  # wider, the boxes would stand side by side
     with pytest.raises(SystemExit) as end:
-        main(["train", "cifar10", "--help"])
+        main(["train", "cifar10", "--help-all"])
     assert end.value.code == 0
     help_text = capsys.readouterr().out
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
@@ -144,13 +144,28 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{version('raytrain')}\n"
 
 
-def test_the_help_lists_commands_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, names in (([], COMMANDS), (["--help"], COMMANDS), (["train", "--help"], RECIPES)):
-        with pytest.raises(SystemExit) as end:
-            main(argv)
-        assert end.value.code == 0
+def test_the_help_lists_commands_by_purpose_and_recipes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for argv in ([], ["--help"]):
+        assert main(argv) == 0
         out = capsys.readouterr().out
-        assert [name for name in names if name not in out] == []
+        assert [name for name in (*COMMANDS, *GROUPS) if name not in out] == []
+        assert "[bold]" not in out and max(map(len, out.splitlines())) <= 80
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert [name for name in RECIPES if name not in out] == []
+
+
+def test_the_help_shows_the_options_that_most_people_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "cifar10", "--help"])
+    out = capsys.readouterr().out
+    assert "--help-all shows all" in out and "--learning-rate" in out and "--weight-decay" not in out
+    options = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)}
+    assert 10 < len(options & set(re.findall(r"--[a-z][\w-]*", out))) < 25
 
 
 @pytest.mark.parametrize("words", [*COMMANDS, "train flowers", "study flowers", "sweep flowers"])
@@ -173,7 +188,7 @@ def test_the_help_of_each_command_shows_an_example_that_works(
 def test_the_help_and_the_parsing_import_neither_torch_nor_ray() -> None:
     script = """
 import sys
-from raytrain.cli.commands import COMMANDS
+from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 try:
@@ -216,7 +231,7 @@ def test_the_package_runs_as_a_module() -> None:
         ("train cifar10 --workers 0", "--workers is 0; it must be at least 1."),
         ("train cifar10 --worker-load 1 -1", "--worker-load is (1.0, -1.0); each number must be at least 0."),
         ("train cifar10 --worker-load 0 0", "--worker-load is (0.0, 0.0); at least one number must be above 0."),
-        ("train cifar10 --image-size 3", "--image-size is '3'; give height and width, such as 224 224, or a range"),
+        ("train cifar10 --image-size 3x3", "--image-size is '3x3'; give a side, such as 224, height and width, or a"),
         ("trian cifar10", "There is no command 'trian' (did you mean train?)"),
         ("stop ../first --storage nowhere", "letters, digits"),
         ("stop first --storage nowhere", "There is no run 'first' in nowhere"),

@@ -10,7 +10,9 @@ import pytest
 
 from raytrain.cli.commands import COMMANDS
 from raytrain.cli.parser import parse
+from raytrain.config.user_function import load_function
 from raytrain.recipes import RECIPES
+from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.tree import package_tree, written_tree
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,22 @@ def test_the_files_that_a_page_points_to_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.not_quick
+def test_the_loops_on_the_pages_can_be_pasted(images: Path, tmp_path: Path) -> None:
+    for page in ("README.md", "docs/your-own-loop.md"):
+        codes = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+        file = tmp_path / f"{Path(page).stem.replace('-', '_')}_loop.py"
+        file.write_text(next(code for code in codes if "def train(run" in code))
+        loop = load_function("--loop", f"{file}:train")
+        train_here(folder_run(images, tmp_path, file.stem, loop=loop, max_steps=2))
+
+
+def test_the_readme_names_every_command_in_its_map() -> None:
+    rows = (ROOT / "README.md").read_text().partition("## The commands")[2].partition("\n`uv run")[0]
+    assert set(re.findall(r"`([\w-]+)`", rows)) == set(COMMANDS)
+
+
 def test_the_readme_needs_two_commands_for_the_setup() -> None:
     readme = (ROOT / "README.md").read_text()
-    setups = [line.strip() for line in readme.splitlines() if "pip install" in line]
+    setups = [line.strip() for line in readme.splitlines() if "-m pip install" in line]
     assert setups == ["python3 -m pip install uv && uv run raytrain demo", "python3 -m pip install uv && uv run pytest"]

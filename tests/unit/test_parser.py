@@ -122,6 +122,14 @@ def test_a_run_that_does_not_exist_is_not_resumed(stored: TrainConfig) -> None:
     assert "There is no run 'frist' in ./runs" in refused("train cifar10 --name=frist --resume")
 
 
+def test_without_a_recipe_custom_is_trained_or_the_run_resumed_as_it_was(stored: TrainConfig) -> None:
+    expected = RECIPES["custom"](data="cifar10", image_size=(64, 64), learning_rate=0.5, batch_size=8)
+    assert parsed("train --data cifar10 --image-size 64 --lr 0.5 --bs=8") == expected
+    assert parsed("train --debug --data=cifar10 --image-size 64 --lr 0.5 --bs 8") == expected
+    resumed = parsed("train --name first --resume --epochs 4")
+    assert (resumed.recipe, resumed.seed, resumed.epochs) == ("cifar10", 7, 4)
+
+
 def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
     assert parse(["--json", "stop", "first"], COMMANDS)() == ("first", "./runs")
     assert parsed("train --debug cifar10 --epochs 3").epochs == 3
@@ -141,10 +149,12 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
         ("train cifar10 --jsn", "There is no option --jsn (did you mean --json?)."),
         ("train cifar10 --recipe digits", "There is no option --recipe"),
         ("study cifar10 --workers 1 --resume", "There is no option --resume"),
-        ("train cifar10 --epochs many", "--epochs must be INT (invalid literal for int() with base 10: 'many')."),
-        ("train cifar10 --mean a b", "--mean must be [FLOAT [FLOAT ...]] ("),
-        ("train cifar10 --image-size 3 x", "--image-size must be H W|MIN..MAX."),
-        ("train cifar10 --image-size 3 4 5", "--image-size must be H W|MIN..MAX."),
+        ("train cifar10 --epochs many", "--epochs is 'many'; it must be a whole number."),
+        ("train cifar10 --max-steps 1.5", "--max-steps is '1.5'; it must be a whole number."),
+        ("train cifar10 --weight-decay x", "--weight-decay is 'x'; it must be a number."),
+        ("train cifar10 --mean a b", "--mean is 'a b'; it must be numbers."),
+        ("train cifar10 --image-size 3 x", "--image-size must be H W|SIDE|MIN..MAX."),
+        ("train cifar10 --image-size 3 4 5", "--image-size must be H W|SIDE|MIN..MAX."),
         ("train cifar10 --name", "--name has too few values; give STR."),
         (
             "train cifar10 --optimizer adam",

@@ -15,15 +15,14 @@ from raytrain.cli.commands.runs import audit, compare, export_history, logs, rm,
 from raytrain.cli.commands.training import look, profile, stop, study, sweep, train
 from raytrain.errors import option_name
 
-COMMANDS: dict[str, Callable[..., CommandResult]] = {
-    option_name(command.__name__): command
-    for command in (
-        *(look, train, study, sweep, submit, stop),
-        *(evaluate, predict, serve, export),
-        *(watch, runs, show, compare, track, audit),
-        *(logs, tag, export_history, rm),
-        *(doctor, devices, profile),
-        *(fetch_dataset, upload, pack),
-        *(new, demo),
-    )
+GROUPS: dict[str, tuple[Callable[..., CommandResult], ...]] = {
+    "Begin": (demo, new, fetch_dataset),
+    "Train": (look, train, stop, sweep, study, submit),
+    "Watch and compare": (watch, runs, show, compare, logs, track, tag, rm, export_history, audit),
+    "Use what was trained": (evaluate, predict, serve, export),
+    "Data": (upload, pack),
+    "Machines": (doctor, devices, profile),
 }
+"""The commands by what people want to do, as the help shows them."""
+
+COMMANDS = {option_name(command.__name__): command for group in GROUPS.values() for command in group}
