@@ -76,7 +76,7 @@ def test_a_look_shows_the_first_size(images: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"image_size": "128-224"}, "--image-size is '128-224'; give a side, such as 224, height and width, or a range"),
+        ({"image_size": "128-224"}, "--image-size is '128-224'; give a side, such as 224, height and width, or a"),
         ({"image_size": "224..128"}, "--image-size is 224..128 and --epochs 10; a range starts with the smaller size"),
         ({"image_size": "8..12", "epochs": 1}, "needs at least two epochs to grow in"),
         ({"image_size": "8..12", "translate": 8}, "--translate is 8, and images have 8x8 pixels"),
