@@ -33,6 +33,11 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def load_optional(option: str, name: str | None) -> Callable[..., Any] | None:
+    """The function that ``option`` names, if it names one. Raises what :func:`load_function` does."""
+    return None if name is None else load_function(option, name)
+
+
 def check_module(option: str, name: str) -> None:
     """Raise UsageError if the file or the package of a function does not exist. Imports nothing."""
     place = name.rpartition(":")[0]

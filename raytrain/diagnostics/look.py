@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.user_function import load_optional
 from raytrain.data.dataset import Dataset, open_dataset, random_order
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_header
@@ -21,7 +22,6 @@ from raytrain.data.images.image_reader import ImageReader, read_contents, requir
 from raytrain.data.local_batch import LocalBatch
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
-from raytrain.launch.run_parts import load_transforms
 from raytrain.runs.documents import new_name, run_store
 from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.batch import Batch, mix_batch, to_batch
@@ -223,7 +223,7 @@ def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     local = LocalBatch(
         plan.batch(0), images[good], wanted.labels[good].astype(np.int64), samples[good], draws[good], (len(good),)
     )
-    augment = Augment(config, build_transforms(config, load_transforms(config)))
+    augment = Augment(config, build_transforms(config, load_optional("--transforms", config.transforms)))
     return to_batch(local, augment, torch.device("cpu"), training=True, label_sets=_label_sets(data))
 
 

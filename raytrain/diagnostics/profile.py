@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
-from raytrain.launch.run_parts import load_loop
+from raytrain.config.user_function import load_optional
 from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
@@ -74,7 +74,8 @@ def profile(
         old.unlink()
     with TemporaryFolder() as storage:
         short = _short_run(config, str(storage / "runs"))
-        train(short, loop=partial(profiled_loop, loop=load_loop(config, loop), folder=str(folder)))
+        own = loop or load_optional("--loop", config.loop)
+        train(short, loop=partial(profiled_loop, loop=own, folder=str(folder)))
     files = sorted(folder.glob("worker-*[0-9].json"), key=lambda file: int(file.stem.partition("-")[2]))
     workers = tuple(json.loads(file.read_text()) for file in files)
     for file in files:

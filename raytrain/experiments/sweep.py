@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.user_function import load_optional
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.experiments.trials import (
     EarlyStopping,
@@ -33,7 +34,6 @@ from raytrain.experiments.trials import (
 )
 from raytrain.launch.placement import Hardware, Placement, gpus, place
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_named, check_options, check_places, prepare
-from raytrain.launch.run_parts import load_loop
 from raytrain.launch.train import open_machines, train_group
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import Snapshot
@@ -96,7 +96,7 @@ def sweep(
         runs = trials_of(planned, prepared.config, prepared.name)
         (check_trials if config.resume else check_names_free)(runs)
         placement = _place(prepared.config, join(), len(runs))
-        load_loop(config, loop)  # raises UsageError if no trial could load it
+        loop or load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
         session = _Session(prepared, planned, runs, placement, loop, early_stopping=early_stopping)
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view, started_at)

@@ -87,12 +87,6 @@ class PreparedRun:
             self.log.__exit__(kind, error, trace)
         self.claim.close()
 
-    def load_loop(self) -> Loop | None:
-        """The training loop to use; None for the built-in one."""
-        from raytrain.launch.run_parts import load_loop
-
-        return load_loop(self.config, self.loop)
-
     def copy_log(self) -> None:
         """Copy what the run's owner has printed: the run is about to end, and those who follow it with it."""
         if self.log is not None:

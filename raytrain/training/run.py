@@ -40,7 +40,7 @@ T = TypeVar("T", bound=Stateful)
 
 @dataclass(kw_only=True)
 class Run:
-    """One worker's part of a training run, put together by :meth:`raytrain.training.run_spec.RunSpec.make_run`."""
+    """One worker's part of a training run, put together by :func:`raytrain.training.assembly.make_run`."""
 
     config: ResolvedConfig
     classes: tuple[str, ...]

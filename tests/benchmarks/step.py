@@ -36,6 +36,7 @@ from raytrain.recipes import cifar10
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
+from raytrain.training.assembly import make_run, train_run
 from raytrain.training.augment import Augment
 from raytrain.training.loop import train
 from raytrain.training.prepared_models import AUTOCAST_DTYPES
@@ -234,9 +235,9 @@ def train_in_memory(
         store=open_store(folder),
     )
     source = MemorySource(images, labels, Partition(plan, dist.get_rank(), (1.0,) * NUM_WORKERS))
-    run = spec.make_run(source, Silent(), torch.device("cpu"))
+    run = make_run(spec, source, Silent(), torch.device("cpu"))
     times = _step_times()
-    spec.train(run)
+    train_run(spec, run)
     return times
 
 

@@ -18,9 +18,10 @@ from raytrain.data.plan.batch_plan import Cursor
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.machine_batches import MachineBatches
-from raytrain.launch.run_parts import load_initial_weights, run_spec
 from raytrain.runs.documents import run_store
+from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.run import Run
+from raytrain.training.run_spec import RunSpec
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.small_runs import config as small_config
 from tests.integration.test_exact import Recorder, weights_of
@@ -71,14 +72,14 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     resolved = run.config.resolve(
         name=run.config.name, num_workers=world_size, device="cpu", mean=data.mean, std=data.std
     )
-    spec = run_spec(resolved, data, store, run.loop, world_size)
+    spec = RunSpec.of(resolved, data, store, run.loop, world_size).with_functions()
     train = None if resolved.crops_originals else CacheOrder(spec.plan, Cursor(), _ROWS_PER_BLOCK)
     test = CacheOrder(spec.test_plan, Cursor(), _ROWS_PER_BLOCK)
     cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), train, test, disk=None)
     source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, lambda skipped: None, isolated=False)
     recorder = recorder or Recorder(run.stop_after)
-    part = spec.make_run(source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
-    spec.train(part)
+    part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
+    train_run(spec, part)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder
 
 

@@ -23,6 +23,7 @@ from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
+from raytrain.training import assembly
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch
 from raytrain.training.loop import train
@@ -146,7 +147,7 @@ def make_run(
     distributed = torch.distributed.is_initialized()
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     source = MemorySource(block, spec, rank, options.worker_load or (1.0,) * world_size)
-    return spec.make_run(source, recorder, torch.device("cpu"), weights)
+    return assembly.make_run(spec, source, recorder, torch.device("cpu"), weights)
 
 
 def make_plan(options: ResolvedConfig, num_samples: int) -> BatchPlan:

@@ -11,8 +11,9 @@ import raytrain
 from raytrain import Run, TrainConfig, UsageError
 from raytrain.config.network import training_size
 from raytrain.data.dataset import open_dataset
-from raytrain.launch.run_parts import load_initial_weights, run_spec
 from raytrain.runs.documents import run_store
+from raytrain.training.assembly import load_initial_weights
+from raytrain.training.run_spec import RunSpec
 from tests.helpers.folder_runs import FolderRun, folder_run, largest_difference, train_here, train_runs
 
 GROWING: dict[str, Any] = {"image_size": "4..12", "epochs": 4}
@@ -91,7 +92,7 @@ def test_a_network_for_one_size_is_refused_before_it_trains(images: Path, tmp_pa
     config = folder_run(images, tmp_path, "run", model="raytrain.models:digits", **GROWING).config
     data = open_dataset(config, run_store(config.storage, "run"))
     resolved = config.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
-    spec = run_spec(resolved, data, run_store(config.storage, "run"), None, 1)
+    spec = RunSpec.of(resolved, data, run_store(config.storage, "run"), None, 1)
     with pytest.raises(
         UsageError, match=r"--image-size is 4..12, and --model raytrain.models:digits cannot take .* 4x4"
     ):

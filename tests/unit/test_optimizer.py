@@ -21,7 +21,8 @@ from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 CHECKED = """
 import sys
 from pathlib import Path
-from raytrain.launch.run_parts import load_initial_weights, run_spec
+from raytrain.training.assembly import load_initial_weights
+from raytrain.training.run_spec import RunSpec
 from raytrain.data.dataset import open_dataset
 from raytrain.runs.documents import run_store
 from tests.helpers.small_runs import config
@@ -31,7 +32,7 @@ options = config(sys.argv[2], here / "runs", head_learning_rate_factor=2.0, deca
 store = run_store(options.storage, "run")
 data = open_dataset(options, store)
 resolved = options.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
-load_initial_weights(run_spec(resolved, data, store, None, 1), 0)
+load_initial_weights(RunSpec.of(resolved, data, store, None, 1), 0)
 assert "torch._dynamo" not in sys.modules
 """
 

@@ -22,15 +22,16 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
 from raytrain.launch.local.calls import CallAddress, Caller
-from raytrain.launch.local.local_launch import WorkerTask
+from raytrain.launch.local.local_launch import Surroundings
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
-from raytrain.launch.run_parts import load_initial_weights, load_loop, run_spec
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import Outcome
+from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.loop_error import describe
+from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
 _POLL_S = 20.0
@@ -42,9 +43,9 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said once, in our words
     folder = pickle.load(sys.stdin.buffer)
     os.chdir(folder)
-    task: WorkerTask = pickle.load(sys.stdin.buffer)
+    spec, here = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    _Agent(task).run()
+    _Agent(spec, here).run()
 
 
 def _end_with_starter() -> None:
@@ -54,23 +55,23 @@ def _end_with_starter() -> None:
 
 
 class _Agent(LocalElasticAgent):
-    """Starts the workers of ``task``, and starts them again if one fails, up to ``--max-failures`` times."""
+    """Starts the workers of a run, and starts them again if one fails, up to ``--max-failures`` times."""
 
-    def __init__(self, task: WorkerTask) -> None:
-        store = f"{task.folder}/agent"  # a file: a TCPStore would listen on all interfaces
+    def __init__(self, run: RunSpec, here: Surroundings) -> None:
+        store = f"{here.folder}/agent"  # a file: a TCPStore would listen on all interfaces
         parameters = RendezvousParameters("c10d", store, "run", 1, 1, store_type="file", local_addr="localhost")
         spec = WorkerSpec(
             role="worker",
-            local_world_size=task.num_workers,
+            local_world_size=here.num_workers,
             rdzv_handler=get_rendezvous_handler(parameters),
             entrypoint=work,
-            args=(task,),
-            max_restarts=task.config.max_failures,
+            args=(run, here),
+            max_restarts=run.config.max_failures,
             local_addr="localhost",
         )
-        logs = DefaultLogsSpecs(log_dir=task.folder, redirects=Std.ALL, tee=Std.ALL)
+        logs = DefaultLogsSpecs(log_dir=here.folder, redirects=Std.ALL, tee=Std.ALL)
         super().__init__(spec=spec, logs_specs=logs, start_method="fork", shutdown_timeout=_SHUTDOWN_S)
-        self._call = Caller(task.calls)
+        self._call = Caller(here.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         killed = _killed(worker_group.workers)  # before the agent takes note of them
@@ -93,16 +94,16 @@ def _killed(workers: list[Worker]) -> dict[int, str]:
     return killed
 
 
-def work(task: WorkerTask) -> None:
+def work(spec: RunSpec, here: Surroundings) -> None:
     """Train on this worker until the run ends or stops. An error of the user's ends the run, any other one is retried.
 
     Called in a process that the agent has forked.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
     rank = int(os.environ["RANK"])
-    call = Caller(task.calls)
+    call = Caller(here.calls)
     try:
-        outcome = _train(task, rank, SocketReporter(task.calls, watch=rank == 0))
+        outcome = _train(spec.with_functions(), here, rank, SocketReporter(here.calls, watch=rank == 0))
     except RaytrainError as error:
         call("give_up", error)
         return
@@ -113,22 +114,21 @@ def work(task: WorkerTask) -> None:
         call("conclude", outcome)
 
 
-def _train(task: WorkerTask, rank: int, reporter: SocketReporter) -> Outcome:
+def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: SocketReporter) -> Outcome:
     """Train as one of the workers, or as the only one. The outcome is the same on all of them."""
-    device = _device(task.config)
-    if task.num_workers > 1:
-        store = f"file://{task.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    config, device = spec.config, _device(spec.config)
+    if here.num_workers > 1:
+        store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
         backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
-        dist.init_process_group(backend, store, rank=rank, world_size=task.num_workers)
-    spec = run_spec(task.config, task.data, task.store, load_loop(task.config, task.loop), task.num_workers)
-    loads = task.config.worker_load or (1.0,) * task.num_workers
+        dist.init_process_group(backend, store, rank=rank, world_size=here.num_workers)
+    loads = config.worker_load or (1.0,) * here.num_workers
     was_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-    isolated = task.config.resume or was_restarted  # an image may have ended the run, or its workers, before
-    source = MachineBatches(task.data, spec.plan, rank, loads, task.cache, reporter.skip, isolated=isolated)
-    weights = load_initial_weights(spec, task.first_step)
+    isolated = config.resume or was_restarted  # an image may have ended the run, or its workers, before
+    source = MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter.skip, isolated=isolated)
+    weights = load_initial_weights(spec, here.first_step)
     if rank == 0:
         reporter.checked()
-    return spec.train(spec.make_run(source, reporter, device, weights))
+    return train_run(spec, make_run(spec, source, reporter, device, weights))
 
 
 def _device(config: TrainConfig) -> torch.device:

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
 from raytrain.launch.cache_choice import ImageCache, SharedImages, image_cache
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.local.calls import CallAddress, CallServer
 from raytrain.launch.placement import machine_hardware, place
-from raytrain.launch.prepare import Loop, PreparedRun
+from raytrain.launch.prepare import PreparedRun
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import WorkerLogs
-from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
+from raytrain.training.run_spec import RunSpec
 
 
 class LocalLaunch:
@@ -62,17 +61,15 @@ class LocalLaunch:
             opened.callback(self._logs.close)
             opened.callback(self._agent.close)
             self._agent.start_workers(
-                WorkerTask(
-                    config=self.config,
-                    loop=prepared.loop,
+                RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
+                Surroundings(
                     data=prepared.data,
-                    store=prepared.store,
                     first_step=prepared.first_step,
                     num_workers=self.num_workers,
                     cache=cache,
                     calls=calls.address,
                     folder=str(folder),
-                )
+                ),
             )
             self._opened = opened.pop_all()
         return self._coordinator
@@ -110,16 +107,10 @@ _AGENT = "raytrain.launch.local.agent"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerTask:
-    """A run as its workers, and the agent that starts them, get it. ``folder`` is for their files. Holds no secret.
+class Surroundings:
+    """Where the workers of a run get its images, and where they report. ``folder`` is for files of theirs."""
 
-    ``loop`` is the caller's own; None if the options name one, or none.
-    """
-
-    config: ResolvedConfig
-    loop: Loop | None
     data: Dataset
-    store: Store  # of the run
     first_step: int
     num_workers: int
     cache: ImageCache
@@ -144,12 +135,12 @@ class AgentProcess:
             start_new_session=True,  # a Ctrl-C is for this process, which asks the workers to stop
         )
 
-    def start_workers(self, task: WorkerTask) -> None:
-        """Start the workers of ``task``."""
+    def start_workers(self, spec: RunSpec, here: Surroundings) -> None:
+        """Start the workers of the run."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which whoever waits for it will see
             pickle.dump(os.getcwd(), self._process.stdin)
-            cloudpickle.dump(task, self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
+            cloudpickle.dump((spec, here), self._process.stdin)  # pyright: ignore[reportUnknownMemberType]
             self._process.stdin.flush()
 
     @property

@@ -22,13 +22,13 @@ from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
 from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes
 from raytrain.launch.ray.on_each_node import check_shared
 from raytrain.launch.ray.trainer import TrainerThread
-from raytrain.launch.ray.worker import WorkerSpec, pickle_by_value, work
-from raytrain.launch.run_parts import load_initial_weights, run_spec
+from raytrain.launch.ray.worker import Surroundings, pickle_by_value, work
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
 from raytrain.storage.temporary_files import TemporaryFolder
+from raytrain.training.assembly import load_initial_weights
 from raytrain.training.run_spec import RunSpec
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
@@ -89,7 +89,8 @@ class RayLaunch:
         self.config = prepared.resolve(self.num_workers, self._placement.device, fastest)
         self._prepared = prepared
         self._cluster = cluster
-        self._spec = run_spec(self.config, prepared.data, prepared.store, prepared.load_loop(), self.num_workers)
+        spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)
+        self._spec = spec.with_functions()
         pickle_by_value(self._spec.loop)
         pickle_by_value(self._spec.transforms)
         self._shared: SharedImages | None = group and group.images
@@ -123,9 +124,9 @@ class RayLaunch:
                 self._feed.connect(coordinator, credentials)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = dataclasses.replace(self._spec, store=prepared.store.with_lent_credentials(credentials))
-            task = self._task(spec, coordinator)
+            here = self._surroundings(coordinator)
             self._trainer = TrainerThread(
-                lambda: work(task),
+                lambda: work(spec, here),
                 coordinator,
                 self._placement,
                 str(folder),
@@ -185,9 +186,8 @@ class RayLaunch:
         if not self._trainer.ended.done():
             self._trainer.abort(cluster_ends=own is not None and own.spoil())
 
-    def _task(self, spec: RunSpec, coordinator: CoordinatorHandle) -> WorkerSpec:
-        return WorkerSpec(
-            run=spec,
+    def _surroundings(self, coordinator: CoordinatorHandle) -> Surroundings:
+        return Surroundings(
             train=self._feed.train,
             test=self._feed.test,
             weights=self._weights,

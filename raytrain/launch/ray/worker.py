@@ -36,6 +36,7 @@ from raytrain.monitor.events import Event, NodeLeaving
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
+from raytrain.training.assembly import make_run, train_run
 from raytrain.training.run_spec import RunSpec
 
 
@@ -53,10 +54,9 @@ _POLL_S = 20.0
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """Everything that a worker is given. It travels to each of them, and holds no secret."""
+class Surroundings:
+    """Where the workers of a run get its images, and where they report. Holds no secret."""
 
-    run: RunSpec
     train: ImageSet
     test: ImageSet
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
@@ -68,62 +68,62 @@ class WorkerSpec:
     directory: CoordinatorHandle  # knows where the images are that are kept
 
 
-def work(spec: WorkerSpec) -> None:
+def work(spec: RunSpec, here: Surroundings) -> None:
     """Train on this worker until the run ends or stops."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    torch.set_num_threads(spec.threads)
-    if spec.folder is not None:
-        os.chdir(spec.folder)  # a loop or a model may read files by relative paths
+    torch.set_num_threads(here.threads)
+    if here.folder is not None:
+        os.chdir(here.folder)  # a loop or a model may read files by relative paths
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    config = spec.run.config
+    config = spec.config
     device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
-    source = RayBatches(spec, rank, config.worker_load or (1.0,) * world_size)
-    reporter = RayReporter(spec.coordinator, watch=rank == 0)
-    weights: Any = None if spec.weights is None else ray.get(spec.weights)
+    source = RayBatches(spec, here, rank, config.worker_load or (1.0,) * world_size)
+    reporter = RayReporter(here.coordinator, watch=rank == 0)
+    weights: Any = None if here.weights is None else ray.get(here.weights)
     try:
-        with ProcessLog(spec.run.store, rank):
-            outcome = spec.run.train(spec.run.make_run(source, reporter, device, weights))
+        with ProcessLog(spec.store, rank):
+            outcome = train_run(spec, make_run(spec, source, reporter, device, weights))
     except RaytrainError as error:
-        ray.get(spec.coordinator.give_up.remote(error))  # the driver ends the run
+        ray.get(here.coordinator.give_up.remote(error))  # the driver ends the run
         raise
     if dist.is_initialized():
         dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:
-        ray.get(spec.coordinator.conclude.remote(outcome))
+        ray.get(here.coordinator.conclude.remote(outcome))
 
 
 class RayBatches:
     """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the driver's streams."""
 
-    def __init__(self, spec: WorkerSpec, rank: int, loads: tuple[float, ...]) -> None:
-        self._spec = spec
-        self._group = _join_group(spec.coordinator, rank)
+    def __init__(self, spec: RunSpec, here: Surroundings, rank: int, loads: tuple[float, ...]) -> None:
+        self._here = here
+        self._group = _join_group(here.coordinator, rank)
         self._num_streams: Counter[str] = Counter()
-        self._train = Partition(spec.run.plan, rank, loads)
-        self._test = Partition(spec.run.test_plan, rank, loads)
+        self._train = Partition(spec.plan, rank, loads)
+        self._test = Partition(spec.test_plan, rank, loads)
         self._caches: dict[str, CachedBlocks] = {}
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        order = self._spec.train_order
+        order = self._here.train_order
         if order is None:
-            return self._stream("train", self._spec.train.shape, self._train, first_step)
-        return batches_from_cache(self._train, self._cache("train", self._spec.train, order), first_step)
+            return self._stream("train", self._here.train.shape, self._train, first_step)
+        return batches_from_cache(self._train, self._cache("train", self._here.train, order), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        order = self._spec.test_order
+        order = self._here.test_order
         if order is None:
-            return self._stream("test", self._spec.test.shape, self._test, 0)
-        return batches_from_cache(self._test, self._cache("test", self._spec.test, order), 0)
+            return self._stream("test", self._here.test.shape, self._test, 0)
+        return batches_from_cache(self._test, self._cache("test", self._here.test, order), 0)
 
     def _stream(self, dataset: str, shape: ImageShape, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
-        blocks = stream_blocks(self._spec.coordinator, stream, partition.rank, shape)
+        blocks = stream_blocks(self._here.coordinator, stream, partition.rank, shape)
         return batches_from_stream(partition, blocks, first_step)
 
     def _cache(self, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:
         if dataset not in self._caches:
-            remote = RemoteBlocks(self._spec.directory, dataset, images.shape)
+            remote = RemoteBlocks(self._here.directory, dataset, images.shape)
             self._caches[dataset] = CachedBlocks(remote, order)
         return self._caches[dataset]
 

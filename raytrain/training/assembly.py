@@ -1,0 +1,117 @@
+"""Puts a worker's part of a run together from its spec, and trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from raytrain.config import ResolvedConfig
+from raytrain.errors import RaytrainError
+from raytrain.monitor.events import Note
+from raytrain.runs.outcome import Outcome
+from raytrain.training import auto_accumulate as memory
+from raytrain.training import loop, transfer
+from raytrain.training.augment import Augment, build_transforms
+from raytrain.training.checkpoint import Checkpoints, CheckpointState
+from raytrain.training.evaluation import evaluate, evaluate_labels
+from raytrain.training.gallery import Gallery
+from raytrain.training.loop_error import LoopFailed, describe, may_pass
+from raytrain.training.machine_meter import keep_freed_memory
+from raytrain.training.model import check_growing_size
+from raytrain.training.optimisation import Loss, parameter_groups
+from raytrain.training.precision import precision_warning, set_gpu_products
+from raytrain.training.prepared_models import PreparedModels, checkpoint_gradients
+from raytrain.training.protocols import BatchSource, Reporter, Worker
+from raytrain.training.run import Run
+from raytrain.training.run_spec import RunSpec
+from raytrain.training.steps import Steps
+
+
+def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
+    """The weights that ``--weights`` names; None if the seed or a checkpoint decides.
+
+    Raises UsageError if the network, its weights or what is asked of its layers do not fit: the network is built here
+    for that alone.
+    """
+    config, num_classes = spec.config, len(spec.classes)
+    weights = transfer.initial_weights(config, spec.classes, first_step)
+    model = transfer.initial_model(config, num_classes, weights)
+    if spec.loop is None:  # a loop of the user's may train another network
+        check_growing_size(model, config)
+        transfer.freeze(model, config.freeze, num_classes)
+        parameter_groups(config, model, num_classes)  # no optimizer, which would import torch._dynamo: seconds
+        if config.gradient_checkpointing:
+            checkpoint_gradients(model)
+    return weights
+
+
+def make_run(
+    spec: RunSpec,
+    source: BatchSource,
+    reporter: Reporter,
+    device: torch.device,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Run:
+    """This worker's part of the run, restored from its newest checkpoint, in the default process group, if any.
+
+    ``weights`` are the initial weights, None if the seed decides them. Raises UsageError if the checkpoint is
+    another run's.
+    """
+    config, worker = spec.config, Worker.here(device)
+    _set_up_device(config, worker, reporter)
+    checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, on_saved=reporter.event)
+    restored = checkpoints.load_newest(reporter.event, device)
+    state = CheckpointState(restored.state if restored else {})
+    models = PreparedModels(config, worker, state)
+    return Run(
+        config=config,
+        classes=spec.classes,
+        plan=spec.plan,
+        source=source,
+        reporter=reporter,
+        worker=worker,
+        weights=weights,
+        label_sets=None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device),
+        augment=Augment(config, build_transforms(config, spec.transforms)),
+        loss=Loss(config, spec.class_weights, device),
+        models=models,
+        state=state,
+        steps=Steps(config, spec.plan, models, state, checkpoints, reporter, worker, restored),
+        gallery=Gallery(config, spec.classes, spec.store, reporter.event),
+        evaluation=evaluate if spec.label_sets is None else evaluate_labels,
+    )
+
+
+def train_run(spec: RunSpec, run: Run) -> Outcome:
+    """Train ``run`` to its end, or until somebody asks it to stop. The outcome is the same on every worker.
+
+    Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the user's
+    own loop raised anything in the first step of this start.
+    """
+    first_step = run.progress.step
+    try:
+        if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
+            memory.check_memory(run)
+        (spec.loop or loop.train)(run)
+    except torch.OutOfMemoryError as error:
+        raise memory.out_of_memory(run) from error
+    except RaytrainError:
+        raise
+    except Exception as error:
+        if spec.loop is None or run.progress.step > first_step or may_pass(error):
+            raise
+        raise LoopFailed(f"its loop failed in its first step: {describe(error)}") from error
+    return run.finish()
+
+
+def _set_up_device(config: ResolvedConfig, worker: Worker, reporter: Reporter) -> None:
+    """Settings of this process with which the device is fast; worker 0 says if it lacks the precision."""
+    if worker.device.type == "cpu":
+        keep_freed_memory()
+    else:
+        set_gpu_products(config.precision)
+        torch.backends.cudnn.benchmark = True  # worth its trials: nearly all batches have one size
+    if worker.rank == 0 and (warning := precision_warning(config.precision, worker.device)):
+        reporter.event(Note(warning))  # before the first step, which may take minutes then
