@@ -84,9 +84,7 @@ def check_network(config: TrainConfig) -> None:
 
 
 def timm_name(model: str | None) -> str | None:
-    """The name within timm that follows ``timm:``, such as ``resnet50`` or, with a tag for its weights,
-    ``resnet50.a1_in1k``; None if ``model`` is not timm's.
-    """
+    """The name within timm that follows ``timm:``, such as ``resnet50.a1_in1k``; None if ``model`` is not timm's."""
     library, colon, name = (model or "").partition(":")
     return name if colon and library == "timm" else None
 

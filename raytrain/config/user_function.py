@@ -17,10 +17,7 @@ _RAYTRAINS_NETWORKS = "raytrain.models"
 
 
 def load_function(option: str, name: str) -> Callable[..., Any]:
-    """The function ``package.module:function`` or ``file.py:function`` that was given as ``option``.
-
-    Raises UsageError if there is no such module, file or function. Errors in the module itself are not caught.
-    """
+    """The function ``package.module:function`` or ``file.py:function`` of ``option``; UsageError if there is none."""
     place, _, function_name = name.rpartition(":")
     if not place:
         raise UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
@@ -58,10 +55,7 @@ def names_own_function(name: str | None) -> bool:
 
 
 def stored_function_error(option: str, name: str, document: str, *, may_be_named: bool) -> UsageError:
-    """The error for ``name``, an own function that only a stored ``document`` gives as the config field ``option``.
-
-    ``may_be_named`` says that the command has the option itself, so that the user can name the function, too.
-    """
+    """The error for ``name``, an own function that only ``document`` names; ``may_be_named``: also in this command."""
     place, _, function = name.rpartition(":")
     name_it = f"give {flag(option)} {name} in this command, or " if may_be_named else ""
     return UsageError(

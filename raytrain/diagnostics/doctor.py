@@ -13,7 +13,7 @@ from raytrain.diagnostics.network_probe import AllReduce, measure_all_reduce
 from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_nodes, versions
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, Placement, place
-from raytrain.launch.ray.connection import connection
+from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3, credential_method
@@ -75,7 +75,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
     Raises UsageError if there is no cluster or a URL is wrong, StorageError if the configuration of a cloud is broken.
     """
     data_store, run_store = open_store(data) if data else None, open_store(storage)
-    with connection(address) as cluster:
+    with Connection(address) as cluster:
         cluster.connect()
         with _probe_request(data_store, run_store) as (request, no_credentials):
             nodes = probe_nodes(request)

@@ -138,11 +138,7 @@ class ImageSample:
 
 
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
-    """Decode up to 2,048 random training images, and as many test images, in a process of their own.
-
-    Reading ends at ``deadline_s``, a time of ``time.monotonic``, but not before a few images were read. Raises
-    StorageError if a store refuses or cannot be reached.
-    """
+    """Decode up to 2,048 random training images, and as many test images, in another process, until ``deadline_s``."""
     headers: list[ImageHeader] = []
     unreadable: list[tuple[str, str]] = []
     with DecodeProcess(data.test_format.shape) as process:
@@ -187,10 +183,7 @@ class FirstImages:
 
 
 def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
-    """At most so many images from the start of the first global batch, without those that cannot be read.
-
-    Raises what :meth:`ImageReader.read` raises, and UsageError if a transform is unfit.
-    """
+    """At most so many images from the start of the first global batch, without those that cannot be read."""
     workers = config.workers if isinstance(config.workers, int) else 1
     resolved = replace(config, worker_load=None).resolve(
         name="look", num_workers=workers, device="cpu", mean=data.mean, std=data.std

@@ -63,10 +63,7 @@ class AllReduce:
 
 
 def measure_all_reduce(num_gpus: Sequence[int]) -> AllReduce | None:
-    """Let all nodes of the connected cluster add up a tensor; None if there is only one.
-
-    ``num_gpus``: how many GPUs each node reported. With one GPU at least in each, they do it with NCCL, else with gloo.
-    """
+    """Let all nodes add up a tensor, with NCCL if each has a GPU, else gloo; None if there is only one node."""
     if len(num_gpus) < 2:
         return None
     device, backend = ("cuda", "nccl") if min(num_gpus) else ("cpu", "gloo")
@@ -100,10 +97,7 @@ def _failure(backend: str, num_nodes: int, failed: NodeResult[Any]) -> AllReduce
 
 
 def python_with_all_gpus(words: Sequence[str], timeout_s: float) -> str:
-    """The output of Python with these arguments, in a process that sees all GPUs: Ray hides them from its tasks.
-
-    Raises UsageError with the last line of its errors if it fails.
-    """
+    """The output of Python in a process that sees all GPUs, which Ray hides; UsageError with its last line."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -1,7 +1,4 @@
-"""Probes all nodes of a cluster, each on that node: its hardware, and whether it reads the data and writes the runs.
-
-What runs on a node imports neither Ray nor torch, so that it works even if these are broken there.
-"""
+"""Probes all nodes of a cluster, each by itself, without Ray and torch, which may be broken there."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from raytrain.data.plan.permutation import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.launch.placement import Gpu, fastest_precision, gpus
-from raytrain.launch.ray.connection import connection
+from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.storage.clouds.s3 import S3, own_role
 from raytrain.storage.credentials import LentCredentials
@@ -285,7 +282,7 @@ class Devices:
 
 def list_devices(address: str | None) -> Devices:
     """List the devices of every node of the cluster at ``address``. Raises UsageError if there is no cluster."""
-    with connection(address) as cluster:
+    with Connection(address) as cluster:
         cluster.connect()
         nodes = probe_nodes(ProbeRequest())
     return Devices(tuple(node_devices(node) for node in nodes))

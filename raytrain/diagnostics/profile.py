@@ -230,10 +230,7 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
 
 
 class _ProfiledRun:
-    """A run that marks its phases in the trace, and whose batches end after the profiled steps.
-
-    On a GPU each phase waits for the device at its end: otherwise the next phase that waits would get its time.
-    """
+    """Marks its phases in the trace, and ends after the profiled steps. On a GPU each phase waits for the device."""
 
     def __init__(self, run: Run, profiler: torch_profiler.profile) -> None:
         self._run = run

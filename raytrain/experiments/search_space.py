@@ -64,10 +64,7 @@ Space = dict[str, Choices | Range]
 
 
 def parse(words: Sequence[str]) -> Space:
-    """The space that ``words`` describe, such as ``learning-rate=0.01,0.1`` and ``weight-decay=log:1e-5..1e-2``.
-
-    Raises UsageError if there is no such option, if it is the same for all trials, or if a value has the wrong type.
-    """
+    """The space of ``words`` such as ``learning-rate=0.01,0.1``; raises UsageError if an option or value is wrong."""
     space: Space = {}
     for word in words:
         flag, _, values = word.partition("=")

@@ -113,10 +113,7 @@ def study(
 
 
 def runs_of(config: TrainConfig, workers: Sequence[int]) -> dict[int, TrainConfig]:
-    """The options of each run of a study by its number of workers, in ascending order.
-
-    Raises UsageError if there is none, or if no run may have these options.
-    """
+    """The options of each run of a study by its number of workers, ascending; UsageError if no run may have them."""
     if not workers:
         raise UsageError("--workers has no number; give those to try, such as 1 2 4 8.")
     sizes = sorted(set(workers))
@@ -154,10 +151,7 @@ def _check_same_options(config: TrainConfig, stored: TrainConfig) -> None:
 
 
 def _train(configs: Sequence[TrainConfig], view: View | None) -> None:
-    """Train on the same machines, one after the other, until all runs are finished or one was stopped.
-
-    Raises UsageError before any run starts if the machines have too little for one of them.
-    """
+    """Train one after the other on the same machines; raises UsageError before any starts if they have too little."""
     with open_machines(dataclasses.replace(configs[0], name=None)) as join:
         found = join()
         for config in configs:
@@ -201,11 +195,7 @@ class SizeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The results of all numbers of workers, in ascending order.
-
-    The gains are fractions per doubling of the workers, over all sizes; ``accuracy_spread`` is the difference between
-    the best and the worst final accuracy.
-    """
+    """The results of all numbers of workers, ascending; the gains are fractions per doubling, over all sizes."""
 
     target_accuracy: float | None
     images_per_s_gain: float | None

@@ -1,7 +1,4 @@
-"""``raytrain.sweep``: runs that differ in some options, several at once, on the same images in memory.
-
-Each trial is an ordinary run, in a thread of this process. Imports neither Ray nor torch before it must.
-"""
+"""``raytrain.sweep``: runs that differ in some options, each in a thread, several at once, on the same images."""
 
 from __future__ import annotations
 
@@ -103,10 +100,7 @@ def sweep(
 
 
 class _Session:
-    """A sweep that trains while the session is open, and its documents. When it closes, no trial trains any more.
-
-    Raises UsageError if the machines have too little for the sweep.
-    """
+    """A sweep that trains while the session is open. Raises UsageError if the machines have too little."""
 
     def __init__(
         self,
@@ -217,10 +211,7 @@ class _Session:
 
 
 class _TrialRun:
-    """One trial: an ordinary run, in a thread, which is watched by its view and stopped by its signals.
-
-    ``aborted`` ends it without a checkpoint, about half a second after it was set.
-    """
+    """One trial: an ordinary run, in a thread, watched by its view and stopped by its signals; ``aborted`` kills it."""
 
     def __init__(self, trial: Trial, loop: Loop | None, early: EarlyStopping | None) -> None:
         self.trial = trial

@@ -58,11 +58,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """How a trial stands, or how it ended. What is not known is None.
-
-    ``accuracy`` is the best of the ``evaluations``, each an epoch and an accuracy on the test images. ``reason`` is why
-    the trial failed or stopped.
-    """
+    """How a trial stands or ended; ``accuracy`` is the best of ``evaluations`` (epoch, accuracy). Unknown is None."""
 
     name: str
     values: Point
@@ -115,11 +111,7 @@ class SweepResult:
 
 
 def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, trust: bool = False) -> Sweep:
-    """The points that ``vary`` and ``trials`` describe, or with ``--resume`` those that the sweep started with.
-
-    Raises UsageError if a stored point names a network that is a function of the sweep's author, unless the user names
-    it too, or says ``trust``.
-    """
+    """The points of ``vary`` and ``trials``, or the stored ones; UsageError if one names code that nobody trusts."""
     if config.resume:
         stored = _stored_sweep(config, vary, trials)
         if not trust:
@@ -133,10 +125,7 @@ def plan_sweep(config: TrainConfig, vary: Sequence[str], trials: int | None, *, 
 
 
 def trials_of(sweep: Sweep, config: TrainConfig, name: str) -> list[Trial]:
-    """The trials of the sweep called ``name``.
-
-    Raises UsageError if a trial's options are not allowed, or if two trials have the same options.
-    """
+    """The trials of the sweep called ``name``; raises UsageError if options are not allowed, or the same twice."""
     _check_shared_options(config)
     trials = [_trial(*each, config) for each in zip(trial_names(sweep, name), sweep.points, strict=True)]
     seen: dict[TrainConfig, Trial] = {}
@@ -269,11 +258,7 @@ _FIRST_RUNG_FRACTION = 1 / 8  # of the epochs; each further rung is at twice as 
 
 
 class EarlyStopping:
-    """Compares trials after an eighth of ``num_epochs``, a quarter and a half: the upper half may continue.
-
-    No trial waits for another: each is compared with those that came so far before it. Safe to use from several
-    threads.
-    """
+    """After 1/8, 1/4 and 1/2 of ``num_epochs``, a trial continues if it is in the upper half of those before it."""
 
     def __init__(self, num_epochs: int) -> None:
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from raytrain.inference.predictor import Predictor
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.launch.placement import place
 from raytrain.launch.predict_request import ServedModel
-from raytrain.launch.ray.connection import connection
+from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.storage.lent_credentials import Scope
@@ -64,7 +64,7 @@ def serve(
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
     trained = open_trained_run(run, storage, trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
-    with connection(address, before_start=partial(_check_free, host, port)) as cluster:
+    with Connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()
         from raytrain.launch.ray.coordinator import serving_credentials  # these import Ray
         from raytrain.launch.ray.model_server import serving

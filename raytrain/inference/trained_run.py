@@ -20,7 +20,7 @@ from raytrain.errors import UsageError
 from raytrain.inference.predictor import Predictor
 from raytrain.launch.placement import Hardware, Placement, machine_hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
-from raytrain.launch.ray.connection import connection, uses_cluster
+from raytrain.launch.ray.connection import Connection, uses_cluster
 from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, CONFIG, matches, open_run, read_resolved_config
@@ -72,7 +72,7 @@ class TrainedRun:
         return pa.concat_tables(predict_here(request, self._place(workers or max(1, int(found.gpus)), found)))
 
     def _predict_on_cluster(self, request: PredictRequest, workers: int | None, address: str | None) -> pa.Table:
-        with connection(address) as cluster:
+        with Connection(address) as cluster:
             cluster.connect()
             from raytrain.launch.ray.predict_images import predict_images  # imports Ray
 

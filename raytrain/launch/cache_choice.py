@@ -44,10 +44,7 @@ class CacheChoice:
 def choose_cache(
     config: ResolvedConfig, data: Dataset, plan: BatchPlan, first_step: int, memory_bytes: int
 ) -> CacheChoice:
-    """Decide what is kept, where ``memory_bytes`` is what a machine has for decoded images.
-
-    Raises UsageError if ``--cache memory`` asks for more, or ``--cache disk`` for a folder that cannot be used.
-    """
+    """Decide what is kept if a machine has ``memory_bytes`` for decoded images; raises UsageError if too little."""
     train_bytes, test_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + test_bytes > memory_bytes:
         raise UsageError(
@@ -109,11 +106,7 @@ def _folder(config: ResolvedConfig) -> str:
 
 @dataclass(frozen=True)
 class ImageCache:
-    """Images that are kept decoded: the ``folder`` of the files, the same for all workers of a machine.
-
-    ``train`` and ``test`` are the orders in which images are kept; None if they are streamed. ``disk`` keeps files of a
-    bucket as they are.
-    """
+    """Images that a machine keeps decoded in ``folder``, in the orders ``train`` and ``test``; None: streamed."""
 
     folder: str
     train: CacheOrder | None
@@ -122,10 +115,7 @@ class ImageCache:
 
 
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
-    """Decide what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed.
-
-    Raises UsageError if ``--cache memory`` asks for more memory than there is.
-    """
+    """Decide what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed."""
     parent, memory_bytes = image_memory()
     plan = data.plan(config)
     choice = choose_cache(config, data, plan, first_step, memory_bytes)
@@ -140,12 +130,7 @@ def _rows_per_block(manifest: Manifest, format: ImageFormat) -> int:
 
 
 class SharedImages:
-    """Images that several runs of this machine keep decoded, once for all, while it is open; ``cache`` is None if they
-    do not fit.
-
-    ``prepared`` is what the runs belong to, whose documents list the images that cannot be used; ``config`` are the
-    options of one of them.
-    """
+    """Images that runs of this machine share, decoded once, while it is open; ``cache`` is None if they do not fit."""
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
         self._opened = ExitStack()

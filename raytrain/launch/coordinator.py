@@ -1,7 +1,4 @@
-"""The coordinator of a run: its processes report to it, and the session asks it how the run stands and how it ended.
-
-A plain class. Ray hosts it in an actor (``ray/coordinator.py``), the local backend at a socket (``local/calls.py``).
-"""
+"""The coordinator of a run: a plain class, which Ray hosts in an actor and the local backend at a socket."""
 
 from __future__ import annotations
 

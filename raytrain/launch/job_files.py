@@ -44,11 +44,7 @@ class JobFiles:
 
 
 def job_files(config: TrainConfig) -> JobFiles:
-    """The files that the functions of the user's own may need: everything in their folders.
-
-    Left out are images, what a .gitignore names, and files in which secrets usually are. Raises UsageError if a
-    function's file is outside the current folder, and if the files are more than a job can have.
-    """
+    """Everything in the folders of the user's functions, but images, what a .gitignore names, and likely secrets."""
     current = Path.cwd().resolve()
     functions = {option: getattr(config, option) for option in ("loop", "model")}
     folders = {_folder(option, name) for option, name in functions.items() if names_own_function(name)}

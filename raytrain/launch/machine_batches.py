@@ -36,10 +36,7 @@ ReadBlock = Callable[[Int64s, int], Block]
 
 
 class SharedBlocks:
-    """The blocks of ``order``, by number. All processes that name the same ``folder`` share them.
-
-    Safe to call from several threads. Raises what ``read`` raises.
-    """
+    """The blocks of ``order``, by number, for all processes that name the same ``folder``, and for any thread."""
 
     def __init__(self, folder: Path, order: CacheOrder, shape: ImageShape, read: ReadBlock) -> None:
         self._folder = folder
@@ -101,11 +98,7 @@ _MAX_THREADS = 8  # more of them would keep the loop from the interpreter
 
 
 class MachineBatches:
-    """A :class:`raytrain.training.protocols.BatchSource` over images that this process and its neighbours decode.
-
-    Threads decode ahead, as long as the process lives. ``on_skipped`` is called with the images of a block that cannot
-    be used, in the process that reads it. ``isolated``: see :class:`ImageReader`.
-    """
+    """A :class:`BatchSource` over images that threads of this process and its neighbours decode ahead."""
 
     def __init__(
         self,

@@ -30,10 +30,7 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """All GPUs of this machine in PCI bus order, as the NVIDIA driver (NVML) reports them. Empty if there is no driver.
-
-    ``CUDA_VISIBLE_DEVICES`` has no effect here.
-    """
+    """All GPUs of this machine in PCI bus order, whatever CUDA_VISIBLE_DEVICES says; empty without NVIDIA's driver."""
     import pynvml
 
     try:
@@ -49,10 +46,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus(chosen: str) -> dict[str, str]:
-    """The environment variables of a process that may use only the GPUs ``chosen`` of this machine, such as ``0,2``.
-
-    Raises UsageError if this machine has no GPU of such a number.
-    """
+    """Variables of a process that may only use the GPUs ``chosen``, such as ``0,2``; UsageError if one is missing."""
     found = len(gpus())
     if max(map(int, chosen.split(","))) >= found:
         available = f"reports {found}, counted from 0" if found else "reports none"
@@ -96,10 +90,7 @@ def cores() -> int:
 
 
 def machine_hardware(chosen_gpus: str | None = None) -> Hardware:
-    """What a run may use here; ``chosen_gpus`` are those of ``--device``, by default all that CUDA shows.
-
-    The object store is the memory for decoded images.
-    """
+    """What a run may use here; ``chosen_gpus`` are those of ``--device``, by default all that CUDA shows."""
     chosen = chosen_gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
     num_gpus = len(gpus())
     if chosen is not None:
@@ -134,10 +125,7 @@ def _read_number(text: str) -> int | None:
 
 
 def fastest_precision(device: str) -> Precision:
-    """bfloat16 if this machine's CPU, or all of its GPUs, compute it natively; else float32. Never an emulated one.
-
-    bfloat16 has the range of float32, so that training needs no loss scaling; float16 has not.
-    """
+    """bfloat16 if this machine's CPU, or all of its GPUs, compute it natively; else float32. Never an emulated one."""
     if device == "cpu":
         native = bool(NATIVE_FLAGS["bfloat16"] & cpu_flags())
     else:
@@ -164,10 +152,7 @@ _ELASTIC_CPUS = 0.99
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the nodes of a cluster have together, and the smallest object store among them.
-
-    ``gpu_types``: how many of the GPUs are of each type; None if that is not known, as without Ray.
-    """
+    """What the nodes of a cluster have together, and the smallest object store; ``gpu_types`` is None if not known."""
 
     num_nodes: int
     cpus: float
@@ -178,10 +163,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a run is laid out: ``cpus`` for each worker, and ``data_cpus`` for reading each worker's images.
-
-    An elastic run may have as few as ``min_workers`` of its ``num_workers``.
-    """
+    """The layout of a run: ``cpus`` of each worker, ``data_cpus`` to read its images, and at least ``min_workers``."""
 
     num_workers: int
     min_workers: int
@@ -200,10 +182,7 @@ class Placement:
 
 
 def place(config: TrainConfig, found: Hardware) -> Placement:
-    """Workers, their device and their CPUs; raises UsageError if more is asked for than the cluster has.
-
-    Logs a warning if CPU workers have to share the cores of a single machine.
-    """
+    """Workers, their device and their CPUs; raises UsageError if more is asked for than the cluster has."""
     device, fewest, most = wanted(config, found)
     available = available_workers(config, device, found)
     check_room(config, found)
@@ -221,10 +200,7 @@ def place(config: TrainConfig, found: Hardware) -> Placement:
 
 
 def check_room(config: TrainConfig, found: Hardware) -> None:
-    """Raise UsageError if a run asks for more workers or GPUs than there are.
-
-    On a single machine, CPU workers may share cores: a loop can be tried with more workers than there are.
-    """
+    """Raise UsageError if a run asks for more workers or GPUs than there are. On one machine, they may share cores."""
     device, fewest, _ = wanted(config, found)
     available = available_workers(config, device, found)
     if config.accelerator_type and found.gpu_types is not None and not available:

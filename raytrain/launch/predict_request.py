@@ -38,9 +38,7 @@ class BlockPredictor(Protocol):
 
 
 class LoadPredictor(Protocol):
-    """Loads a predictor from the store of a run. It computes on the GPU of that number, if there is one; else with so
-    many threads. Pickled to the actors of a cluster.
-    """
+    """Loads a predictor from the store of a run, on the GPU of that number, or with so many threads. Can be pickled."""
 
     def __call__(self, store: Store, num_threads: int, gpu: int) -> BlockPredictor: ...
 
@@ -80,9 +78,7 @@ class ServedModel:
     thresholds: tuple[float, ...] | None = None
 
     def answer(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What is said of an image, as JSON: ``label`` and ``score``, or ``labels`` if it may have several classes, and
-        the likeliest ``classes``. ``row`` is one of the predictor's.
-        """
+        """The answer as JSON for a row of the predictor: ``label`` and ``score``, or ``labels``; and ``classes``."""
         if self.thresholds is None:
             suffixes = ["", *(f"_{rank}" for rank in range(2, self.top_k + 1))]
             likeliest = [{"label": row[f"label{suffix}"], "score": row[f"score{suffix}"]} for suffix in suffixes]

@@ -106,9 +106,7 @@ class PreparedRun:
         )
 
     def scope(self, *writes: str) -> Scope | None:
-        """What credentials that the cluster is lent are good for: reading the images, and URLs that start with one of
-        ``writes``. None if they are this process's own.
-        """
+        """What lent credentials are good for: reading the images, and URLs below ``writes``. None: no limit."""
         reads = f"{self.data.train_store.url}/", f"{self.data.test_store.url}/"
         return Scope(reads, writes) if self.config.scope_keys else None
 
@@ -192,11 +190,7 @@ def prepare(
 
 
 def with_preprocessing_of_weights(config: TrainConfig) -> TrainConfig:
-    """The same options, but ``--weights DEFAULT`` of timm decide on size, cropping and normalisation of the images, as
-    far as the options leave that open.
-
-    torchvision's weights decide on nothing. Raises UsageError if timm has no such network.
-    """
+    """The options, with the image size, cropping and normalisation of timm's weights as far as they are left open."""
     name = timm_name(config.model)
     if name is None or config.weights != DEFAULT:
         return config
@@ -302,10 +296,7 @@ def refuse_sweep(config: TrainConfig) -> None:
 
 
 def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:
-    """Raise UsageError if ``what`` was started with options that make its checkpoints useless with those of ``config``.
-
-    The workers check the same by the checkpoint; here it is checked before a document of the run is overwritten.
-    """
+    """Raise UsageError if ``what`` has other options: the workers check it, too, but after a document is replaced."""
     Identity.of(config).check(Identity.of(before), what)
 
 

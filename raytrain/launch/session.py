@@ -28,10 +28,7 @@ _STATUS_AFTER: dict[object, str] = {
 
 
 class Monitor(Protocol):
-    """A :class:`raytrain.launch.coordinator.Coordinator`, of this process or of another one.
-
-    Its methods raise :class:`CoordinatorLost` if that one has died.
-    """
+    """A :class:`Coordinator`, of this process or of another one: then :class:`CoordinatorLost` if it has died."""
 
     def snapshot(self, since: RowCursor) -> Snapshot: ...
 
@@ -178,10 +175,7 @@ class RunSession:
             self._has_begun = True
 
     def _conclude(self, outcome: Outcome) -> TrainResult:
-        """Write the summary and the rest of the history, and finalize the trackers.
-
-        Raises StorageError if storage is out of reach and the run did not fail.
-        """
+        """Write the summary and the rest of the history, and finalize trackers; StorageError unless the run failed."""
         self._is_concluded = True
         self._documents.close()
         unheard = suppress(*([StorageError] if outcome.error else []))  # why it failed matters more; it may be storage

@@ -20,7 +20,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import CoordinatorLost, TrainingFailed
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
 from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_asked, check_places, prepare, refuse_sweep
-from raytrain.launch.ray.connection import connection, is_connected
+from raytrain.launch.ray.connection import Connection, is_connected
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals, request_stop
@@ -68,15 +68,7 @@ def train(
     started_at = time.monotonic() if started_at is None else started_at
     check_asked(config, loop)
     refuse_sweep(config)
-    return train_group(
-        config,
-        None,
-        loop=loop,
-        view=view,
-        signals=signals,
-        trackers=trackers,
-        started_at=started_at,
-    )
+    return train_group(config, None, loop=loop, view=view, signals=signals, trackers=trackers, started_at=started_at)
 
 
 def train_group(
@@ -88,10 +80,7 @@ def train_group(
     trackers: Sequence[str | Tracker] = (),
     **options: Any,
 ) -> TrainResult:
-    """Train, again in more parts as long as the memory does not suffice.
-
-    Several threads may do so at once for runs of one ``group``. Takes and raises what :func:`train` does.
-    """
+    """Train, again in more parts as long as the memory does not suffice; for several runs of one ``group`` at once."""
     asked = partial(prepare, group=group, loop=loop, signals=signals or StopSignals(), **options)
     fits_by_trial = config.accumulate == "auto"
     while True:
@@ -140,7 +129,7 @@ def stop(name: str, *, storage: str = "./runs", address: str | None = None, reas
     if address is None:
         request_stop(storage, name, request)
         return
-    with connection(address) as cluster:
+    with Connection(address) as cluster:
         cluster.connect()
         from raytrain.launch.ray.coordinator import request_stop_in_cluster
 
@@ -157,14 +146,11 @@ def import_in_background(module: str) -> threading.Thread:
 
 @contextmanager
 def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
-    """The machines of several runs: this one with the local backend, otherwise a Ray cluster that all of them use.
-
-    Yields a function that waits until the cluster is there, and returns its hardware; until then, it starts.
-    """
+    """The machines of several runs, while open; yields a function that waits for them and returns their hardware."""
     if config.backend == "local":
         yield partial(machine_hardware, config.gpus)
         return
-    with connection(config.address, config.gpus) as cluster:
+    with Connection(config.address, config.gpus) as cluster:
         importing = import_in_background("raytrain.launch.ray.ray_launch")
 
         def join() -> Hardware:
@@ -193,7 +179,7 @@ def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
 def _train_on_ray(config: TrainConfig, prepare: Prepare) -> TrainResult:
     """Train on a Ray cluster. It starts, and Ray and torch are imported, while the data is listed."""
     check = partial(check_room, config, machine_hardware(config.gpus))
-    with connection(config.address, config.gpus, check) as cluster:
+    with Connection(config.address, config.gpus, check) as cluster:
         importing = import_in_background("raytrain.launch.ray.ray_launch")
         with prepare(config) as prepared:
             STARTUP.info("importing Ray and torch …")

@@ -102,10 +102,7 @@ class RunMonitor:
             self._machines[use.rank] = use
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
-        """Note images that could not be used; an image counts once, however often it is reported.
-
-        If they are too many, the run is asked to stop, and :attr:`failure` says why.
-        """
+        """Note images that could not be used, each once; if too many, ask the run to stop: see :attr:`failure`."""
         with self._lock:
             first = not self._history.skipped_images
             new = self._history.skip(images)

@@ -1,7 +1,4 @@
-"""Writes the documents of a run while it trains: its configuration, its status as a heartbeat, and its summary.
-
-What happens to the run also goes to the logger ``raytrain.monitor.recorder``, at level INFO.
-"""
+"""Writes the documents of a run while it trains: configuration, status, events (also to the log) and summary."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Keeps the documents of the run in ``store`` up to date, for whichever process started it.
-
-    The run has ``num_steps`` in all and begins after ``first_step``; its time counts from ``started_at``.
-    """
+    """Keeps the documents of the run in ``store`` up to date. It begins after ``first_step`` of ``num_steps``."""
 
     def __init__(self, store: Store, num_steps: int, first_step: int = 0, started_at: float | None = None) -> None:
         self._store = store

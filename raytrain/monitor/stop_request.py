@@ -20,10 +20,7 @@ _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward
 
 
 def request_stop(storage: str, name: str, reason: StopReason) -> None:
-    """Leave a stop request in the storage of a run, which looks for it about once a second.
-
-    Raises UsageError if there is no such run, or if it is not training.
-    """
+    """Leave a stop request in the storage of a run; raises UsageError if there is no such run, or it does not train."""
     store = open_run(storage, name)
     status = read_status(store)
     if not status.active:

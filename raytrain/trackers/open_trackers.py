@@ -29,10 +29,7 @@ _BUILT_IN = {
 
 
 def open_trackers(trackers: Sequence[str | Tracker]) -> list[NamedTracker]:
-    """The trackers of a run, each under a name of its own; nothing is sent or opened yet.
-
-    Raises UsageError if a name means nothing, if a package is not installed, or if an object is no tracker.
-    """
+    """The trackers of a run, each under a name of its own, not yet opened. Raises UsageError for one that cannot be."""
     opened: list[NamedTracker] = []
     for place, tracker in enumerate(trackers):
         if isinstance(tracker, str) and tracker in trackers[:place]:
@@ -79,10 +76,7 @@ def _of_object(tracker: object) -> NamedTracker:
 
 @dataclass(frozen=True)
 class TrackResult:
-    """Where the history of ``run`` is now: ``rows`` counts those of the history, also those that were sent before.
-
-    ``places`` has the URLs of the trackers that have one, or the commands that show them.
-    """
+    """Where the history of ``run`` is now: ``rows``, also those sent before, and URLs or commands of trackers."""
 
     run: str
     trackers: list[str]

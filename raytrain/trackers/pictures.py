@@ -53,10 +53,7 @@ def sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
 
 
 def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[str]) -> Pixels:
-    """Counts by label and prediction as an image, (side, side, 3): a row for each label, right ones teal.
-
-    Up to 32 classes, it has their names and the counts.
-    """
+    """Counts by label and prediction as an image, (side, side, 3), with names and counts of up to 32 classes."""
     num_classes = len(classes)
     matrix = np.zeros((num_classes, num_classes))
     for (label, prediction), count in counts.items():

@@ -63,10 +63,7 @@ def hyperparams(config: TrainConfig) -> dict[str, str | int | float]:
 
 
 def row_metrics(row: MetricRow) -> dict[str, float]:
-    """A row as numbers: ``train/loss`` or ``test/loss``, and the columns of a row of steps under their own names.
-
-    A metric that was not finite when it was written, so that storage has no number for it, is NaN.
-    """
+    """A row as numbers, such as ``train/loss``; a metric that was not finite when it was written is NaN."""
     measured = {
         metric_name(f"{_PREFIX[row.kind]}/{name}"): math.nan if value is None else float(value)
         for name, value in row.metrics.items()

@@ -76,10 +76,7 @@ class End(NamedTuple):
 
 
 class TrackerThread:
-    """Opens a tracker of the run in ``store`` and sends it what is new to it, until the end.
-
-    ``report`` gets an event with where the tracker shows the run, and one if the tracker fails.
-    """
+    """Opens a tracker and sends it what is new to it, until the end; ``report`` gets events of how that goes."""
 
     def __init__(
         self,

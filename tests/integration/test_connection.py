@@ -12,9 +12,9 @@ import pytest
 LATE = """
 import ray  # first, as a notebook may, so that it reads its variables before they are set
 
-from raytrain.launch.ray.connection import connection, end_own_ray
+from raytrain.launch.ray.connection import Connection, end_own_ray
 
-with connection("local") as cluster:
+with Connection("local") as cluster:
     cluster.connect()
     assert ray.is_initialized()
 end_own_ray()

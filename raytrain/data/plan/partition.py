@@ -93,10 +93,7 @@ def _local_slice(partition: Partition, batch_size: int) -> _LocalSlice:
 
 
 def partition_sizes(num_samples: int, loads: Sequence[float]) -> list[int]:
-    """Divide samples over workers in proportion to their loads; the remainder goes one by one to the first with a load.
-
-    Raises ``ValueError`` if no load is above 0, or one is below.
-    """
+    """Divide samples in proportion to loads, none below 0; the remainder goes one by one to the first with a load."""
     total = sum(loads)
     if total <= 0 or min(loads) < 0:
         raise ValueError(f"Worker loads are {list(loads)}; each must be at least 0, and one must be above 0.")

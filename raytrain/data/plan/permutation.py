@@ -146,10 +146,7 @@ class ShardShuffle:
     shard_sizes: Int64s  # (S,), samples in each shard; none is 0
 
     def samples(self, positions: Int64s, batch_size: int, key: int | None) -> Int64s:
-        """Samples at ``positions`` of an epoch, int64 of the same shape, for global batches of ``batch_size``.
-
-        ``key`` decides the order of shards and of samples; if it is None, the lanes go through the shards unshuffled.
-        """
+        """Samples at ``positions`` of an epoch, int64 of the same shape; with ``key`` None, lanes are unshuffled."""
         in_lanes = lane_positions(positions, int(self.shard_sizes.sum()), batch_size)
         return in_lanes if key is None else self._shuffled(in_lanes, key)
 
@@ -182,10 +179,7 @@ def lane_positions(positions: Int64s, num_samples: int, batch_size: int) -> Int6
 
 @lru_cache(maxsize=4)  # keyed by value: a data task gets a new copy of its plan each time
 def _shard_order(shard_sizes: bytes, key: int) -> tuple[Int64s, Int64s]:
-    """The shards of an epoch in random order.
-
-    Returns the first sample of each shard, (S,), and where each shard starts in the sequence, (S + 1,).
-    """
+    """The shards in random order: the first sample of each, (S,), and where each starts in the sequence, (S + 1,)."""
     sizes = np.frombuffer(shard_sizes, np.int64)
     order = permute(np.arange(len(sizes)), len(sizes), key=mix(key, 1))
     first_samples = np.cumsum(sizes) - sizes

@@ -95,10 +95,7 @@ def _killed(workers: list[Worker]) -> dict[int, str]:
 
 
 def work(spec: RunSpec, here: Surroundings) -> None:
-    """Train on this worker until the run ends or stops. An error of the user's ends the run, any other one is retried.
-
-    Called in a process that the agent has forked.
-    """
+    """Train until the run ends or stops. An error of the user's ends the run, any other one is retried."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends workers whose neighbour has failed
     rank = int(os.environ["RANK"])
     call = Caller(here.calls)
@@ -143,10 +140,7 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 class SocketReporter:
-    """A :class:`raytrain.training.protocols.Reporter` that calls the coordinator in the process that started the run.
-
-    With ``watch``, it waits there for a stop request.
-    """
+    """Calls the coordinator in the process that started the run; with ``watch``, it waits there for a stop request."""
 
     def __init__(self, calls: CallAddress, *, watch: bool) -> None:
         self._call = Caller(calls)

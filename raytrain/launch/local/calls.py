@@ -22,10 +22,7 @@ class CallAddress:
 
 
 class CallServer:
-    """Answers calls of the methods of ``target``, each connection in a thread of its own, until it is closed.
-
-    The socket lies in ``folder``.
-    """
+    """Answers calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own."""
 
     def __init__(self, folder: Path, target: object) -> None:
         self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))

@@ -26,10 +26,7 @@ from raytrain.training.run_spec import RunSpec
 
 
 class LocalLaunch:
-    """A :class:`raytrain.launch.session.Launch` on this machine, with the workers of ``agent``.
-
-    Raises UsageError if the machine has too little for the run.
-    """
+    """A :class:`Launch` on this machine with the workers of ``agent``; raises UsageError if it has too little."""
 
     def __init__(self, prepared: PreparedRun, agent: AgentProcess) -> None:
         placement = place(prepared.config, machine_hardware(prepared.config.gpus))
@@ -119,10 +116,7 @@ class Surroundings:
 
 
 class AgentProcess:
-    """Starts to import torch when it is made, and starts workers when it is given a task.
-
-    ``environment`` is added to this process's. The agent and its workers end with this process, however it ends.
-    """
+    """Imports torch when it is made, starts workers when it is given a run, and ends with this process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)

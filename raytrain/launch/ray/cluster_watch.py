@@ -69,10 +69,7 @@ _SAY_EVERY_S = 60.0
 
 
 def wait_for_machines(config: TrainConfig, is_stopped: Callable[[], bool]) -> None:
-    """Ask the cluster for room for the workers, and wait for it up to ``config.wait_for_machines_s``.
-
-    Raises UsageError if it has too little room even then, and KeyboardInterrupt once ``is_stopped``.
-    """
+    """Ask the cluster for room for the workers, and wait for it; raises UsageError if it does not come in time."""
     if not config.wait_for_machines_s:
         return
     found = cluster_hardware()

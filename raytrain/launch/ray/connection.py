@@ -9,8 +9,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,24 +20,6 @@ from raytrain.launch.ray.fork_client import keep_server, py_executable
 from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
 from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback, set_variables
 from raytrain.runs.logs import STARTUP
-
-
-def ray_start_address() -> str | None:
-    """Its address, if this user, or root started it, and it answers.
-
-    Ray writes the address into a folder that everybody may write to. Another user's cluster would run this user's code,
-    and would be shown this user's token. Found without importing Ray, which takes a second.
-    """
-    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
-    with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
-            return None
-        address = file.read().strip()
-        host, port = address.rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=1.0):
-            return address
-    return None
-
 
 if TYPE_CHECKING:
     from raytrain.launch.ray.trainer import TrainerThread
@@ -58,10 +40,7 @@ _LOG = logging.getLogger("raytrain")
 
 
 class OwnRay:
-    """The Ray that this process has started on this machine, which is kept from one use to the next.
-
-    Several threads may use it at once. It ends with the process, or by :func:`end_own_ray`.
-    """
+    """The Ray that this process has started, kept for its next use by any thread, until the process ends."""
 
     def __init__(self, gpus: str | None) -> None:
         self.num_users = 0
@@ -172,10 +151,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        address: str | None,
-        gpus: str | None = None,
-        before_start: Callable[[], None] | None = None,
+        self, address: str | None, gpus: str | None = None, before_start: Callable[[], None] | None = None
     ) -> None:
         set_variables({name: os.environ.get(name, value) for name, value in _VARIABLES.items()})
         own_is_used = _own is not None and _own.num_users > 0
@@ -203,6 +179,12 @@ class Connection:
         self._opened.enter_context(lean_imports())
         if self.own is None:
             self._opened.enter_context(keep_server())
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def is_own(self) -> bool:
@@ -241,18 +223,21 @@ class Connection:
             self.own.release()
 
 
-@contextmanager
-def connection(
-    address: str | None,
-    gpus: str | None = None,
-    before_start: Callable[[], None] | None = None,
-) -> Iterator[Connection]:
-    """A :class:`Connection`: its cluster is starting when the ``with`` block begins."""
-    opened = Connection(address, gpus, before_start)
-    try:
-        yield opened
-    finally:
-        opened.close()
+def ray_start_address() -> str | None:
+    """Its address, if this user, or root started it, and it answers.
+
+    Ray writes the address into a folder that everybody may write to. Another user's cluster would run this user's code,
+    and would be shown this user's token. Found without importing Ray, which takes a second.
+    """
+    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / CURRENT_CLUSTER_FILE
+    with suppress(OSError, ValueError), open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        if os.fstat(file.fileno()).st_uid not in (0, os.getuid()):
+            return None
+        address = file.read().strip()
+        host, port = address.rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return address
+    return None
 
 
 def uses_cluster(address: str | None) -> bool:
@@ -299,10 +284,7 @@ def _leave() -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise UsageError if no cluster answers at ``HOST:PORT``; Ray would try for minutes, and complain all the while.
-
-    If the cluster asks for a token, this machine's is shown from now on, as Ray does for a cluster that it finds.
-    """
+    """Raise UsageError if no cluster answers at ``HOST:PORT``, where Ray would try for minutes; show it our token."""
     if address == "auto":
         raise _no_cluster(address, "this user has started none on this machine with `ray start`")
     host, separator, port = address.rpartition(":")

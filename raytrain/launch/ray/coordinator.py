@@ -146,11 +146,7 @@ def start_coordinator(
     skip_limit: SkipLimit | None = None,
     started_at: float | None = None,
 ) -> CoordinatorHandle:
-    """The coordinator of a run, on the driver's node. It is found by the run's URL from anywhere in the cluster.
-
-    All of up to ``num_workers`` workers may wait at once, each in a thread of the coordinator. Raises UsageError if the
-    run has a coordinator in this cluster already.
-    """
+    """The coordinator of a run, on the driver's node, found by the run's URL; UsageError if the run has one already."""
     groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, FEED: _FEEDERS, KEYS: _ASKERS}
     actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}

@@ -34,10 +34,7 @@ _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
 def py_executable() -> str | None:
-    """The command that Ray is to start for each process, for a runtime environment; None if this system has no fork.
-
-    A shell runs it. A node without this file or Python runs the Python of its own Ray.
-    """
+    """The shell command that Ray is to start for each process; None if this system has no fork."""
     if sys.platform != "linux":  # the system libraries of macOS do not survive a fork
         return None
     python, client = shlex.quote(sys.executable), shlex.quote(__file__)
@@ -65,10 +62,7 @@ def ray_program() -> str:
 
 
 def connect(program: str) -> socket.socket:
-    """A connection to this user's fork server for Ray's ``program``, which is started if there is none.
-
-    Raises OSError if there is none, such as PermissionError if another user listens in its place.
-    """
+    """A connection to this user's fork server, started if there is none; OSError if another user listens there."""
     address = _address(program)
     with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # there is one already
         listener.bind(address)

@@ -40,10 +40,7 @@ _IDLE_S = 15.0
 
 
 def serve(listener: socket.socket) -> socket.socket:
-    """Fork a process at each connection. Ends this process after some time without any.
-
-    Returns in each of the forked processes, with the connection.
-    """
+    """Fork a process at each connection, and return in it with the connection. Ends after some time without any."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # otherwise Ray would take a process that has ended for alive
     listener.settimeout(_IDLE_S)
     while True:

@@ -65,10 +65,7 @@ class Replica:
 
 @contextmanager
 def serving(model: ServedModel, placement: Placement, host: str, port: int) -> Iterator[str]:
-    """Serve ``model`` on the connected cluster for the ``with`` block, which gets its URL.
-
-    Raises UsageError if the cluster cannot start it, or does not answer at ``host`` and ``port``.
-    """
+    """Serve ``model`` at the URL that it yields; raises UsageError if the cluster cannot, or does not answer."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     replica = serve.deployment(
         name="replica",

@@ -38,10 +38,7 @@ class NodeResult(Generic[T]):
 
 
 def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> tuple[NodeResult[T], ...]:
-    """Call ``function`` on all nodes at the same time, also on nodes whose CPUs are all in use.
-
-    A node that fails or takes longer than ``timeout_s`` in all has an error instead of a result; nothing is raised.
-    """
+    """Call ``function`` on all nodes at once, also on busy ones; an error instead of a result after ``timeout_s``."""
     import ray
 
     def call(node: ClusterNode) -> T:  # Ray takes functions only, not everything that can be called
@@ -105,10 +102,7 @@ _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new file late
 
 
 def check_shared(store: Store, storage: str, num_nodes: int) -> None:
-    """Raise UsageError if the run's ``store`` is a folder that a node of the connected cluster does not see.
-
-    ``storage`` is the option as the user gave it. One node alone, and S3, need no check.
-    """
+    """Raise UsageError if ``store``, the user's ``storage``, is a folder that a node of several does not see."""
     if store.cloud is not None or num_nodes < 2:
         return
     probe = f".node-check-{uuid.uuid4().hex}"

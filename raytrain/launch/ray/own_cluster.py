@@ -64,10 +64,7 @@ _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if i
 
 
 class LocalCluster:
-    """A local cluster that is starting. Its processes see ``environment`` besides this process's variables.
-
-    Until it is closed, this process's variables are those that Ray wants to see in the driver of such a cluster.
-    """
+    """A local cluster that is starting; this process has the variables of its driver until it is closed."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()

@@ -18,11 +18,7 @@ _RETRIES = 3  # of an actor whose process or node is lost
 
 
 def predict_images(request: PredictRequest, placement: Placement, *, scope_keys: bool) -> Iterator[pa.Table]:
-    """Predict on ``placement.num_workers`` actors of the connected cluster.
-
-    With ``scope_keys``, the credentials that they are lent are good for reading the images and the run only. Yields
-    what :func:`raytrain.launch.predict_request.predict_here` does.
-    """
+    """Predict on ``placement.num_workers`` actors; yields what :func:`predict_request.predict_here` does."""
     images, run_store = request.images, request.run_store
     scope = Scope(reads=(f"{images.url}/", f"{run_store.url}/"), writes=()) if scope_keys else None
     with serving_credentials([images, run_store], scope) as (served, lender):

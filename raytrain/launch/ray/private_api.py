@@ -104,28 +104,7 @@ JOB_SERVER_REQUEST = PrivateApi(
     "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
 )
 
-PRIVATE_APIS = (
-    NODE_ID_LABEL,
-    GCS_CLIENT,
-    ENABLE_TOKEN,
-    READ_VARIABLES,
-    CONSTANTS,
-    CONNECTS_BY_ITSELF,
-    NODE,
-    NODE_PARAMETERS,
-    TRAIN_CONTEXT,
-    CONTROLLER_CALLBACK,
-    DEFAULT_CALLBACKS,
-    RUN_CONTROLLER,
-    FIXED_SCALING_POLICY,
-    EXECUTION_CALLBACK,
-    REF_BUNDLES,
-    WORKER,
-    AUTOSCALER_STATUS,
-    WORKER_PROGRAM,
-    ACTOR_CLASS_ID,
-    JOB_SERVER_REQUEST,
-)
+PRIVATE_APIS = tuple(each for each in dict(globals()).values() if isinstance(each, PrivateApi))
 _OBJECT_STORE = "object_store_memory"
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
@@ -157,10 +136,7 @@ def read_variables() -> None:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """While open, this process is a node of a cluster that was started with :data:`LOOPBACK_ENVIRONMENT`.
-
-    It may join a cluster of several machines afterwards.
-    """
+    """While open, this process is a node of a cluster that was started with :data:`LOOPBACK_ENVIRONMENT`."""
     (name,) = LOOPBACK_ENVIRONMENT
     before = os.environ.get(name)
     set_variables(LOOPBACK_ENVIRONMENT)
@@ -216,10 +192,7 @@ def is_repeated_task() -> bool:
 
 
 def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
-    """The bytes that the object store of each node holds, and those that it has room for, by the node's ID.
-
-    The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
-    """
+    """The bytes that each node's object store holds, and has room for, by node ID; RayError without an answer."""
     reply: Any = WORKER.load().gcs_client.get_all_resource_usage(timeout=timeout_s)
     uses: dict[str, tuple[int, int]] = {}
     for node in reply.resource_usage_data.batch:

@@ -74,10 +74,7 @@ class RayMonitor:
 
 
 class RayLaunch:
-    """A :class:`raytrain.launch.session.Launch` on the ``cluster``.
-
-    Raises UsageError if that has too little for the run, or if the network and its weights do not fit.
-    """
+    """A :class:`Launch` on the ``cluster``. Raises UsageError if that has too little, or if the weights do not fit."""
 
     def __init__(self, prepared: PreparedRun, cluster: Connection) -> None:
         found = cluster_hardware()

@@ -41,10 +41,7 @@ class Submission:
 
 
 def submit(words: Sequence[str], config: TrainConfig, address: str | None) -> Submission:
-    """Send the command ``words``, whose options are ``config``, to the job server at ``address``.
-
-    Raises UsageError if the options name what only this machine has, or if no job server answers.
-    """
+    """Send the command ``words``, whose options are ``config``, to the job server at ``address``."""
     if config.address is not None:
         raise UsageError("--address is the job server's; give it before the --, and none after it.")
     check_places(config)
@@ -115,10 +112,7 @@ class JobServer:
         _check_version(address, answer.json()["ray_version"])
 
     def submit(self, words: Sequence[str], files: JobFiles, name: str) -> str:
-        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; returns the job's ID.
-
-        Raises UsageError if the job server does not take it.
-        """
+        """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; returns the job's ID."""
         with TemporaryFolder() as folder:
             files.copy_to(folder / "files")
             (folder / "files").mkdir(exist_ok=True)
@@ -149,10 +143,7 @@ class JobServer:
         return self._client.get_job_info(job).message or ""
 
     async def read_log(self, job: str, skip: int, show: Callable[[str], None]) -> None:
-        """Show what the job prints, after its first ``skip`` characters, until it ends.
-
-        Raises ConnectionError, RuntimeError or OSError if the connection is lost.
-        """
+        """Show what the job prints, after its first ``skip`` characters, until it ends or the connection is lost."""
         from aiohttp import ClientError
 
         seen = 0
@@ -166,10 +157,7 @@ class JobServer:
 
 
 class JobLog:
-    """What a job prints, passed to ``show`` by a thread until the job ends, across lost connections.
-
-    ``note`` gets a line if the connection is lost, and one if it is back.
-    """
+    """What a job prints, passed to ``show`` by a thread until it ends; ``note`` is told of lost connections."""
 
     def __init__(self, server: JobServer, job: str, show: Callable[[str], None], note: Callable[[str], None]) -> None:
         self._server, self._job, self._show, self._note = server, job, show, note
@@ -223,10 +211,7 @@ class JobLog:
 
 
 def job_server_url(address: str | None) -> str:
-    """The URL of the job server that ``address`` or the environment names.
-
-    Raises UsageError for the address of something else.
-    """
+    """The URL of the job server that ``address`` or the environment names; UsageError if it is of something else."""
     given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or ""
     url = given if "://" in given else f"http://{given}"
     if ":" not in given or urlsplit(url).scheme not in ("http", "https") or urlsplit(url).port == _GCS_PORT:

@@ -174,10 +174,7 @@ _FixedScalingPolicy: Any = FIXED_SCALING_POLICY.load()
 
 
 class _NeverGrows(_FixedScalingPolicy):
-    """Asks nobody for machines: the workers fit when a run starts, and a placement group that waits is a demand, too.
-
-    Ray's policy starts a process for that and waits for it.
-    """
+    """Asks for no machines: the workers fit at the start. Ray's policy starts a process for that and waits for it."""
 
     def _send_resource_request(self) -> None:
         pass

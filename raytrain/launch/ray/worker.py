@@ -129,10 +129,7 @@ class RayBatches:
 
 
 class RayReporter:
-    """A :class:`raytrain.training.protocols.Reporter` that sends everything to the run's coordinator without waiting.
-
-    With ``watch``, it waits there for a stop request.
-    """
+    """Sends everything to the run's coordinator without waiting; with ``watch``, it waits there for a stop request."""
 
     def __init__(self, coordinator: CoordinatorHandle, *, watch: bool) -> None:
         self._coordinator = coordinator

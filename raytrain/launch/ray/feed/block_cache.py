@@ -36,12 +36,7 @@ class CacheFiller:
     the blocks: they outlast any worker, and Ray reads lost ones again.
     """
 
-    def __init__(
-        self,
-        coordinator: CoordinatorHandle,
-        cpus: DataCpus,
-        sets: dict[str, CachedImages],
-    ) -> None:
+    def __init__(self, coordinator: CoordinatorHandle, cpus: DataCpus, sets: dict[str, CachedImages]) -> None:
         self._coordinator = coordinator
         self._cpus = cpus
         self._sets = sets

@@ -35,12 +35,7 @@ _CPUS_TO_FILL_BESIDE_START = 2.0  # a process that reads takes seconds of a core
 
 
 class DataFeed:
-    """Training and test images on their way to the workers, from :meth:`start` to :meth:`close`.
-
-    ``keeps_images``: whether the decoded images stay in the cluster for the next run.
-
-    Raises UsageError if ``--cache memory`` asks for more than an object store has.
-    """
+    """Training and test images on their way to the workers, from :meth:`start` to :meth:`close`."""
 
     def __init__(
         self,
@@ -65,10 +60,7 @@ class DataFeed:
         return {name: cached.order for name, cached in self._cached.items()}
 
     def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials) -> None:
-        """Describe the images to data tasks and workers, as ``train`` and ``test``.
-
-        ``credentials`` are for processes whose node has no role of its own.
-        """
+        """Describe the images to data tasks and workers, as ``train`` and ``test``."""
         data = self._data
         self._coordinator = coordinator
         self._credentials = credentials
@@ -120,12 +112,7 @@ class DataFeed:
 
 
 class SharedImages:
-    """Images that several runs of this process keep decoded, once for all, while it is open; ``feed`` is None if they
-    do not fit.
-
-    ``prepared`` is what the runs belong to, whose documents list the images that cannot be used; ``config`` are the
-    options of one of them, and ``placement`` lays out those that train at once.
-    """
+    """Images that runs of this process share, decoded once, while it is open; ``feed`` is None if they do not fit."""
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
         self._prepared = prepared

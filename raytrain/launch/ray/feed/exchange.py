@@ -31,10 +31,7 @@ class BlockDirectory:
             self._changed.notify_all()
 
     def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
-        """The blocks of ``dataset`` from number ``first`` on; waits at most ``timeout_s`` seconds for one.
-
-        Raises RaytrainError if a data set cannot be read.
-        """
+        """Blocks of ``dataset`` from number ``first`` on; waits for one. RaytrainError if they can't be read."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or len(self._blocks[dataset]) > first, timeout_s)
             if self._failure:
@@ -105,10 +102,7 @@ class StreamQueues:
             return True
 
     def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
-        """The blocks queued for a worker, in order; an empty list if none came within ``timeout_s``.
-
-        Raises RaytrainError if the data cannot be read, RuntimeError if another worker group has started.
-        """
+        """The blocks queued for a worker; [] after ``timeout_s``. Raises RuntimeError if another group has started."""
         with self._changed:
             if stream not in self._queues:
                 self._request(stream)

@@ -1,8 +1,4 @@
-"""Reading images by tasks: each is given the number of a block, asks the plan which samples the block holds, fetches
-them concurrently and decodes them.
-
-What the tasks import is imported here. Ray Data takes more than a second, and is in ``image_pipeline.py``.
-"""
+"""Reading images by tasks: each fetches and decodes a block of the plan. Imports no Ray Data, which takes a second."""
 
 from __future__ import annotations
 
@@ -92,19 +88,13 @@ def blocks_by_tasks(
 
 
 def read_block(images: ImageSet, order: BlockOrder, number: int, *, isolated: bool | None = None) -> pa.Table:
-    """Fetch and decode a block of ``order``, as :func:`read_table` does.
-
-    ``isolated``: see :class:`ImageReader`; by default if this task was begun before: an image may have killed it.
-    """
+    """Fetch and decode a block; ``isolated`` by default if this task was begun before: an image may have killed it."""
     isolated = is_repeated_task() if isolated is None else isolated
     return read_table(images, order.samples(number), order.epoch(number), isolated=isolated)
 
 
 def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool) -> pa.Table:
-    """Fetch ``samples`` and decode them for ``epoch``.
-
-    The columns are image (H*W*C bytes), label (below 0 for an unreadable image) and sample.
-    """
+    """Fetch ``samples`` and decode them: columns image (H*W*C bytes), label (below 0 if unreadable) and sample."""
     assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
