@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from raytrain.display.run_tables import try_next
 from raytrain.errors import UsageError
 from raytrain.storage.temporary_files import TemporaryFolder
 
@@ -133,17 +133,10 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
 
 def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
     """Test accuracy, where everything is stored, and commands to try next."""
-    command = "uv run raytrain" if "UV" in os.environ else "raytrain"  # set by uv for the programs that it runs
-    storage_option = [] if storage == "./runs" else ["--storage", storage]
     accuracy = (
         f"{result.test_accuracy:.2%} of the test images are right"
         if result.test_accuracy is not None
         else "not tested yet"
-    )
-    commands = (
-        ["show", result.name, *storage_option],
-        ["evaluate", result.name, "--data", f"{images}/test", *storage_option],
-        ["predict", result.name, "--data", f"{images}/test", "--output", "predictions.csv", *storage_option],
     )
     locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
     return Group(
@@ -151,8 +144,7 @@ def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) 
             (accuracy, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."
         ),
         *(Text(f"{name:<12}{path}") for name, path in locations.items()),
-        Text("\nTry next"),
-        *(Text(f"  {command} {shlex.join(words)}", style="bold", overflow="fold") for words in commands),
+        try_next(result.name, storage, f"{images}/test"),
     )
 
 

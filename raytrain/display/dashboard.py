@@ -15,7 +15,7 @@ from raytrain.display.console import format_count, format_duration, status_style
 from raytrain.display.curves import curve_heading, curve_plots
 from raytrain.display.event_text import event_text
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.redact import one_line
 
 CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"
@@ -34,7 +34,7 @@ def progress_line(snapshot: Snapshot) -> str:
     parts = [f"step {snapshot.step:,}/{snapshot.num_steps:,}", f"epoch {snapshot.epoch}/{snapshot.num_epochs}"]
     measured = snapshot.latest.metrics if snapshot.latest else {}
     parts += [f"{name} {_decimal(measured[name])}" for name in ("loss", "accuracy") if name in measured]
-    parts += measurements(snapshot)
+    parts += [*_own_metrics(snapshot), *measurements(snapshot)]
     if snapshot.time_left_s is not None:
         parts.append(f"{format_duration(snapshot.time_left_s)} left")
     return "  ".join(parts)
@@ -49,9 +49,14 @@ def measurements(snapshot: Snapshot) -> list[str]:
     return texts + [f"{number:,} {what}" for what, number in counts.items() if number]
 
 
+def _own_metrics(snapshot: Snapshot) -> list[str]:
+    values = own_metrics(snapshot.latest, snapshot.evaluation)
+    return [f"{one_line(name)} {_decimal(value)}" for name, value in values.items()]
+
+
 def _decimal(value: float | None) -> str:
     """A metric is None if it was not finite when it was written."""
-    return "nan" if value is None else f"{value:.3f}"
+    return "nan" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def dashboard(
@@ -90,7 +95,7 @@ def _figures(snapshot: Snapshot) -> RenderableType:
         waiting = Spinner("dots", "waiting for the workers …")
         waiting.start_time = 0.0  # so that the next picture's goes on where this one's is
         return waiting
-    figures = [format_count(snapshot.num_workers, "worker"), *measurements(snapshot)]
+    figures = [format_count(snapshot.num_workers, "worker"), *_own_metrics(snapshot), *measurements(snapshot)]
     return Text("   ".join(figures), no_wrap=True, overflow="ellipsis")
 
 

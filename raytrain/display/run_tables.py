@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +28,10 @@ from raytrain.display.console import (
 )
 from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
-from raytrain.experiments.compare import compare_records
+from raytrain.experiments.compare import compare_records, last_row
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.logs import StoredLog
+from raytrain.runs.metric_row import own_metrics
 from raytrain.runs.outcome import TrainResult, train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
@@ -72,13 +76,52 @@ def run_record_json(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def result_page(config: TrainConfig, result: TrainResult) -> RenderableType:
-    """How a run ended and, if it is not finished, the command that resumes it."""
-    lines: list[RenderableType] = [key_value_table(shown_summary(result.summary()))]
+def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:
+    """How a run ended, and what to do next: resume it if it is not finished, and use it if it has a checkpoint.
+
+    ``best`` are score and path of its best checkpoint.
+    """
+    lines: list[RenderableType] = [key_value_table(_result(config, result, best))]
     if result.status != "finished":
         command = train_command(dataclasses.replace(config, name=result.name))
         lines += [Text(), Text.assemble("Resume with  ", (f"{one_line(command)} --resume", "bold"), overflow="fold")]
+    if best is not None and result.status != "failed":
+        lines += [try_next(result.name, config.storage)]
     return Group(*lines)
+
+
+def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None) -> dict[str, object]:
+    measured = {"test accuracy": result.test_accuracy, "test loss": result.test_loss}
+    last = [f"{name} {value:.4f}" for name, value in measured.items() if value is not None]
+    startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
+    steps = f"{result.steps:,} steps, {result.epochs:g} epochs, {result.samples_seen:,} images"
+    shown: dict[str, object] = {
+        "name": result.name,
+        "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
+        "time": format_duration(result.seconds) + startup,
+        "last": ", ".join([*last, f"in {result.checkpoint}" if result.checkpoint else "no checkpoint"]),
+    }
+    if best is not None:
+        score = f"{config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}, in " if math.isfinite(best[0]) else ""
+        shown["best"] = f"{score}{best[1]}, which the commands below use"
+    kept = ("num_skipped", "num_retries", "stop_reason", "error", "run_dir")
+    rest = shown_summary(result.summary())
+    return {**shown, **{name: rest[name] for name in kept if rest[name]}}
+
+
+def try_next(name: str, storage: str, data: str | None = None) -> RenderableType:
+    """Commands that use a run. ``data`` are images to test it on, by default its own."""
+    command = "uv run raytrain" if "UV" in os.environ else "raytrain"  # set by uv for the programs that it runs
+    where = [] if storage == "./runs" else ["--storage", storage]
+    commands = (
+        ["show", name, *where],
+        ["evaluate", name, *(["--data", data] if data else []), *where],
+        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *where],
+        ["export", name, "--output", f"{name}.onnx", *where],
+        ["serve", name, *where],
+    )
+    lines = (Text(f"  {command} {one_line(shlex.join(words))}", style="bold", overflow="fold") for words in commands)
+    return Group(Text("\nTry next"), *lines)
 
 
 def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False) -> RenderableType:
@@ -143,6 +186,8 @@ def run_page(record: RunRecord) -> RenderableType:
     if record.metrics:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
+        if own := own_metrics(*(last_row(record.metrics, kind) for kind in ("step", "evaluation"))):
+            parts += [key_value_table(own)]
     if record.summary:
         parts += [key_value_table(shown_summary(record.summary))]
     if record.checkpoints:
@@ -254,6 +299,8 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     table.add_section()
     for name, (label, text) in _RESULTS.items():
         table.add_row(label, *(_text(getattr(run, name), text) for run in runs))
+    for name in dict.fromkeys(name for run in runs for name in run.metrics):
+        table.add_row(one_line(name), *(format_value(run.metrics.get(name)) for run in runs))
     problems = (problem_lines(record.name, record.problems) for record in records if record.problems)
     return Group(*legend, table, *problems, comparison_plots(records, labels), Text())
 

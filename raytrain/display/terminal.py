@@ -40,23 +40,25 @@ class LiveView:
         self._console = console or PlainConsole()
         self._live: Live | None = None
         spinner = Spinner("dots", waiting)
-        self._startup_line = _StartupLine(spinner)
-        if self._console.is_terminal:
+        live = self._console.is_terminal
+        tell = (lambda line: spinner.update(text=Text(line))) if live else self._print
+        self._startup_lines = _StartupLines(tell)
+        if live:
             self._live = Live(spinner, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start(refresh=True)
-            STARTUP.setLevel(logging.INFO)
-            STARTUP.addHandler(self._startup_line)
+        STARTUP.setLevel(logging.INFO)
+        STARTUP.addHandler(self._startup_lines)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        STARTUP.removeHandler(self._startup_lines)
+        STARTUP.setLevel(logging.NOTSET)
         if self._live is not None:
-            STARTUP.removeHandler(self._startup_line)
-            STARTUP.setLevel(logging.NOTSET)
             self._live.stop()
 
     def _print(self, line: str) -> None:
@@ -70,16 +72,16 @@ class LiveView:
         self._live.update(picture, refresh=True)
 
 
-class _StartupLine(logging.Handler):
-    """Shows what the command waits for beside a spinner."""
+class _StartupLines(logging.Handler):
+    """Tells what the command waits for: beside a spinner, or as a line."""
 
-    def __init__(self, spinner: Spinner) -> None:
+    def __init__(self, tell: Callable[[str], object]) -> None:
         super().__init__()
-        self._spinner = spinner
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by ``logging``."""
-        self._spinner.update(text=Text(one_line(record.getMessage())))
+        self._tell(one_line(record.getMessage()))
 
 
 class TerminalView(LiveView):

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs.metric_row import MetricRow, steps_per_epoch
+from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
 
 _PLACE = {"name", "storage", "resume", "address", "track", "tag", "note"}  # where a run is, not what it does
@@ -36,6 +36,8 @@ class ComparedRun:
     images_per_s: float | None
     seconds: float | None
     skipped: int
+    metrics: dict[str, float | None]
+    """What the loop logs or measures besides loss and accuracy, by name: as it was last."""
 
     def summary(self) -> dict[str, Any]:
         """The run as a dictionary of plain values."""
@@ -74,7 +76,7 @@ def _compared(record: RunRecord, options: Sequence[str]) -> ComparedRun:
     rows = record.metrics
     training = [row for row in rows if row.kind == "step"]
     speeds = [row.images_per_s for row in training if row.images_per_s is not None]
-    test, train = _last(rows, "evaluation"), _last(rows, "step")
+    test, train = last_row(rows, "evaluation"), last_row(rows, "step")
     steps = rows[-1].step if rows else 0
     return ComparedRun(
         name=record.name,
@@ -88,8 +90,10 @@ def _compared(record: RunRecord, options: Sequence[str]) -> ComparedRun:
         images_per_s=statistics.median(speeds) if speeds else None,
         seconds=rows[-1].elapsed_s if rows else None,
         skipped=len(record.skipped),
+        metrics=own_metrics(train, test),
     )
 
 
-def _last(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:
+def last_row(rows: Sequence[MetricRow], kind: str) -> MetricRow | None:
+    """The last row of this kind."""
     return next((row for row in reversed(rows) if row.kind == kind), None)

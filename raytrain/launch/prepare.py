@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from raytrain.trackers.tracking import NamedTracker
     from raytrain.training.run import Run
 
-
 _LOG = logging.getLogger("raytrain")
 
 Loop = Callable[["Run"], None]
@@ -96,7 +95,7 @@ class PreparedRun:
         self, num_workers: int, device: str, fastest_precision: Callable[[str], Precision] = fastest_precision
     ) -> ResolvedConfig:
         """The options with everything decided. ``fastest_precision`` is only called if it is up to us."""
-        return self.config.resolve(
+        resolved = self.config.resolve(
             name=self.name,
             num_workers=num_workers,
             device=device,
@@ -104,6 +103,10 @@ class PreparedRun:
             std=self.data.std,
             fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
         )
+        if resolved.batch_size > (num_images := len(self.data.train)):
+            sentence = "--batch-size is %s for %s training images: each step takes all of them, and is an epoch."
+            _LOG.warning(sentence, f"{resolved.batch_size:,}", f"{num_images:,}")
+        return resolved
 
     def scope(self, *writes: str) -> Scope | None:
         """What lent credentials are good for: reading the images, and URLs below ``writes``. None: no limit."""

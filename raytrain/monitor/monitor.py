@@ -100,6 +100,7 @@ class RunMonitor:
         """Note what a worker makes of its machine, in place of what it said before."""
         with self._lock:
             self._machines[use.rank] = use
+            self._step = max(self._step, use.step or 0)
 
     def skip(self, images: Sequence[SkippedImage]) -> None:
         """Note images that could not be used, each once; if too many, ask the run to stop: see :attr:`failure`."""

@@ -75,8 +75,13 @@ def newest_checkpoint(store: Store) -> str | None:
 
 def best_checkpoint(store: Store) -> str | None:
     """Path of the checkpoint with the highest score by ``--best``; of the newest one if none was evaluated."""
-    paths = [found.path for found in list_checkpoints(store)]
-    return max(((_score(store, path), path) for path in paths), default=(0.0, None))[1]
+    best = best_scored_checkpoint(store)
+    return best and best[1]
+
+
+def best_scored_checkpoint(store: Store) -> tuple[float, str] | None:
+    """Score and path of the best checkpoint; the score is that of ``--best``, negative if it is a loss, or -inf."""
+    return max(((_score(store, found.path), found.path) for found in list_checkpoints(store)), default=None)
 
 
 def require_checkpoint(store: Store, run: str) -> str:

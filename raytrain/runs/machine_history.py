@@ -18,13 +18,14 @@ MEASURE_EVERY_S = 5.0
 class MachineUse:
     """One worker's speed, and the use of its node and of its GPU. What is not known, or not there, is None.
 
-    ``cpu_fraction`` is of all cores of the node, by whatever runs there, and so is the memory. ``shared_memory_bytes``
-    is memory that processes share, as Ray's object store and other decoded images. ``object_store_bytes`` is what that
-    store of the node holds.
+    ``step`` counts the completed steps. ``cpu_fraction`` is of all cores of the node, by whatever runs there,
+    and so is the memory. ``shared_memory_bytes`` is memory that processes share, as Ray's object store and other
+    decoded images. ``object_store_bytes`` is what that store of the node holds.
     """
 
     rank: int
     node: str
+    step: int | None = None
     images_per_s: float
     data_wait_fraction: float
     cpu_fraction: float | None = None

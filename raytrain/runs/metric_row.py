@@ -73,6 +73,20 @@ def _is_measurement(value: object) -> bool:
 _COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")
 
 
+_EVERYBODYS = ("loss", "accuracy", "balanced_accuracy", "macro_f1")
+
+
+def own_metrics(train: MetricRow | None, test: MetricRow | None) -> dict[str, float | None]:
+    """What a loop logs, and what its evaluation measures, besides what every run has: by name, as it was last."""
+    rows = {"": train, "test ": test}
+    return {
+        f"{prefix}{name}".replace("_", " "): value
+        for prefix, row in rows.items()
+        for name, value in (row.metrics.items() if row else ())
+        if name not in _EVERYBODYS
+    }
+
+
 def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
     """Steps of one epoch, at least 1: the smallest number that puts every row into the epoch that it names.
 

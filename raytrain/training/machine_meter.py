@@ -56,13 +56,13 @@ class MachineMeter:
         psutil.cpu_percent()  # from now on
         self._reset()
 
-    def step(self, num_images: int, wait_s: float) -> None:
-        """Count a step, and measure if it is time; between two measurements, this only adds two numbers."""
+    def step(self, num_images: int, wait_s: float, completed: int) -> None:
+        """Count a step, after so many ``completed`` ones, and measure if it is time; else, this adds two numbers."""
         self._num_images += num_images
         self._wait_s += wait_s
         seconds = self._clock() - self._since
         if seconds >= MEASURE_EVERY_S:
-            self._report(self._measure(seconds))
+            self._report(self._measure(seconds, completed))
             self._reset()
 
     def _reset(self) -> None:
@@ -70,11 +70,12 @@ class MachineMeter:
         self._num_images = 0
         self._wait_s = 0.0
 
-    def _measure(self, seconds: float) -> MachineUse:
+    def _measure(self, seconds: float, completed: int) -> MachineUse:
         memory = psutil.virtual_memory()
         return MachineUse(
             rank=self._rank,
             node=self._node,
+            step=completed,
             images_per_s=round(self._num_images / seconds, 1),
             data_wait_fraction=round(min(self._wait_s / seconds, 1.0), 4),
             cpu_fraction=psutil.cpu_percent() / 100,

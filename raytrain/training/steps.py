@@ -115,7 +115,7 @@ class Steps:
     def begin(self, local: LocalBatch, wait_s: float) -> None:
         """A step with the images of ``local`` begins, for which this worker has waited ``wait_s`` seconds."""
         self._local = local
-        self._machine.step(len(local.labels), wait_s)
+        self._machine.step(len(local.labels), wait_s, self.progress.step)
         stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
         self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint))
@@ -209,8 +209,10 @@ class Steps:
         if self._trace is not None:
             self._trace.add(step, self._local.samples)
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
-        if step % self._config.log_every == 0 or step == self._plan.num_steps:
+        if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             self.metrics.close_row(batch, self.learning_rate)
+        if step == 1:
+            self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
         return totals
 
     def _evaluation_is_due(self) -> bool:

@@ -27,6 +27,7 @@ def printed(result: Any, **folders: str) -> str:
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+NEXT = ("show", "evaluate", "predict", "export", "serve")
 RESULT: Any = SimpleNamespace(
     name="demo-2",
     status="finished",
@@ -71,14 +72,16 @@ def test_the_summary_has_accuracy_locations_and_valid_commands(
     assert "run         some where/demo-2\n" in text
     commands = re.findall(r"^ +raytrain (.+)$", text, re.MULTILINE)
     bound = [parse(shlex.split(command), COMMANDS) for command in commands]
-    assert [command.func.__name__ for command in bound] == ["show", "evaluate", "predict"]  # pyright: ignore[reportFunctionMemberAccess]
+    assert [command.func.__name__ for command in bound] == list(NEXT)  # pyright: ignore[reportFunctionMemberAccess]
+    sections = [command.keywords.get("prediction", command.keywords.get("serving")) for command in bound]
     storages = [
-        getattr(command.keywords.get("prediction"), "storage", command.keywords.get("storage")) for command in bound
+        getattr(section, "storage", command.keywords.get("storage"))
+        for section, command in zip(sections, bound, strict=True)
     ]
-    assert storages == ["some where"] * 3 and {command.keywords["run"] for command in bound} == {"demo-2"}
+    assert storages == ["some where"] * 5 and {command.keywords["run"] for command in bound} == {"demo-2"}
     assert bound[1].keywords["data"] == "my images/test"  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_with_uv_the_printed_commands_use_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV", "/usr/bin/uv")
-    assert len(re.findall(r"^ +uv run raytrain ", printed(RESULT), re.MULTILINE)) == 3
+    assert len(re.findall(r"^ +uv run raytrain ", printed(RESULT), re.MULTILINE)) == 5

@@ -17,6 +17,7 @@ from raytrain.runs.line_file import LineFile
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
+from tests.helpers.folder_runs import folder_run, train_here
 from tests.helpers.waiting import wait_for
 
 
@@ -302,3 +303,14 @@ def test_a_history_of_any_length_takes_a_bounded_amount_of_memory(
     assert history.num_rows == 2000 and len(history.rows()) <= 300
     history.close()
     assert [row.step for rows in read_all_metrics(open_store(str(tmp_path))) for row in rows] == list(range(1, 2001))
+
+
+@pytest.mark.not_quick
+def test_the_first_step_has_a_row_whatever_log_every_is(images: Path, tmp_path: Path) -> None:
+    _, recorder = train_here(folder_run(images, tmp_path, "run", log_every=4, epochs=2))
+    rows = [row for row in recorder.rows if row.kind == "step"]
+    assert [row.step for row in rows] == [1, 4, 8, 10]
+    assert all(row.loss is not None and row.accuracy is not None for row in rows)
+    _, every = train_here(folder_run(images, tmp_path, "other", log_every=1, epochs=2))
+    losses = [row.loss or 0 for row in every.rows if row.kind == "step"]
+    assert [rows[0].loss, rows[1].loss] == pytest.approx([losses[0], sum(losses[1:4]) / 3])

@@ -23,9 +23,9 @@ def measured(clock: Clock, device: torch.device, steps: int = 50) -> list[Machin
     """What a worker reports that takes a step of 8 images every 0.2 s, and waits for half of the time."""
     reported: list[MachineUse] = []
     meter = MachineMeter(3, device, reported.append, clock)
-    for _ in range(steps):
+    for step in range(steps):
         clock.now_s += 0.2
-        meter.step(8, 0.1)
+        meter.step(8, 0.1, step)
     return reported
 
 
@@ -38,6 +38,7 @@ def test_a_worker_says_every_five_seconds_how_fast_it_is_and_what_its_machine_do
         0.5,
     )
     assert second.images_per_s == 40.0
+    assert (first.step, second.step) == (24, 49)
     assert first.memory_bytes is not None and first.memory_total_bytes is not None
     assert 0 < first.memory_bytes < first.memory_total_bytes
     assert first.cpu_fraction is not None and 0 <= first.cpu_fraction <= 1

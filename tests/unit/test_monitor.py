@@ -137,12 +137,13 @@ def test_the_time_left_is_estimated_from_the_speed_so_far(monitor: RunMonitor, c
 
 def test_the_latest_use_of_each_machine_is_kept_until_the_workers_are_others(monitor: RunMonitor) -> None:
     def use(rank: int, images_per_s: float) -> MachineUse:
-        return MachineUse(rank=rank, node="n", images_per_s=images_per_s, data_wait_fraction=0.0)
+        return MachineUse(rank=rank, node="n", step=7, images_per_s=images_per_s, data_wait_fraction=0.0)
 
     monitor.started(num_workers=2, step=0)
     for rank, speed in ((1, 10.0), (0, 20.0), (1, 30.0)):
         monitor.measured(use(rank, speed))
     assert [(use.rank, use.images_per_s) for use in monitor.snapshot().machines] == [(0, 20.0), (1, 30.0)]
+    assert monitor.snapshot().step == 7  # before the first row, too
     monitor.started(num_workers=1, step=0)
     assert monitor.snapshot().machines == ()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import shlex
 
 import numpy as np
 from rich.console import Console, RenderableType
 
+from raytrain.cli.commands import COMMANDS
+from raytrain.cli.parser import parse
 from raytrain.config import TrainConfig
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.diagnostics_tables import audit_page
@@ -31,11 +34,23 @@ def text(renderable: RenderableType, width: int = 110) -> str:
 def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
     config = cifar10(data="my images", workers=2, flip="none", image_size=(8, 9))
     seen = text(result_page(config, train_result(status="stopped"))).replace("\n", " ")
-    assert "status stopped" in seen and "test accuracy 0.9700" in seen and "workers 2" in seen
+    assert "status stopped after 12 steps, 3 epochs, 96 images on 2 workers" in seen
+    assert "last test accuracy 0.9700, in checkpoints/step-000000012.pt" in seen and "time 00:01:01" in seen
     options = "--data 'my images' --name first --image-size 8 9 --flip none --workers 2"
     assert set(options.split()) <= set(seen.split())
     assert "Resume with raytrain train cifar10" in seen and seen.endswith("--resume")
     assert "Resume" not in text(result_page(config, train_result()))
+
+
+def test_a_result_names_the_best_checkpoint_and_what_to_do_with_it() -> None:
+    config = cifar10(data="images", storage="my runs", best="loss")
+    seen = text(result_page(config, train_result(), (-0.25, "checkpoints/step-000000008.pt")))
+    assert "best loss 0.2500, in checkpoints/step-000000008.pt, which the commands below use" in seen
+    commands = [line.partition("raytrain ")[2] for line in seen.partition("Try next")[2].splitlines() if line]
+    assert [parse(shlex.split(command), COMMANDS).func.__name__ for command in commands] == [
+        *("show", "evaluate", "predict", "export", "serve")
+    ]
+    assert "Try next" not in text(result_page(config, train_result(status="failed", error="no"), (1.0, "a.pt")))
 
 
 def record() -> RunRecord:
@@ -52,7 +67,8 @@ def record() -> RunRecord:
 
 def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
     seen = text(run_page(record()))
-    for part in ("first stopped at step 20/90, epoch 2/9", "Epoch: 2, Elapsed: 00:01:00", "train 0.100", "Ctrl-C"):
+    expected = ("first stopped at step 20/90, epoch 2/9", "Epoch: 2, Elapsed: 00:01:00", "train 0.100", "Ctrl-C")
+    for part in (*expected, "generator 2.0000"):
         assert part in seen
     assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
 

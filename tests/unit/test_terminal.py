@@ -111,7 +111,7 @@ def test_a_loop_may_log_any_metrics() -> None:
     assert "step 10/1,000" in text(dashboard(snapshot([row]), [row]))
     terminal, out, _ = view()
     terminal.update(snapshot([row]))
-    assert out.getvalue() == "step 10/1,000  epoch 1/10  00:01:20 left\n"
+    assert out.getvalue() == "step 10/1,000  epoch 1/10  generator loss 0.500  00:01:20 left\n"
 
 
 def test_a_run_without_metrics_has_a_dashboard() -> None:
@@ -220,10 +220,10 @@ def test_in_a_terminal_a_line_says_what_the_start_waits_for() -> None:
     assert screen(out).strip() == ""
 
 
-def test_without_a_terminal_the_start_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_the_start_is_told_in_lines(capfd: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     wait_for_two_things(Console(file=out))
-    assert (out.getvalue(), *capfd.readouterr()) == ("", "", "")
+    assert (out.getvalue(), *capfd.readouterr()) == ("listing [the] images …\na name␛[2J\n", "", "")
 
 
 def test_in_a_terminal_the_dashboard_is_redrawn_in_place_and_stays() -> None:

@@ -29,13 +29,16 @@ def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False
     """
     from raytrain.display.run_tables import result_page
     from raytrain.display.terminal import TerminalView
+    from raytrain.runs.checkpoint_files import best_scored_checkpoint
+    from raytrain.runs.documents import run_store
 
     signals = StopSignals()
     with page_of(config, signals, wanted=watch) as views, TerminalView() as terminal:
         views.append(terminal.update)
         started_at = process_started_at()
         result = raytrain.train(config, view=lambda shown: _show(shown, views), signals=signals, started_at=started_at)
-    return CommandResult(result_page(config, result), result.summary(), exit_code=int(result.status == "failed"))
+    best = best_scored_checkpoint(run_store(config.storage, result.name))
+    return CommandResult(result_page(config, result, best), result.summary(), exit_code=int(result.status == "failed"))
 
 
 def _show(snapshot: Snapshot, views: list[View]) -> None:
