@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -39,6 +39,8 @@ from raytrain.runs.status import RunStatus
 
 _NUM_SKIPPED_SHOWN = 5
 _LEFT = ("name", "trial", "recipe", "status", "tags")  # columns of words
+_LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch")
+_WIDE = 1000
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 
 Column = tuple[str | Text, Sequence[str] | Sequence[Text]]
@@ -144,8 +146,23 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
     ]
     if any(run.tags for run in runs):
         columns.append((Text("tags"), [Text(one_line(" ".join(run.tags))) for run in runs]))
-    table = rows_table(*columns)
-    return Group(table, *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+    return Group(FittingTable(columns), *(problem_lines(run.name, run.problems) for run in runs if run.problems))
+
+
+class FittingTable:
+    """A table without those of its columns that the screen has no room for, as far as they matter less."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See rich's protocol."""
+        columns = list(self._columns)
+        for name in _LESS_IMPORTANT:
+            if console.measure(rows_table(*columns), options=options.update(width=_WIDE)).maximum <= options.max_width:
+                break
+            columns = [column for column in columns if str(column[0]) != name]
+        yield rows_table(*columns)
 
 
 def rows_table(*columns: Column) -> Table:

@@ -15,6 +15,7 @@ from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side
 from raytrain.display.run_tables import rows_table
 from raytrain.experiments.study import curve
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _HEIGHT = 10  # lines of a plot
 
 
-def study_page(study: StudyResult) -> RenderableType:
+def study_page(study: StudyResult, picture: str | None = None) -> RenderableType:
     """The whole page. For a study that was stopped: the sizes that are finished, and how to continue."""
     compared = study.summary()
     parts: list[RenderableType] = [_table(compared)]
@@ -37,6 +38,8 @@ def study_page(study: StudyResult) -> RenderableType:
     if remaining:
         text = f"{', '.join(remaining)}; run the same command again to continue the study."
         parts += [Text(text, style="yellow")]
+    if picture is not None:
+        parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: raytrain compare {study.name}")]
     return Group(*parts)
 
 

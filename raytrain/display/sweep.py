@@ -12,7 +12,7 @@ from rich.text import Text
 from raytrain.display.console import UNKNOWN, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes
 from raytrain.display.event_text import reason_text
-from raytrain.display.run_tables import Column, rows_table, status_text
+from raytrain.display.run_tables import Column, rows_table, status_text, try_next
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
@@ -76,7 +76,7 @@ def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
     return Group(table, Text(f" {counts}    {_HINT}", style="dim", no_wrap=True, overflow="ellipsis"))
 
 
-def results_table(result: SweepResult) -> RenderableType:
+def results_table(result: SweepResult, storage: str = "./runs", picture: str | None = None) -> RenderableType:
     """The trials from the best to the worst, why some of them failed or stopped, and how to continue."""
     trials = result.trials
     best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
@@ -87,7 +87,12 @@ def results_table(result: SweepResult) -> RenderableType:
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
     )
-    return Group(table, *(_reason(trial) for trial in trials if trial.reason), *_conclusion(result))
+    lines = [*(_reason(trial) for trial in trials if trial.reason), *_conclusion(result)]
+    if picture is not None:
+        lines.append(
+            Text(f" All curves are in the picture {one_line(picture)}, and in: raytrain compare {result.name}")
+        )
+    return Group(table, *lines, *([try_next(result.best, storage)] if result.best is not None else []))
 
 
 def sweep_figure(result: SweepResult) -> Figure:

@@ -10,6 +10,8 @@ from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
+from raytrain.experiments.trials import names_of
+from raytrain.runs.documents import CONFIG, run_store
 from raytrain.runs.metric_row import MetricRow, own_metrics, steps_per_epoch
 from raytrain.runs.records import RunRecord, read_run
 
@@ -45,7 +47,7 @@ class ComparedRun:
 
 
 def compare(runs: Sequence[str], *, storage: str = "./runs") -> list[ComparedRun]:
-    """Compare runs, in the order of their names in ``runs``.
+    """Compare runs, in the order of their names in ``runs``; a sweep or a study stands for its runs.
 
     Raises UsageError if there are fewer than two runs, or if one of them does not exist.
     """
@@ -54,9 +56,10 @@ def compare(runs: Sequence[str], *, storage: str = "./runs") -> list[ComparedRun
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:
     """All documents of two or more runs; raises UsageError as :func:`compare` does."""
-    if len(runs) < 2:
-        raise UsageError("raytrain compare takes two runs or more; `raytrain runs` lists them.")
-    return [read_run(storage, name) for name in runs]
+    names = [name for run in runs for name in names_of(storage, run) if run_store(storage, name).exists(CONFIG)]
+    if len(names) < 2:
+        raise UsageError("raytrain compare takes two runs or more, or a sweep or a study; `raytrain runs` lists them.")
+    return [read_run(storage, name) for name in names]
 
 
 def compare_records(records: Sequence[RunRecord]) -> list[ComparedRun]:

@@ -37,6 +37,7 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.background import Background
 from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_json
+from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class _Session:
             self._prepared.data.write(self._prepared.store)
             write_sweep(self._prepared.store, self._planned)
             self._recorder.begin(self._prepared.config)
+            STARTUP.info("training %d of %d trials at once …", self._placement.num_workers, len(self._runs))
             threads = ThreadPoolExecutor(self._placement.num_workers, thread_name_prefix="trial")
             self._ended = [threads.submit(self._train, run) for run in self._runs if not is_over(run.result)]
             opened.callback(threads.shutdown, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +23,13 @@ from raytrain.runs.documents import (
     matches,
     open_run,
     read_json,
+    run_names,
     run_store,
     write_json,
 )
 from raytrain.runs.history import read_metrics
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
+from raytrain.storage.open import open_store
 
 if TYPE_CHECKING:
     from raytrain.storage.store import Store
@@ -143,6 +146,22 @@ def trial_names(sweep: Sweep, name: str) -> list[str]:
     """The names of the trials of the sweep called ``name``, in the order of its points."""
     width = max(2, len(str(len(sweep.points) - 1)))
     return [f"{name}-{number:0{width}d}" for number in range(len(sweep.points))]
+
+
+def names_of(storage: str, name: str) -> list[str]:
+    """The runs of a sweep, some of which may not have started, or of a study; otherwise the run itself.
+
+    Raises UsageError if there is none.
+    """
+    store = run_store(storage, name)
+    if store.exists(SWEEP):
+        return trial_names(read_sweep(store), name)
+    if not store.exists(CONFIG):
+        sizes = [found for found in run_names(open_store(storage)) if re.fullmatch(rf"{re.escape(name)}-\d+", found)]
+        if sizes:
+            return sorted(sizes, key=lambda found: int(found.rpartition("-")[2]))
+    open_run(storage, name)
+    return [name]
 
 
 def as_typed(values: Mapping[str, Any]) -> str:

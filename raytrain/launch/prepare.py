@@ -15,11 +15,13 @@ from raytrain.errors import UsageError, flag
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
-from raytrain.runs.checkpoint_files import Identity, newest_step
+from raytrain.runs.checkpoint_files import Identity, newest_checkpoint, newest_step
 from raytrain.runs.documents import CONFIG, SWEEP, check_name, is_own, new_name, read_config, run_store
 from raytrain.runs.logs import STARTUP, DriverLog
 from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.ownership import RunClaim, claim_run
+from raytrain.runs.records import delete_run
+from raytrain.runs.status import read_status
 from raytrain.storage.lent_credentials import Scope
 from raytrain.training.weights_source import DEFAULT
 
@@ -137,6 +139,8 @@ def check_places(config: TrainConfig) -> TrainConfig:
     name = config.name or new_name(config.recipe)
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
+    if not config.resume:
+        _free_name(config.storage, name, store)
     _check_free(config, name, store)
     for url in filter(None, (config.data, config.test_data)):
         images = open_store(url)
@@ -212,6 +216,16 @@ def _listed(config: TrainConfig, store: Store) -> Dataset:
     data = open_dataset(config, store)
     _check_images(config, data, f"Run {config.name!r}")
     return data
+
+
+def _free_name(storage: str, name: str, store: Store) -> None:
+    """Delete a run that failed before its first step: nothing of it can be resumed."""
+    if not store.exists(CONFIG) or store.exists(SWEEP):
+        return
+    status = read_status(store)
+    if status.status == "failed" and not status.step and newest_checkpoint(store) is None:
+        _LOG.warning("Run %r failed before its first step; a new one takes its place.", name)
+        delete_run(storage, name)
 
 
 def _check_free(config: TrainConfig, name: str, store: Store) -> None:

@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
-from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns, names_of
+from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
+from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, write_json
 from raytrain.runs.outcome import StopReason
 from tests.helpers.stored_histories import append_rows, end_run, step_row, store_run

@@ -10,8 +10,12 @@ import pytest
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, place
+from raytrain.launch.prepare import check_places
 from raytrain.recipes import custom, digits
+from raytrain.runs.documents import CONFIG, run_store, write_config
+from raytrain.runs.status import RunStatus, write_status
 from raytrain.training.model_names import check_model_name
+from tests.helpers.small_runs import config as small_config
 
 REFUSED = """
 import sys
@@ -90,3 +94,18 @@ def test_workers_may_share_the_cores_of_one_machine_but_not_of_a_cluster_or_gpus
             place(custom(workers=3), found)
     with pytest.raises(UsageError, match="ask for at most 8"):
         place(digits(workers=9), laptop)
+
+
+def test_a_run_that_failed_before_its_first_step_frees_its_name(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(images, tmp_path / "runs", name="first")
+    store = run_store(config.storage, "first")
+    write_config(store, config)
+    for status in (RunStatus(status="failed", step=3), RunStatus(status="stopped"), RunStatus(status="running")):
+        write_status(store, status)
+        with pytest.raises(UsageError, match=r"A run called 'first' is in .* already; resume it"):
+            check_places(config)
+    write_status(store, RunStatus(status="failed"))
+    assert check_places(config).name == "first" and not store.exists(CONFIG) and not list(store.list())
+    assert "Run 'first' failed before its first step; a new one takes its place." in caplog.text

@@ -11,15 +11,26 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+import raytrain
 from raytrain.cli.main import main
 from raytrain.data.table_file import export_history
 from raytrain.display.console import PlainConsole
-from raytrain.display.run_tables import comparison_page
+from raytrain.display.run_tables import comparison_page, runs_table
 from raytrain.errors import UsageError
 from raytrain.monitor.events import Note, TimedEvent, TrainingStarted
 from raytrain.monitor.run_reader import RunReader, follow_run
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.documents import EVENTS, METRICS, encode_lines, open_run, read_config, run_store, write_config
+from raytrain.runs.documents import (
+    EVENTS,
+    METRICS,
+    SWEEP,
+    encode_lines,
+    open_run,
+    read_config,
+    run_store,
+    write_config,
+    write_json,
+)
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.records import list_runs, read_run, select_runs
@@ -198,3 +209,28 @@ def test_runs_with_long_names_are_compared_on_80_columns(num_runs: int, tmp_path
     assert max(map(len, lines)) <= 80
     axis = [line for line in lines if "┤" in line or "│" in line]
     assert {line.rstrip()[7] for line in axis} <= {"┤", "│"}
+
+
+def test_the_list_of_runs_drops_columns_on_a_narrow_screen_and_cuts_no_cell(tmp_path: Path) -> None:
+    for number in range(3):
+        stored(tmp_path, f"a-rather-long-name-of-a-run-{number}", tag=("good", "late"))
+    shown: dict[int, list[str]] = {}
+    for width in (80, 120):
+        console = PlainConsole(width=width, file=io.StringIO())
+        console.print(runs_table(list_runs(str(tmp_path)), str(tmp_path)))
+        text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        assert "…" not in text and all(len(line) <= width for line in text.splitlines())
+        shown[width] = [word for word in ("heartbeat", "recipe", "step", "tags", "status", "accuracy") if word in text]
+    assert shown[80] == ["heartbeat", "recipe", "status", "accuracy"] and len(shown[120]) == 6
+
+
+def test_a_sweep_stands_for_its_trials_in_a_comparison(tmp_path: Path) -> None:
+    points = [{"seed": number} for number in range(3)]
+    write_json(run_store(str(tmp_path), "rates"), SWEEP, {"vary": ["seed=0,1,2"], "points": points})
+    for number in range(2):  # the third has not started
+        put_rows(stored(tmp_path, f"rates-0{number}", seed=number), step_rows(1, 2))
+    stored(tmp_path, "alone")
+    names = [run.name for run in raytrain.compare(["rates", "alone"], storage=str(tmp_path))]
+    assert names == ["rates-00", "rates-01", "alone"]
+    with pytest.raises(UsageError, match="two runs or more, or a sweep or a study"):
+        raytrain.compare(["alone"], storage=str(tmp_path))

@@ -60,7 +60,7 @@ def show(run: RunName, storage: Storage = "./runs", png: Png = None) -> CommandR
 
 
 def compare(
-    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of two runs or more.")],
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, or of a sweep or a study.")],
     storage: Storage = "./runs",
     png: Png = None,
 ) -> CommandResult:
@@ -212,7 +212,8 @@ def watch(
     if terminal:
         return _watch_in_terminal(storage, runs)
     from raytrain.display.page.server import PageServer
-    from raytrain.display.page.watched_runs import StoredRuns, names_of
+    from raytrain.display.page.watched_runs import StoredRuns
+    from raytrain.experiments.trials import names_of
 
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) as watched, PageServer(watched, port) as server:

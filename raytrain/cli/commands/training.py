@@ -113,7 +113,7 @@ def study(
     if result.histories:
         save_png(study_figure(result), picture)
     document = {**result.summary(), "picture": picture if result.histories else None}
-    return CommandResult(study_page(result), document)
+    return CommandResult(study_page(result, document["picture"]), document)
 
 
 def sweep(
@@ -145,7 +145,9 @@ def sweep(
     if picture is not None:
         save_png(sweep_figure(result), picture)
     document = {**result.summary(), "picture": picture}
-    return CommandResult(results_table(result), document, exit_code=int(result.status == "failed"))
+    return CommandResult(
+        results_table(result, config.storage, picture), document, exit_code=int(result.status == "failed")
+    )
 
 
 def stop(name: RunName, storage: Storage = "./runs", address: Address = None) -> CommandResult:

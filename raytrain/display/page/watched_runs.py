@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import socket
 import threading
 import time
@@ -14,44 +13,21 @@ from typing import Any
 from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
 from raytrain.errors import RaytrainError, StorageError
-from raytrain.experiments.trials import read_sweep, trial_names
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import (
-    CONFIG,
     EVALUATION,
-    SWEEP,
     TEST_MANIFEST,
     ignore,
-    open_run,
     plain,
     read_config,
     read_json,
-    run_names,
     run_store,
 )
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.outcome import StopReason
-from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
-
-
-def names_of(storage: str, name: str) -> list[str]:
-    """The runs of a sweep, some of which may not have started, or of a study; otherwise the run itself.
-
-    Raises UsageError if there is none.
-    """
-    store = run_store(storage, name)
-    if store.exists(SWEEP):
-        return trial_names(read_sweep(store), name)
-    if not store.exists(CONFIG):
-        sizes = [found for found in run_names(open_store(storage)) if re.fullmatch(rf"{re.escape(name)}-\d+", found)]
-        if sizes:
-            return sorted(sizes, key=lambda found: int(found.rpartition("-")[2]))
-    open_run(storage, name)
-    return [name]
-
 
 _READ_EVERY_S = 1.0
 _READ_FRACTION = 0.1
