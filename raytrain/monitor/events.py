@@ -69,9 +69,10 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointSkipped(Event):
-    """A checkpoint was not written because a weight is not finite."""
+    """A checkpoint was not written because a weight, called ``name`` in its network, is not finite."""
 
     step: int
+    name: str
 
 
 @dataclass(frozen=True)

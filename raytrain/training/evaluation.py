@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.config.evaluation import TestView
+from raytrain.errors import UsageError
 from raytrain.training.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
@@ -103,3 +106,32 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
         "mean_average_precision": mean_of_known(average_precisions(scores, truth)),
         "macro_f1": macro_f1((answers & truth).sum(axis=0), truth.sum(axis=0), answers.sum(axis=0)),
     }
+
+
+def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
+    """What an evaluation has ``measured``, as worker 0 has it. Raises UsageError, on all workers, if they differ.
+
+    They would otherwise decide differently whether to stop.
+    """
+    try:
+        numbers = {name: float(value) for name, value in measured.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"The loop's evaluation must return numbers by name, and returned something else: {error}."
+        ) from None
+    gathered: list[Any] = [numbers] * world_size
+    if world_size > 1:
+        dist.all_gather_object(gathered, numbers)
+    for rank, other in enumerate(gathered):
+        for name in {**gathered[0], **other}:
+            first, second = gathered[0].get(name), other.get(name)
+            if first is None or second is None or not _are_close(first, second):
+                raise UsageError(
+                    f"The loop's evaluation measured {name} {first} on worker 0 and {second} on worker {rank}; add up "
+                    "what each worker counts with run.total(...), so that all have the same numbers."
+                )
+    return gathered[0]
+
+
+def _are_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))

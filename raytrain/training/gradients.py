@@ -1,4 +1,4 @@
-"""Averages gradients over the workers while the backward still runs.
+"""Averages gradients over the workers while the backward still runs, and checks that their weights stay the same.
 
 Nothing is wrapped: hooks on the parameters tell which gradients are there. They travel in buckets of a fixed order, as
 those of DistributedDataParallel (Li et al. 2020). If some workers have no gradient for a parameter, theirs is zero; if
@@ -7,7 +7,7 @@ none has, it stays without: so unused layers, layers left out at random and unfr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raytrain.training.protocols import Worker
 
+_NOT_A_NUMBER, _INFINITE = 2e299, 1e300
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20
 """Size of the first bucket, which is sent early, and of the others."""
 
@@ -150,6 +151,39 @@ def broadcast_weights(model: nn.Module) -> None:
     dist.broadcast(together, src=0)
     for tensor, row in zip(tensors, together.split([len(each) for each in rows]), strict=True):
         tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins at an address for any type
+
+
+@torch.no_grad()
+def differing(tensors: Mapping[str, Tensor], step: int) -> list[str]:
+    """Names of the ``tensors`` that are not the same on all workers after ``step`` steps; the same on each worker.
+
+    Sums are compared, not the tensors: the host waits for the device once, and one small all-reduce serves all.
+    Processors of several kinds round in different ways, so numbers may drift apart by their precision.
+    """
+    if not tensors:
+        return []
+    digests = torch.stack([_digest(tensor) for tensor in tensors.values()])  # (T, 4)
+    extremes = torch.stack([digests, -digests])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    spread = (extremes[0] + extremes[1]).amax(dim=1)
+    rounding = torch.tensor([_rounding(tensor) for tensor in tensors.values()], dtype=torch.float64)
+    allowed = rounding.to(spread.device) * max(step, 1) ** 0.5 * extremes[0, :, -1]
+    return [name for name, differs in zip(tensors, (spread > allowed).tolist(), strict=True) if differs]
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Sums of all, of each second and of each third element, and the norm: float64 (4,). NaN becomes a number."""
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    sums = [values[::stride].sum(dtype=torch.float64) for stride in (1, 2, 3)]
+    norm = torch.linalg.vector_norm(values if values.is_floating_point() else values.double(), dtype=torch.float64)
+    return torch.stack([*sums, norm]).nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE)
+
+
+def _rounding(tensor: Tensor) -> float:
+    """By how much of its norm a tensor may differ in a step; nothing if it holds integers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return 16 * torch.finfo(tensor.dtype).eps
 
 
 def _divided(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -21,10 +21,19 @@ from raytrain.errors import UsageError
 from raytrain.training import batchnorm, dropout
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import CheckpointState, StateDict
-from raytrain.training.gradients import JoinedGradients, broadcast_weights
+from raytrain.training.gradients import JoinedGradients, broadcast_weights, differing
 from raytrain.training.protocols import Worker
 
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_NAMES = 3
+_CAUSE_IN_BUFFERS = (
+    "a buffer is filled by a layer or the loop from a worker's own images; average or gather over the workers what "
+    "goes into it, with torch.distributed"
+)
+_CAUSE_IN_WEIGHTS = (
+    "usually they were changed by a worker's own images (loss.backward() in place of run.backward(loss)), or set from "
+    "random numbers, which are a worker's own; compute what changes them from all workers' images"
+)
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
 
 
@@ -190,10 +199,27 @@ class PreparedModels:
             for layer, training in modes:
                 layer.training = training
 
-    def are_finite(self) -> bool:
-        """Whether every weight and running statistic is finite. The host waits for the device once."""
-        tensors = [tensor for model in self.trained for tensor in _floating_tensors(model)]
-        return not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+    def not_finite(self) -> str | None:
+        """Name of the first weight or running statistic that is not finite. The host waits for the device once."""
+        tensors = {name: each for name, each in self._tensors().items() if _must_be_finite(name, each)}
+        if not tensors:
+            return None
+        finite = torch.stack([each.isfinite().all() for each in tensors.values()]).tolist()
+        return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
+
+    def check_agreement(self, step: int) -> None:
+        """Raise UsageError, on all workers, if they differ in a weight or a buffer after ``step`` steps."""
+        if self._worker.world_size == 1:
+            return
+        tensors = self._tensors()
+        names = differing(tensors, step)
+        if names:
+            is_weight = any(isinstance(tensors[name], nn.Parameter) for name in names)
+            more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+            raise UsageError(
+                f"After step {step:,} the workers differ in {', '.join(names[:_NUM_NAMES])}{more}: "
+                f"{_CAUSE_IN_WEIGHTS if is_weight else _CAUSE_IN_BUFFERS}, or train on one worker."
+            )
 
     def begin_part(self, part: Batch, *, is_last: bool) -> None:
         """A forward and backward of ``part`` follows. In the last one the gradients are joined."""
@@ -228,6 +254,20 @@ class PreparedModels:
         in_optimizers = [parameter for group in groups for parameter in group["params"]]
         return [parameter for parameter in (*in_models, *in_optimizers) if parameter.requires_grad]
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """Weights and buffers that are in checkpoints, and what optimizers train beside them, by name."""
+        found: dict[str, Tensor] = {}
+        for number, model in enumerate(self.trained, start=1):
+            before = f"network {number}'s " if number > 1 else ""
+            state = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+            found.update({before + name: tensor for name, tensor in state.items()})
+        known = {id(tensor) for tensor in found.values()}
+        for number, optimizer in enumerate(self._optimizers, start=1):
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            others = {f"parameter {n} of optimizer {number}": each for n, each in enumerate(parameters, start=1)}
+            found.update({name: each for name, each in others.items() if id(each) not in known})
+        return found
+
     def _move(self, model: nn.Module) -> None:
         """To the device, in the precision of the run; complex numbers stay complex."""
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
@@ -235,9 +275,6 @@ class PreparedModels:
         model.double() if self._config.precision == "float64" else model.float()
 
 
-def _floating_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and running statistics; other buffers, such as attention masks, may well be infinite."""
-    yield from model.parameters()
-    for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] in ("running_mean", "running_var"):
-            yield buffer
+def _must_be_finite(name: str, tensor: Tensor) -> bool:
+    """Parameters and running statistics must; other buffers, such as attention masks, may well be infinite."""
+    return isinstance(tensor, nn.Parameter) or name.rpartition(".")[2] in ("running_mean", "running_var")

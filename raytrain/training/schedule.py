@@ -91,7 +91,7 @@ class CheckpointSchedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved_step = saved_step
-        self._diverged_step: int | None = None  # of a checkpoint that was due later and not written
+        self._diverged: tuple[int, str] | None = None  # the step of a checkpoint that was due later, and why it is not
         every = config.checkpoint_intervals
         self._every_steps = (every.steps, every.epochs * steps_per_epoch)
         self._every_s = every.seconds
@@ -106,17 +106,17 @@ class CheckpointSchedule:
         """Whether the last checkpoint, or the start of the run, is too many seconds ago."""
         return 0 < self._every_s <= self._clock() - self._saved_at
 
-    def attempted(self, step: int, *, is_finite: bool) -> None:
-        """A checkpoint after ``step`` completed steps is being written, or is not, because a weight is not finite."""
-        if is_finite:
-            self.saved_step, self._diverged_step = step, None
+    def attempted(self, step: int, not_finite: str | None = None) -> None:
+        """A checkpoint after ``step`` completed steps is being written, unless the weight ``not_finite`` is not."""
+        if not_finite is None:
+            self.saved_step, self._diverged = step, None
         else:
-            self._diverged_step = step
+            self._diverged = step, not_finite
         self._saved_at = self._clock()
 
     def due_at_end(self, step: int) -> bool:
         """Whether a run that ends after ``step`` completed steps still needs its last checkpoint."""
-        return step not in (self.saved_step or 0, self._diverged_step)
+        return step not in (self.saved_step or 0, self._diverged and self._diverged[0])
 
     @property
     def newest_path(self) -> str | None:
@@ -126,6 +126,7 @@ class CheckpointSchedule:
     @property
     def divergence(self) -> str | None:
         """Why the last checkpoint that was due was not written; None if it was."""
-        if self._diverged_step is None:
+        if self._diverged is None:
             return None
-        return f"a weight is not finite after step {self._diverged_step:,}; {DIVERGED_HINT}"
+        step, name = self._diverged
+        return f"the weight {name} is not finite after step {step:,}; {DIVERGED_HINT}"

@@ -25,6 +25,7 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
+from raytrain.training.evaluation import agreed
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
@@ -100,6 +101,7 @@ class Steps:
         self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
         self._early_stop = EarlyStop(config)
         self.learning_rate = 0.0
+        self._num_here = 0  # steps of this start
         self._backwards = 0  # of the loop since it got its batch
         self._stepped = False  # an optimizer, since then
         self._checked_loss = False
@@ -164,6 +166,7 @@ class Steps:
 
     def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:
         """Record what an evaluation has ``measured``; after which step it was."""
+        measured = agreed(measured, self._worker.world_size)
         step = self.progress.step + self._stepped  # the current step counts once its optimizer has stepped
         progress = replace(
             self.progress,
@@ -209,6 +212,9 @@ class Steps:
         if self._trace is not None:
             self._trace.add(step, self._local.samples)
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
+        self._num_here += 1
+        if self._num_here & (self._num_here - 1) == 0:  # in the first steps, then more and more rarely
+            self._models.check_agreement(step)
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             self.metrics.close_row(batch, self.learning_rate)
         if step == 1:
@@ -221,16 +227,17 @@ class Steps:
 
     def _save(self) -> None:
         step = self.progress.step
-        is_finite = self._models.are_finite()  # the same on every worker
-        self._schedule.attempted(step, is_finite=is_finite)
+        self._models.check_agreement(step)
+        not_finite = self._models.not_finite()  # the same on every worker
+        self._schedule.attempted(step, not_finite)
         if self._trace is not None:
             self._trace.write()
             if self._worker.world_size > 1:
                 dist.barrier()  # every worker's trace must be there before the checkpoint
-        if self._worker.rank == 0 and is_finite:
+        if self._worker.rank == 0 and not_finite is None:
             self._checkpoints.save(self._state.state_dict(), self.progress, before=self._reporter.flush)
         elif self._worker.rank == 0:
-            self._reporter.event(CheckpointSkipped(step))
+            self._reporter.event(CheckpointSkipped(step, not_finite or ""))
 
     def _record(self, row: MetricRow) -> None:
         if self._worker.rank == 0:

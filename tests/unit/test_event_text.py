@@ -17,7 +17,10 @@ EXAMPLES = [
     (events.TrainingStarted(2, 1200), "training on 2 workers, resuming after step 1,200"),
     (events.Evaluated(3, accuracy=0.625), "evaluated after epoch 3: accuracy 0.6250"),
     (events.CheckpointWritten("a.pt", 20), "checkpoint a.pt written"),
-    (events.CheckpointSkipped(1000), "checkpoint after step 1,000 not written: a weight is not finite"),
+    (
+        events.CheckpointSkipped(1000, "fc.bias"),
+        "checkpoint after step 1,000 not written: the weight fc.bias is not finite",
+    ),
     (events.CheckpointDamaged("a.pt", "{x}"), "a.pt is not a whole checkpoint ({x}); resuming from the one before"),
     (events.LossNotFinite("nan", 7), "the loss is nan at step 7; the run stops if it stays so"),
     (events.ImageSkipped("a.jpg", "empty"), "skipped a.jpg: empty (skipped.jsonl lists all of them)"),

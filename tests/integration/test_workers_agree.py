@@ -1,0 +1,141 @@
+"""Workers whose weights, buffers or measurements differ stop at once, with the names of what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.errors import UsageError
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.integration.test_exact import Recorder, config, images, make_run
+
+OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch
+NUM_IMAGES = 38
+
+
+class Centred(nn.Module):
+    """Subtracts a moving average of the features, which it keeps in a buffer."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.flat = nn.Flatten()
+        self.register_buffer("centre", torch.zeros(3 * 8 * 8))
+        self.head = nn.Linear(3 * 8 * 8, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.flat(images)
+        if self.training:
+            self.centre.lerp_(features.detach().mean(0), 0.5)
+        return self.head(features - self.centre)
+
+
+class Queue(nn.Module):
+    """Keeps the newest features in a buffer, as in momentum contrast."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16, 3 * 8 * 8))
+        self.head = nn.Linear(3 * 8 * 8, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = images.flatten(1)
+        if self.training:
+            self.queue.copy_(torch.cat([features.detach(), self.queue])[:16])
+        return self.head(features)
+
+
+def train(run: Run, model: nn.Module, after_step: Callable[[int], None] = lambda step: None) -> None:
+    model = run.prepare(model)
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches():
+        run.backward(F.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
+        run.step(optimizer)
+        after_step(batch.step)
+
+
+def moving_average(run: Run) -> None:
+    train(run, Centred(run.num_classes))
+
+
+def queue(run: Run) -> None:
+    train(run, Queue(run.num_classes))
+
+
+def head_drawn_again(run: Run) -> None:
+    """A worker's generators draw numbers of its own, so the new weights differ."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes))
+
+    def renew(step: int) -> None:
+        if step == 1:
+            nn.init.normal_(model[1].weight)
+
+    train(run, model, renew)
+
+
+def own_step(run: Run) -> None:
+    """Trains a second network with its gradients of this worker's images alone."""
+    other = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = torch.optim.SGD(other.parameters(), lr=1e-3)
+    for batch in run.batches():
+        F.cross_entropy(other(batch.images), batch.labels, reduction="sum").backward()
+        own.step()
+        own.zero_grad()
+        run.backward(F.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
+        run.step(optimizer)
+
+
+def own_evaluation(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+
+    def measure() -> dict[str, float]:
+        right = sum(float((model(batch.images).argmax(1) == batch.labels).sum()) for batch in run.test_batches())
+        return {"accuracy": right / (10 + run.rank)}
+
+    for batch in run.batches(evaluate=measure):
+        run.backward(F.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
+        run.step(optimizer)
+
+
+def error_of(loop: Callable[[Run], None], folder: str) -> tuple[str, int]:
+    """The error of a run with ``loop``, and the number of steps before it."""
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+    try:
+        loop(run)
+        run.finish()
+    except UsageError as error:
+        return str(error), run.progress.step
+    return "", run.progress.step
+
+
+@pytest.mark.parametrize(
+    ("loop", "step", "what"),
+    [
+        (moving_average, 1, r"the workers differ in centre: .* by a layer or the loop"),
+        (queue, 1, r"the workers differ in queue: "),
+        (head_drawn_again, 2, r"the workers differ in 1\.weight: .* random numbers"),
+        (own_step, 1, r"the workers differ in 1\.weight, 1\.bias: .* run\.backward"),
+        (own_evaluation, 6, r"measured accuracy .* on worker 0 and .* on worker 1; .* run\.total"),
+    ],
+)
+def test_workers_that_differ_stop_with_the_names_of_what_differs(
+    loop: Callable[[Run], None], step: int, what: str, tmp_path: Path
+) -> None:
+    (error, stopped_at), (other, _) = run_in_processes(2, error_of, loop, str(tmp_path))
+    assert error == other
+    assert stopped_at == step
+    with pytest.raises(UsageError, match=what):
+        raise UsageError(error)
+
+
+@pytest.mark.parametrize("loop", [moving_average, queue, head_drawn_again, own_step, own_evaluation])
+def test_one_worker_has_nobody_to_agree_with(loop: Callable[[Run], None], tmp_path: Path) -> None:
+    assert error_of(loop, str(tmp_path)) == ("", 12)
