@@ -41,6 +41,7 @@ class Classifier(nn.Module):
         shape: the shape of the images that the network takes.
         cropping: what it sees of an image file.
         checkpoint: the path of the weights within the run.
+        mean, std: what :meth:`forward` subtracts from each channel, in 0..1, and divides it by.
         test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
     """
@@ -57,6 +58,7 @@ class Classifier(nn.Module):
         self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
         self.shape, self.cropping = evaluation_format(config)
         self.checkpoint = checkpoint
+        self.mean, self.std = config.mean, config.std
         self.test_views: Set[TestView] = frozenset(config.test_views)
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
         self._augment = Augment(config)

@@ -19,6 +19,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
+from raytrain.inference.example import example, preprocessing
 from raytrain.inference.model_card import model_card
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.storage.open import check_output, open_store, write_output
@@ -55,6 +56,8 @@ class ExportResult:
     """Largest difference of a logit."""
     card: str | None = None
     """The model card beside weights."""
+    example: str = ""
+    """Lines of Python that use the file without raytrain."""
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""
@@ -72,8 +75,9 @@ def export(
 
     Other files are programs, preprocessing included. Such a file takes the same input as the network of
     :func:`raytrain.load`: any number of decoded images, uint8 (B, H, W, C). It returns the same logits,
-    (B, num_classes). It contains the names of the classes as JSON: in ONNX's metadata under ``classes``, in
-    torch.export's extra file ``classes.json``.
+    (B, num_classes). It contains the names of the classes, and size, resizing, mean and standard deviation, as JSON: in
+    ONNX's metadata under ``classes`` and ``preprocessing``, in torch.export's extra files ``classes.json`` and
+    ``preprocessing.json``. The result's ``example`` are the lines that use it with Pillow and NumPy.
 
     Before a file is written, it is compared with the original on up to 64 images, one of them alone and the others
     together.
@@ -116,6 +120,7 @@ def export(
         same_answers=same_answers,
         largest_difference=largest_difference,
         card=card,
+        example=example(classifier, output.rpartition("/")[2], output[output.rindex(".") :]),
     )
 
 
@@ -124,7 +129,9 @@ def _write_card(classifier: Classifier, run: str, output: str, storage: str) -> 
     store = open_run(storage, run)
     card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
     checkpoint = read_checkpoint(store, classifier.checkpoint)
-    text = model_card(run, output.rpartition("/")[2], read_resolved_config(store), checkpoint)
+    name = output.rpartition("/")[2]
+    lines = example(classifier, name, SUFFIX)
+    text = model_card(run, name, read_resolved_config(store), checkpoint, lines)
     write_output(card, text.encode())
     return card
 
@@ -192,8 +199,9 @@ def _run_weights(content: bytes, images: Pixels, classifier: Classifier) -> Logi
 
 def _to_pt2(classifier: Classifier, run: str) -> bytes:
     file = io.BytesIO()
-    program = _trace(classifier, run)
-    torch.export.save(program, file, extra_files={"classes.json": json.dumps(classifier.classes)})
+    documents = {"classes.json": classifier.classes, "preprocessing.json": preprocessing(classifier)}
+    extra_files = {name: json.dumps(document) for name, document in documents.items()}
+    torch.export.save(_trace(classifier, run), file, extra_files=extra_files)
     return file.getvalue()
 
 
@@ -209,6 +217,7 @@ def _to_onnx(classifier: Classifier, run: str) -> bytes:
     exported = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
     assert exported is not None
     exported.model.metadata_props["classes"] = json.dumps(classifier.classes)
+    exported.model.metadata_props["preprocessing"] = json.dumps(preprocessing(classifier))
     return exported.model_proto.SerializeToString()
 
 

@@ -64,8 +64,11 @@ _TEST_VIEWS = {
 _RESIZE = {"stretch": "all of the image, distorted", "pad": "all of the image, on black"}
 
 
-def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoint) -> str:
-    """The card of the weights in ``file``, those that ``checkpoint`` of ``run`` is evaluated with."""
+def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoint, lines: str) -> str:
+    """The card of the weights in ``file``, those that ``checkpoint`` of ``run`` is evaluated with.
+
+    ``lines`` of Python classify an image with the network.
+    """
     identity, progress = checkpoint.identity, checkpoint.progress
     return _CARD.format(
         library="timm" if timm_name(config.model) else "pytorch",
@@ -80,7 +83,7 @@ def model_card(run: str, file: str, config: ResolvedConfig, checkpoint: Checkpoi
         digest=one_line(identity.manifest_digest),
         preprocessing=_preprocessing(config),
         classes=json.dumps([one_line(name) for name in identity.classes], indent=2, ensure_ascii=False),
-        use=_use(config, len(identity.classes), one_line(file)),
+        use=f"{_use(config, len(identity.classes), one_line(file))}\n\n# Then, for an image:\n{lines}",
         command=one_line(train_command(config)),
     )
 

@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 import raytrain
 from raytrain.config import TrainConfig
@@ -183,3 +184,32 @@ def test_the_format_follows_from_the_file_name(tmp_path: Path) -> None:
         raytrain.export("run", "model.pth", storage=str(tmp_path))
     with pytest.raises(UsageError, match="There is no run 'run'"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+@pytest.mark.parametrize("resizing", ["stretch", "crop", "pad"])
+def test_the_printed_lines_give_the_numbers_of_predict(
+    suffix: str, resizing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    files: list[Path] = []
+    for number in range(20):  # of sizes that are decoded whole, and at 1/2 to 1/8; some lie on their side
+        size = [(40, 31), (100, 77), (64, 200), (333, 250)][number % 4]
+        pixels = Image.fromarray(random.integers(0, 256, (6, 5, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+        exif = Image.Exif()
+        exif[0x0112] = 6 if number % 5 == 4 else 1
+        pixels.save(tmp_path / f"{number}.jpg", quality=90, **({"exif": exif} if number % 5 == 4 else {}))
+        files.append(tmp_path / f"{number}.jpg")
+    config = cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3), resize=resizing, interpolation="bicubic")
+    make_run("runs", config)
+    lines = raytrain.export("run", f"model.{suffix}", storage="runs").example
+    expected = raytrain.load("run", storage="runs").classify_all(files)
+    for file, scores in zip(files, expected, strict=True):
+        printed: list[dict[str, float]] = []
+        exec(lines.replace("photo.jpg", file.name), {"print": printed.append})
+        assert printed[0] == pytest.approx(scores, abs=1e-4)
+    about = onnxruntime.InferenceSession("model.onnx").get_modelmeta() if suffix == "onnx" else None
+    if about is not None:
+        stored = json.loads(about.custom_metadata_map["preprocessing"])
+        assert (stored["image_size"], stored["resize"], stored["mean"]) == ([32, 32], resizing, [0.5, 0.5, 0.4])

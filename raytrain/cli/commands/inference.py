@@ -126,4 +126,11 @@ def export(
 
     Example: raytrain export first --output first.onnx
     """
-    return CommandResult(None, raytrain.export(run, output, data=data, storage=storage, trust=trust).summary())
+    from rich.console import Group
+    from rich.text import Text
+
+    from raytrain.display.console import key_value_table
+
+    document = raytrain.export(run, output, data=data, storage=storage, trust=trust).summary()
+    lines = Text(f"\nWithout raytrain:\n\n{document['example']}")
+    return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)
