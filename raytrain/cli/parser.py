@@ -288,10 +288,7 @@ def _option_names(command: Callable[..., Any]) -> Iterator[str]:
 
 
 def _starts_here(typed: Mapping[str, Any]) -> bool:
-    """Whether there is no run to resume yet, and the command has what a new one needs, as a launcher's has.
-
-    A person who resumes a run seldom types --data; one who mistypes its name should hear of it.
-    """
+    """Whether there is no run to resume, and the command has --data, which nobody types who resumes a run."""
     from raytrain.runs.documents import run_store  # deferred: a new run can be parsed without storage
 
     return bool(typed["data"]) and not run_store(typed["storage"], typed["name"]).exists(CONFIG)
@@ -300,10 +297,7 @@ def _starts_here(typed: Mapping[str, Any]) -> bool:
 def _stored_options(
     command: str, typed: Mapping[str, Any], recipe: str | None, defaults: Mapping[str, TrainConfig]
 ) -> TrainConfig:
-    """The options that the run to resume was started with, except for where it trains: that is decided anew.
-
-    ``recipe`` is what was typed.
-    """
+    """The stored options of the run to resume, but for where it trains; ``recipe`` is what was typed."""
     from raytrain.runs.documents import open_run, read_config  # deferred: a new run can be parsed without storage
 
     stored = read_config(open_run(typed["storage"], typed["name"]))

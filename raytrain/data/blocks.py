@@ -52,10 +52,7 @@ def to_table(pixels: Pixels, labels: Int64s, samples: Int64s) -> pa.Table:
 
 
 class CachedBlocks:
-    """A whole data set as blocks in memory, whose samples are in the given order.
-
-    ``block(i)`` returns block ``i`` and waits until it is available, so that training can start with the first block.
-    """
+    """A whole data set in the given order; ``block(i)`` waits until block ``i`` is there."""
 
     def __init__(self, block: Callable[[int], Block], order: CacheOrder) -> None:
         self._block = block

@@ -85,10 +85,7 @@ def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
 
 
 def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
-    """List the images, or read the manifests that the run has stored, and measure statistics that are not configured.
-
-    Raises StorageError if a store cannot be read, UsageError if it does not contain a data set of images.
-    """
+    """List the images, or read the stored manifests, and measure statistics; UsageError if there are no images."""
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
     urls = [train_store.url, test_store.url]
@@ -151,10 +148,7 @@ def training_format(config: TrainConfig) -> ImageFormat:
 def measure_mean_std(
     store: Store, manifest: Manifest, format: ImageFormat, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images.
-
-    Raises UsageError if none of these can be read.
-    """
+    """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
     images, bad = ImageReader(store, *format, isolated=True).read(chosen)
     pixels = np.delete(images, list(bad), axis=0).reshape(-1, format.shape.channels) / 255

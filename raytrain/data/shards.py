@@ -31,11 +31,7 @@ class DamagedShard(ValueError):
 
 
 def assign_shards(images: Manifest, url: str) -> Manifest:
-    """Distribute images over shards below ``url``, in a random order that is always the same, so that each shard is
-    mixed.
-
-    A shard's name contains a digest of its images, so that an existing shard need not be written again.
-    """
+    """Distribute images over shards below ``url``, mixed, always alike; a shard's name has a digest of its images."""
     packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
@@ -77,10 +73,7 @@ def is_shard_of(images: Manifest, data: bytes) -> bool:
 
 
 def each_packed(store: Store, packing: Packing) -> Iterator[tuple[int, bytes | Exception]]:
-    """Index in ``packing`` and content of each image, shard by shard as they arrive.
-
-    Each shard is fetched once, or taken from the cache.
-    """
+    """Index in ``packing`` and content of each image, shard by shard, each fetched once or cached."""
     numbers, which = np.unique(packing.shard, return_inverse=True)
     for arrived, column in _cache.get_each(store, [packing.shards[number] for number in numbers]):
         for index in np.flatnonzero(which == arrived).tolist():

@@ -229,10 +229,7 @@ def _tar_label(suffix: str, content: bytes) -> str:
 
 
 def _keys(parquet: pq.ParquetFile, column: str | None, image: str) -> list[str]:
-    """The key of each row: its value in ``column``, else the path in the image's struct, else the row's number.
-
-    Paths in structs are often base names alone; if these repeat or are missing, rows are numbered, too.
-    """
+    """The key of each row: its value in ``column``, else the path in the image's struct if unique, else its number."""
     schema = parquet.schema_arrow
     numbers = [f"{row:09d}" for row in range(parquet.metadata.num_rows)]
     if column is not None:

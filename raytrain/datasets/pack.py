@@ -106,10 +106,7 @@ def _metadata(source: str, store: Store) -> str | None:
 
 
 def _archives(source: str) -> Sequence[str]:
-    """The Parquet files and tars that ``source`` names or holds, sorted; empty if it holds images.
-
-    Raises UsageError if a pattern matches none, or there are those of training and of test images.
-    """
+    """The Parquet files and tars that ``source`` names or holds, sorted; UsageError for those of training and test."""
     files = _files(source)
     if "*" in source:
         found = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))

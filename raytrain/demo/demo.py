@@ -185,8 +185,7 @@ def _unused_name(storage: str) -> str:
 
 @contextmanager
 def _aws_environment(aws: dict[str, str]) -> Iterator[None]:
-    """Make ``aws`` the whole AWS configuration of this process, so that a user's keys, profile or role do not
-    interfere."""
+    """Make ``aws`` the whole AWS configuration of this process, so that a user's keys or role do not interfere."""
     before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     no_other_source = {
         "AWS_CONFIG_FILE": os.devnull,

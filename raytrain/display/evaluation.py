@@ -32,10 +32,7 @@ _BAR_WIDTH = 16
 
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:
-    """The metrics, the classes from the worst on, and the most frequent confusions.
-
-    ``picture`` is the file of the confusion matrix, if there is one.
-    """
+    """The metrics, the classes from the worst on, the most frequent confusions, and the file ``picture``."""
     tables = Columns([_classes(result.per_class), _confusions(result)], padding=(0, 4))
     return Group(key_value_table({**result.summary(), "picture": picture}), *_trained_on(result), Text(), tables)
 

@@ -299,10 +299,7 @@ _RESULTS = {
 
 
 def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
-    """The options that differ, the results, and the curves of all runs, each run in its colour.
-
-    Names that are too long for headings are listed above, with the letters that stand for them.
-    """
+    """The options that differ, results and curves, each run in its colour, long names as letters."""
     runs = compare_records(records)
     names, styles = [run.name for run in runs], run_styles(runs)
     labels = names if sum(map(len, names)) <= _MAX_HEADINGS else [_letter(number) for number in range(len(names))]

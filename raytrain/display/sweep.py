@@ -96,10 +96,7 @@ def results_table(result: SweepResult, storage: str = "./runs", picture: str | N
 
 
 def sweep_figure(result: SweepResult) -> Figure:
-    """The curves of all trials, the best one in orange, and below them a plot for each varied option.
-
-    Raises UsageError if no trial was evaluated.
-    """
+    """The curves of all trials, the best in orange, and a plot per option; UsageError if none was evaluated."""
     from matplotlib.figure import Figure
 
     trials = [trial for trial in result.trials if trial.evaluations]

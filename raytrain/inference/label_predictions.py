@@ -63,10 +63,7 @@ class LabelEvaluation:
 
 
 def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:
-    """The threshold of each class, (C,): those that a user gave, or those of the run.
-
-    Raises UsageError for thresholds that cannot be.
-    """
+    """The threshold of each class, (C,): those that a user gave, or those of the run."""
     num_classes = len(trained.classes)
     if threshold and not trained.config.multi_label:
         raise UsageError(f"--threshold is for runs whose images may have several classes; {trained.name!r} is none.")

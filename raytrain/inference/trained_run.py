@@ -37,10 +37,7 @@ def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run with a checkpoint. ``checkpoint`` is the path of its best one within the run's store.
-
-    ``trust`` allows its network to be a function of whoever wrote the run.
-    """
+    """A run with a checkpoint, the best one's path; ``trust`` allows a network that is a function of its author."""
 
     name: str
     store: Store
@@ -84,9 +81,7 @@ class TrainedRun:
 
 
 def open_trained_run(run: str, storage: str, *, trust: bool) -> TrainedRun:
-    """Open a run that has a checkpoint. Raises UsageError if there is no such run, it has no checkpoint, or its network
-    is a function of its author's and the user does not ``trust`` the run.
-    """
+    """Open a run that has a checkpoint; UsageError if it has none, or an own network without ``trust``."""
     store = open_run(storage, run)
     config = read_trusted_config(store, trust=trust)
     checkpoint = require_checkpoint(store, run)

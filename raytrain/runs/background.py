@@ -36,10 +36,7 @@ class Background(Generic[Argument, Result]):
         self._running: Future[Result] | None = None
 
     def __call__(self, argument: Argument) -> Result | None:
-        """Start a call, unless the one before still runs; return what that one returned, or raise what it raised.
-
-        None if there was none, or if it still runs.
-        """
+        """Start a call unless one runs; returns or raises what the one before did, None if it still runs."""
         before = self._running
         if before is not None and not before.done():
             return None

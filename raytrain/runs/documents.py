@@ -181,10 +181,7 @@ def run_names(store: Store) -> list[str]:
 
 
 def read_config(store: Store, report: Report = warn_once) -> TrainConfig:
-    """The options that the run, or the sweep, last started with; raises UsageError if they are damaged.
-
-    Those that this version does not know are left out, and ``report`` gets a line that names them.
-    """
+    """The options that the run last started with; ``report`` gets those that are unknown. UsageError if damaged."""
     return _read_config(store, TrainConfig, report)
 
 
@@ -196,10 +193,7 @@ def read_resolved_config(store: Store) -> ResolvedConfig:
 
 
 def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Config:
-    """The options in a ``config.json``; raises ValueError if one has a value that this version does not take.
-
-    Those that this version does not know are left out, and ``report`` gets a line that names them.
-    """
+    """The options in a ``config.json``, ``report`` gets those that are unknown; ValueError for a value."""
     document = parse_object(data)
     hints = get_type_hints(kind, include_extras=True)
     if unknown := sorted(set(document) - set(hints)):

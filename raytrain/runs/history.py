@@ -136,10 +136,7 @@ class History:
 
 
 class Sample(Generic[T]):
-    """Rows that come one after the other: all of a short history; of a long one the newest, and every n-th before them.
-
-    At least ``size`` of the newest rows are kept, and at most ``size`` of the older ones of each ``kind``.
-    """
+    """All rows of a short history; of a long one the ``size`` newest at least, and every n-th ``kind`` before."""
 
     def __init__(self, kind: Callable[[T], Hashable], size: int = SAMPLE_SIZE) -> None:
         self.num_rows = 0
@@ -157,10 +154,7 @@ class Sample(Generic[T]):
         return [*(row for _, row in older), *self._newest]
 
     def since(self, row: int) -> tuple[int, list[T]]:
-        """What a reader lacks who has the first ``row`` rows: the rows, or, if not all of them are kept, :attr:`rows`.
-
-        Returns the number of rows before them, too.
-        """
+        """What a reader of the first ``row`` rows lacks, or :attr:`rows` if not all are kept; and the number before."""
         first = self.num_rows - len(self._newest)
         return (row, self._newest[row - first :]) if row >= first else (0, self.rows)
 
@@ -213,10 +207,7 @@ def sample_of_rows(size: int | None = None) -> Sample[MetricRow]:
 
 
 def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
-    """The metrics history of a run, as far as it is whole; ``report`` gets a line if it is not.
-
-    Of a long history, these are the newest rows and a part of the others: see :class:`Sample`.
-    """
+    """The metrics of a run, of a long one a :class:`Sample`; ``report`` gets a line if they are not whole."""
     lines = Sample[bytes](lambda line: b'"evaluation"' in line)
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())

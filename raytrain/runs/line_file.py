@@ -73,10 +73,7 @@ class StoredLines:
 
 
 class LineFile(Generic[T]):
-    """Adds rows to a document, and cuts it. What is new waits in memory until :meth:`write` has written it.
-
-    Safe to use from several threads. Nobody else may write the document meanwhile.
-    """
+    """Adds rows to a document and cuts it, from any thread. What is new waits in memory for :meth:`write`."""
 
     def __init__(
         self, store: Store, path: str, parse: Callable[[dict[str, Any]], T], to_json: Callable[[T], dict[str, Any]]

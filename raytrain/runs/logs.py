@@ -42,10 +42,7 @@ class LogFile(NamedTuple):
 
 
 class LogCopies:
-    """Copies of growing files in the storage of a run, without secrets, made every few seconds until it is closed.
-
-    With ``begun``, nothing is copied before the run is known. Storage may be out of reach: the next copy has all.
-    """
+    """Copies growing files into the storage of a run, once it has ``begun``, without secrets, every few seconds."""
 
     def __init__(self, store: Store, *, begun: bool = False) -> None:
         self._store = store
@@ -93,10 +90,7 @@ class LogCopies:
 
 
 class ProcessLog(LogCopies):
-    """What this process prints while this is open, by Python or by C, and why it failed.
-
-    Ray sends what a worker prints to files, which are copied. Without such files, as in a terminal, nothing is kept.
-    """
+    """What this process prints while this is open, by Python or C, in the files of Ray, and why it failed."""
 
     def __init__(self, store: Store, worker: int) -> None:
         super().__init__(store)
@@ -138,10 +132,7 @@ class WorkerLogs(LogCopies):
 
 
 class DriverLog(LogCopies):
-    """What this process prints and logs while this is open, by Python, and why it failed.
-
-    A picture that is redrawn in a terminal is not kept. A run that has not begun gets no log.
-    """
+    """What this process prints and logs while this is open, by Python, but no pictures; and why it failed."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, begun=True)
@@ -246,10 +237,7 @@ class _Records(logging.Handler):
 
 @dataclass(frozen=True, order=True)
 class StoredLog:
-    """What one process printed in one start, to standard output (``out``) or standard error (``err``).
-
-    What the driver printed and logged is in one (``log``).
-    """
+    """What one process printed in one start, as ``out`` and ``err``; what the driver printed and logged is ``log``."""
 
     started: str
     stream: str

@@ -59,11 +59,7 @@ _DIGITS = 4
 
 
 class MachineHistory:
-    """Measurements of the first 16 workers over the time of a run.
-
-    Each point is the mean of the same number of measurements, which doubles whenever there are 400 points: then two
-    that follow each other become one.
-    """
+    """Measurements of the first 16 workers: at most 400 points, each a mean of equally many."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, str] = {}  # by rank

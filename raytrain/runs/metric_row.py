@@ -88,10 +88,7 @@ def own_metrics(train: MetricRow | None, test: MetricRow | None) -> dict[str, fl
 
 
 def steps_per_epoch(rows: Iterable[MetricRow]) -> int:
-    """Steps of one epoch, at least 1: the smallest number that puts every row into the epoch that it names.
-
-    It is exact if a row lies at the end of an epoch, as evaluations do, and too small during the first epoch.
-    """
+    """The smallest number, at least 1, that puts every row into the epoch that it names; exact at an epoch's end."""
     return max((math.ceil(row.step / row.epoch) for row in rows), default=1)
 
 

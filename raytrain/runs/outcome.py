@@ -140,10 +140,7 @@ _NO_FLAGS = ("recipe", "resume")
 
 
 def train_command(config: TrainConfig) -> str:
-    """``raytrain train RECIPE`` with a flag for each option that differs from the recipe.
-
-    Options that were written in Python belong to no recipe: then the flags alone.
-    """
+    """``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none."""
     recipe = RECIPES.get(config.recipe)
     command = ["raytrain", "train", config.recipe] if recipe else []
     defaults = vars(recipe()) if recipe else {field.name: field.default for field in dataclasses.fields(TrainConfig)}

@@ -117,10 +117,7 @@ class RunClaim:
 
 
 def claim_run(store: Store, name: str) -> RunClaim:
-    """Make this process the owner of the run called ``name``, whose place in storage is ``store``.
-
-    Takes up to ``LEASE_S`` seconds if the last owner may be alive. Raises UsageError if it is.
-    """
+    """Make this process the owner of the run ``name`` in ``store``; UsageError if, after ``LEASE_S``, another is."""
     before = _read(store)
     if before is not None and not before.released and not _is_known_dead(before):
         before = _outlive(store, before, name)

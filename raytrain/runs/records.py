@@ -70,10 +70,7 @@ class RunRecord(RunInfo):
 
 
 def list_runs(storage: str) -> list[RunInfo]:
-    """Every run below ``storage``, the one with the newest heartbeat first. What one run lacks hides no other run.
-
-    Raises StorageError if storage is out of reach, or gives no document of any run.
-    """
+    """Every run below ``storage``, newest heartbeat first. What one lacks hides no other; StorageError without any."""
     from raytrain.storage.open import open_store  # deferred: the command line must start at once
 
     store = open_store(storage)
@@ -142,10 +139,7 @@ _OPTIONS = {option_name(name): name for name in vars(TrainConfig(batch_size=1))}
 
 
 def select_runs(runs: Sequence[RunInfo], conditions: Sequence[str], sort: SortKey) -> list[RunInfo]:
-    """The runs that match all ``conditions``, such as ``status=finished`` or ``learning-rate=0.1``, sorted.
-
-    Raises UsageError if a condition is not understood.
-    """
+    """The runs that match ``conditions`` such as ``learning-rate=0.1``, sorted; UsageError for one it can't read."""
     wanted = [_parse(condition) for condition in conditions]
     found = [run for run in runs if all(_matches(run, name, value) for name, value in wanted)]
     return sorted(found, key=_KEYS[sort], reverse=sort in _DESCENDING)

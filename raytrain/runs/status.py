@@ -74,11 +74,7 @@ def mark_failed(storage: str, name: str) -> None:
 
 
 def parse_status(document: dict[str, Any], report: Report = ignore) -> RunStatus:
-    """The status in a ``status.json``; interrupted if it is empty, or active but too old to be true.
-
-    Another version may have written it: fields that are unknown, or have another type, are left out. ``report`` gets a
-    line about the latter.
-    """
+    """The status in a ``status.json``, interrupted if it is too old to be true; ``report`` gets what is damaged."""
     known = known_fields(RunStatus, document)
     if unusable := [field.name for field in dataclasses.fields(RunStatus) if field.name in document.keys() - known]:
         report(f"{STATUS} has values of another type for {', '.join(unusable)}, which are left out")

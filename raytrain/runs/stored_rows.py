@@ -72,11 +72,7 @@ class StoredRows(Sequence[MetricRow]):
 
 
 class RowParser:
-    """Parses lines of a metrics history: a table if they are many, otherwise a list. Damaged lines are left out.
-
-    A table has only metrics that occurred before. Lines with others, or damaged ones, are parsed one after the other,
-    together with the lines of the same call.
-    """
+    """Parses lines of a metrics history into a table if they are many, else a list. Damaged ones are left out."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}

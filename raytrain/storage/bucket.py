@@ -172,10 +172,7 @@ class BucketStore(Store):
         return objects
 
     def _list_any_names(self, folder: str, unusable: list[str], error: UnusableNames) -> Sequence[ObjectMeta]:
-        """List objects whatever their names are, and add the names that cannot be used to ``unusable``.
-
-        Raises ``error`` outside S3, where nothing but obstore lists them.
-        """
+        """List objects whatever their names are, unusable ones in ``unusable``; outside S3 raises ``error``."""
         if not isinstance(self.cloud, S3):
             raise error
         bucket, root = bucket_and_root(self.url)

@@ -77,10 +77,7 @@ class UnusableNames(StorageError):
 
 
 class BucketClient:
-    """One process's client for ``url``, with its open connections. They are replaced when the credentials are refused.
-
-    With ``multipart``, obstore retries each part of an upload.
-    """
+    """A process's client for ``url``, replaced when its credentials are refused; ``multipart``: parts are retried."""
 
     def __init__(self, url: str, cloud: Cloud, credentials: CredentialSource, *, multipart: bool) -> None:
         self._url = url

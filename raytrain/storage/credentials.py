@@ -112,10 +112,7 @@ class NoCredentials(Exception):
 
 
 class CredentialSource(Protocol):
-    """Returns credentials that are valid now, or None if it has none. Called again shortly before they expire.
-
-    A store's source is pickled with the store, so it must not contain a secret itself.
-    """
+    """Returns credentials that are valid now, or None; is pickled with its store, so it must not contain a secret."""
 
     def __call__(self) -> BucketCredentials | None: ...
 
@@ -132,11 +129,7 @@ def required(credentials: T | None) -> T:
 
 
 def ask_again_after_s(credentials: BucketCredentials | None) -> float:
-    """Seconds after which whoever keeps ``credentials`` should ask their source again: a minute, or a third of the
-    time until they expire.
-
-    They may have changed before they expire: a credentials file can be rewritten at any time.
-    """
+    """When to ask a source again: in a minute, as a file may be rewritten, or a third of the time until they expire."""
     if credentials is None or credentials.expires_at is None:
         return _ASK_EVERY_S
     remaining_s = (credentials.expires_at - datetime.now(timezone.utc)).total_seconds()

@@ -35,20 +35,14 @@ _FOLDER_NAME, _ENTRY_NAME = re.compile("[0-9a-f]{2}"), re.compile("[0-9a-f]{38}"
 
 @dataclass(frozen=True)
 class DiskCache:
-    """A folder with at most about ``limit_bytes`` of files. Sent to all processes of a run.
-
-    ``run_started_at``, seconds since 1970: what was used since then is in use.
-    """
+    """A folder with about ``limit_bytes`` of files, for all processes of a run; what is used since its start stays."""
 
     folder: str
     limit_bytes: int
     run_started_at: float
 
     def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
-        """The content of ``name``, from the disk or else from ``fetch``, whose errors are raised.
-
-        If this disk turns out to be slower than ``fetch``, only every 16th call looks at it.
-        """
+        """The content of ``name``, from the disk or ``fetch``; a disk slower than that is asked every 16th time."""
         speed = _speed(self)
         if not _belongs_to_user(self.folder) or not speed.disk_is_worth_it():
             return speed.fetch(fetch)
@@ -211,10 +205,7 @@ def _speed(_: DiskCache) -> _Speed:
 
 
 def make_folder(folder: str) -> bool:
-    """Make the folder of a cache; whether this user made it. Raises OSError if it cannot be made.
-
-    Everyone may write into a folder for temporary files: what another user put there must not become a training image.
-    """
+    """Make the folder of a cache; whether this user made it: what others put there must not become an image."""
     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     return os.lstat(folder).st_uid == os.stat(folder).st_uid == os.getuid()
 

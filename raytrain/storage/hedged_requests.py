@@ -82,11 +82,7 @@ _concurrency, _hedge_delay = Concurrency(), HedgeDelay()
 
 
 def fetch_each(get: Callable[[int], Content], num: int) -> Generator[tuple[int, Content]]:
-    """Call ``get`` with 0 to ``num`` - 1 in threads; yields each number and its result, whichever comes first.
-
-    Plain threads: obstore releases the GIL, and a thread that waits for obstore takes half the CPU time of an asyncio
-    task. The call that is closed early sends no more requests.
-    """
+    """Call ``get`` with 0 to ``num`` - 1 in threads, which release the GIL; yields number and result as they come."""
     fetch = _Fetch(get, num)
     limit, began = _concurrency.limit, time.monotonic()
     for _ in range(min(limit, num)):

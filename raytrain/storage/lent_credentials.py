@@ -69,10 +69,7 @@ class CredentialBroker:
 
 
 class CredentialLender:
-    """Lends the credentials of each cloud's source: when it is created, and again before they expire.
-
-    ``lend`` sends a cloud and the fields of its credentials (None if there are none) to a broker.
-    """
+    """Lends the credentials of each cloud's source with ``lend``: when it is made, and again before they expire."""
 
     def __init__(
         self, lend: Callable[[str, CredentialFields | None], None], sources: Mapping[str, CredentialSource]
@@ -104,10 +101,7 @@ class CredentialLender:
 
 @dataclass(frozen=True)
 class Scope:
-    """What credentials are good for: ``reads`` and ``writes`` are what URLs start with, such as s3://bucket/prefix/.
-
-    Folders among them are left out.
-    """
+    """What credentials are good for: URLs that start with one of ``reads`` or ``writes``. Folders are left out."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -132,10 +126,7 @@ class Scope:
 
 
 class ScopedCredentials:
-    """A credential source: what :func:`resolve` returns, limited to a scope by STS, and renewed in time.
-
-    ``region`` is that of the STS to ask. Raises UsageError, also when it is made, if STS refuses.
-    """
+    """A credential source: those of :func:`resolve`, limited by STS, and renewed; UsageError if STS refuses."""
 
     def __init__(self, scope: Scope, region: str) -> None:
         self._scope = scope

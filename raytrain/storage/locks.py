@@ -28,11 +28,7 @@ class FileLock:
 
 
 def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = True) -> FileLock:
-    """Create and lock the file ``path``; waits for another process that holds the lock.
-
-    Links are not followed, and pipes not waited for. Raises BlockingIOError without ``wait`` if another process holds
-    the lock, and OSError if the file cannot be opened.
-    """
+    """Create and lock the file ``path``, no link or pipe. BlockingIOError without ``wait`` if it is locked."""
     name, waited = os.fspath(path), False
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     while True:

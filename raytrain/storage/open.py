@@ -111,10 +111,7 @@ def write_output(output: str, content: bytes) -> None:
 
 @contextmanager
 def new_output(output: str) -> Generator[Path]:
-    """A new file that, when it has been written, atomically becomes ``output``, a file or an object in a bucket.
-
-    Raises StorageError if that fails.
-    """
+    """A new file that becomes ``output``, in a folder or a bucket, atomically when it has been written."""
     folder, name = _open_folder(output)
     try:
         with TemporaryFolder(folder.url if folder.cloud is None else None) as temporary:

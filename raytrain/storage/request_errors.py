@@ -74,10 +74,7 @@ _BY_TEXT: dict[str, str] = {
 
 
 def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity: str | None = None) -> StorageError:
-    """Return a StorageError that says in one sentence what went wrong at ``url`` and what to do.
-
-    ``error`` is of obstore, boto3 or the file system; ``identity`` is what may be shown of the credentials.
-    """
+    """A StorageError of one sentence for ``error`` of obstore, boto3 or the system; shows ``identity`` of the keys."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno is not None:

@@ -93,10 +93,7 @@ class Store(ABC):
         """Whether the object exists."""
 
     def kept_on(self, disk: DiskCache | None) -> Store:
-        """Return the same store that keeps what :meth:`get` gives on a disk of the machine; a folder is on one already.
-
-        For objects that do not change, or are asked for with their ETag.
-        """
+        """The same store that keeps on a disk what :meth:`get` gives, for objects that don't change or have an ETag."""
         return self
 
     def with_lent_credentials(self, lent: LentCredentials) -> Store:
@@ -125,11 +122,7 @@ class Store(ABC):
         """Remove the folder if no file is left in it. There is nothing to do in a bucket, which has no folders."""
 
     def get_each(self, paths: Sequence[str], etags: Sequence[str] = ()) -> Iterator[tuple[int, bytes | Exception]]:
-        """Fetch objects, many at a time; yields the index of each path and its content, whichever comes first.
-
-        ``etags`` are those of ``paths`` in a listing, or empty. If :meth:`get` raises an error, that takes the
-        content's place.
-        """
+        """Fetch many objects at a time; yields index, and content or the error of :meth:`get`, as they come."""
         wanted = list(zip(paths, etags or repeat(""), strict=bool(etags)))
         return fetch_each(lambda index: self._get_or_error(*wanted[index]), len(wanted))
 

@@ -19,10 +19,7 @@ _MARK = b"A temporary folder of raytrain. Removed once its process has ended.\n"
 
 
 class TemporaryFolder:
-    """A temporary folder for this process, in ``parent``, by default the system's folder for such things.
-
-    Creating one also removes those of killed processes there.
-    """
+    """A temporary folder for this process, which also removes those of killed processes in ``parent``."""
 
     def __init__(self, parent: str | None = None) -> None:
         parent = parent or tempfile.gettempdir()

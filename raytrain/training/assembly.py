@@ -30,11 +30,7 @@ from raytrain.training.steps import Steps
 
 
 def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
-    """The weights that ``--weights`` names; None if the seed or a checkpoint decides.
-
-    Raises UsageError if the network, its weights or what is asked of its layers do not fit: the network is built here
-    for that alone.
-    """
+    """The weights that ``--weights`` names, if any. Builds the network: UsageError if they do not fit."""
     config, num_classes = spec.config, len(spec.classes)
     weights = transfer.initial_weights(config, spec.classes, first_step)
     model = transfer.initial_model(config, num_classes, weights)
@@ -54,11 +50,7 @@ def make_run(
     device: torch.device,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """This worker's part of the run, restored from its newest checkpoint, in the default process group, if any.
-
-    ``weights`` are the initial weights, None if the seed decides them. Raises UsageError if the checkpoint is
-    another run's.
-    """
+    """This worker's part of the run, restored from its newest checkpoint; ``weights`` are the initial ones, if any."""
     config, worker = spec.config, Worker.here(device)
     _set_up_device(config, worker, reporter)
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, on_saved=reporter.event)

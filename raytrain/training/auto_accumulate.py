@@ -15,11 +15,7 @@ from raytrain.training.run import Run
 
 
 def check_memory(run: Run) -> None:
-    """Raise OutOfMemory on all workers if one cannot compute its images of a step at once; it says in how many parts.
-
-    Each worker tries a step with black images, and halves their number as often as it must. Raises UsageError if not
-    even one image fits.
-    """
+    """Raise OutOfMemory on all workers, with the parts that fit, by trial; UsageError if no image does."""
     parts = torch.tensor(_parts_that_fit(run), device=run.device)
     if run.world_size > 1:
         dist.all_reduce(parts, dist.ReduceOp.MAX)

@@ -41,10 +41,7 @@ class Stateful(Protocol):
 
 
 class CheckpointState:
-    """The prepared objects, named by kind and order: model, model-2, optimizer, state, …
-
-    Each is loaded from ``restored``, the state in a checkpoint, when it is added; it is empty for a new run.
-    """
+    """The prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added."""
 
     def __init__(self, restored: Mapping[str, StateDict]) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -103,10 +100,7 @@ def _options_of(group: StateDict) -> StateDict:
 
 
 def _apply_changes(asked: StateDict, group: StateDict) -> None:
-    """Give a group, as a checkpoint has it, the options that this start asks for and the one before did not.
-
-    Others stay, for a scheduler may have changed them since.
-    """
+    """Give a group of a checkpoint the options that changed; others stay: a scheduler may have changed them."""
     before = group.get(_ASKED, asked)
     group.update({name: value for name, value in asked.items() if name in before and before[name] != value})
     group[_ASKED] = asked
@@ -172,11 +166,7 @@ class Checkpoints:
         self._raise_error()
 
     def newest_readable(self, report: Callable[[Event], None]) -> str | None:
-        """Path of the newest checkpoint that can be read; None if there is no checkpoint.
-
-        A crash or a copy may have damaged newer ones: ``report`` gets an event for each. Raises UsageError if there are
-        checkpoints and none can be read.
-        """
+        """The newest checkpoint that can be read, if any; ``report`` hears of damaged ones."""
         paths = [found.path for found in list_checkpoints(self.store)]
         damage = ""
         for path in reversed(paths):
@@ -195,10 +185,7 @@ class Checkpoints:
         return None
 
     def load_newest(self, report: Callable[[Event], None], device: torch.device) -> Checkpoint | None:
-        """The newest checkpoint that worker 0 can read, loaded on every worker, each of which calls this.
-
-        The workers' collectives take place on ``device``. See :meth:`newest_readable` and :meth:`load`.
-        """
+        """The newest checkpoint that worker 0 can read, loaded on every worker, by collectives on ``device``."""
         distributed = dist.is_initialized()
         path = [None if distributed and dist.get_rank() > 0 else self.newest_readable(report)]
         if distributed and dist.get_world_size() > 1:

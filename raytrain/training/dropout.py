@@ -22,10 +22,7 @@ _BITS = 53
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Change the dropout layers of ``model`` in place, and number them in the order of its modules. Returns ``model``.
-
-    A layer that is called twice in a forward draws the same numbers twice.
-    """
+    """Change the dropout layers of ``model`` in place, numbered by its modules; called twice they draw the same."""
     for number, layer in enumerate(model.modules()):
         kind = _KINDS.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
         if kind is not None and getattr(layer, "mode", "row") == "row":

@@ -34,18 +34,12 @@ DEFAULT_THRESHOLD = 0.5
 
 
 def average_precisions(scores: Scores, truth: Truth) -> Scores:
-    """The area below each class's curve of precision over recall, in steps as in scikit-learn, (C,).
-
-    ``scores`` and ``truth`` are (n, C). It is NaN for a class that no image has.
-    """
+    """The area below each class's curve of precision over recall, (C,), of (n, C); NaN without images."""
     return np.array([_average_precision(*columns) for columns in zip(scores.T, truth.T, strict=True)])
 
 
 def best_thresholds(scores: Scores, truth: Truth) -> Scores:
-    """The score of each class from which on predicting it gives the highest F1, (C,); 0.5 if no image has the class.
-
-    It lies halfway to the next lower score, so that rounding decides nothing.
-    """
+    """The score of each class, halfway to the next lower one, with the highest F1, (C,); 0.5 without images."""
     return np.array([_best_threshold(*columns) for columns in zip(scores.T, truth.T, strict=True)])
 
 

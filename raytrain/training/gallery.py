@@ -55,10 +55,7 @@ class _Examples:
 
 
 class Gallery:
-    """Collects what a loop shows, and writes it into the run's storage after each evaluation, in the background.
-
-    In training only the latest batch is remembered, by reference: that costs nothing, and waits for no device.
-    """
+    """Collects what a loop shows, a batch only by reference, and writes it in the background after evaluations."""
 
     def __init__(
         self, config: ResolvedConfig, classes: tuple[str, ...], store: Store, report: Callable[[Event], None]

@@ -133,10 +133,7 @@ class _Bucket:
 
 
 def _own_group(device: torch.device) -> Any:
-    """A process group beside the default one, which waits as long.
-
-    In a backward, the collectives of batch norm come in another order on a worker that lacks a gradient.
-    """
+    """A process group beside the default one, as collectives of batch norm come in another order in a backward."""
     default: Any = dist.group.WORLD
     return dist.new_group(timeout=default._get_backend(device).options._timeout)
 

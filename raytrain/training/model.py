@@ -75,10 +75,7 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
 
 
 def preprocessing(name: str, channels: int) -> dict[str, Any]:
-    """The options of a run with which images are as those that timm's weights for ``name`` were trained on.
-
-    Grey images get the mean over the colours.
-    """
+    """Options with which images are as those that timm's weights were trained on; grey ones get the mean colour."""
     pretrained = _find_pretrained(name)
     mean, std = pretrained.mean, pretrained.std
     return {

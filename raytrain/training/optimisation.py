@@ -20,10 +20,7 @@ from raytrain.training.transfer import body_and_head
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
-    """The optimizer of the trainable parameters of ``model``, at the peak learning rates.
-
-    Raises what :func:`parameter_groups` raises.
-    """
+    """The optimizer of the trainable parameters of ``model``, at the peak learning rates."""
     rate, decay = config.learning_rate, config.weight_decay
     groups = parameter_groups(config, model, num_classes)
     if config.optimizer == "sgd":

@@ -1,7 +1,4 @@
-"""Precisions that a device computes natively.
-
-Imports no torch before it is used with a device.
-"""
+"""Precisions that a device computes natively. Imports no torch before it is used with a device."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def set_gpu_products(precision: str) -> None:
-    """Let GPUs round the factors of float32 products to TF32's 10 bits, unless all of float32's 23 are asked for.
-
-    torch's own default differs between convolutions, which do so, and matrix products.
-    """
+    """Let GPUs round factors of all float32 products to TF32, unless all 23 bits are asked for."""
     import torch
 
     rounded = precision != "float32"
@@ -66,10 +60,7 @@ def _has_tf32(device: torch.device) -> bool:
 
 
 def _slowdown(precision: str) -> float:
-    """How many times as long a convolution takes in mixed precision as in float32, the fastest of several tries each.
-
-    Draws no random numbers.
-    """
+    """How many times as long a convolution takes in mixed precision as in float32, the fastest of several tries."""
     import torch
     from torch.nn.functional import conv2d
 

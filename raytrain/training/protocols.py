@@ -44,11 +44,7 @@ class BatchSource(Protocol):
 
 
 class Reporter(Protocol):
-    """Takes a worker's metrics and events, and passes requests on to it. Every call but ``flush`` returns at once.
-
-    Only worker 0 reports metrics and its start, and only worker 0 is asked for checkpoint requests. Every worker is
-    asked for stop requests: it is enough if one answers yes.
-    """
+    """Takes a worker's metrics (worker 0's) and events, passes requests on to it; all but ``flush`` returns at once."""
 
     def started(self, num_workers: int, step: int) -> None:
         """The workers start, or resume, after ``step`` completed steps."""

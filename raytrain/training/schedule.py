@@ -14,10 +14,7 @@ from raytrain.runs.outcome import DIVERGED_HINT, Progress, StopReason
 
 
 class EarlyStop:
-    """Looks at each evaluation for ``--until`` and ``--patience``, and at the clock for ``--max-time``.
-
-    ``reason`` says why the run should stop; None as long as it should not.
-    """
+    """Looks at each evaluation for ``--until`` and ``--patience``, at the clock for ``--max-time``: see ``reason``."""
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason: StopReason | None = None
@@ -26,10 +23,7 @@ class EarlyStop:
         self._started_at = clock()
 
     def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
-        """Take note of an evaluation. The progress, which checkpoints hold, counts those that are not the best.
-
-        Raises UsageError if the evaluation lacks the metric that ``--best`` names.
-        """
+        """Take note of an evaluation; raises UsageError if it lacks the metric that ``--best`` names."""
         config = self._config
         if config.target is not None:
             name, value = config.target
@@ -78,10 +72,7 @@ def _is_loss(name: str) -> bool:
 
 
 class CheckpointSchedule:
-    """Knows when the last checkpoint was written, and whether the next one is due.
-
-    ``saved_step`` is the step of the newest checkpoint; None if the run has no checkpoint.
-    """
+    """Knows the step of the newest checkpoint, ``saved_step`` or None, and whether the next one is due."""
 
     def __init__(
         self,

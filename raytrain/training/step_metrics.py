@@ -79,10 +79,7 @@ class StepMetrics:
         return self._sums[0]
 
     def log(self, sums: Mapping[str, Tensor | float], *, counts: bool) -> None:
-        """Add to this worker's sums of the step, which travel with the next step.
-
-        They are 0 without ``counts``: the images are a placeholder. Every worker logs the same names in the same order.
-        """
+        """Add to the sums that travel with the next step, the same names on every worker; without ``counts`` 0."""
         new = tuple(name for name in sums if name not in self._names)
         if new:
             self._names += new

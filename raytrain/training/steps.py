@@ -75,10 +75,7 @@ _MEAN = 1  # torch's number for reduction="mean"
 
 
 class Steps:
-    """Counts the steps of a run on one worker, checks what the loop does in them, and does what is due after each.
-
-    ``progress`` is how far the run is, ``learning_rate`` that of the newest step.
-    """
+    """Counts the steps of a run on one worker, checks what the loop does in them, and does what is due after each."""
 
     def __init__(
         self,
@@ -185,10 +182,7 @@ class Steps:
         self._exhausted = True
 
     def finish(self) -> Outcome:
-        """The loop has returned: record the last metrics and write a checkpoint.
-
-        Raises UsageError if it returned on some workers only, before the end of the run.
-        """
+        """The loop has returned: record the last metrics and write a checkpoint. UsageError if only some loops have."""
         if not self._exhausted and self._stepped:
             self._complete()  # the loop returned after this step
         totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))

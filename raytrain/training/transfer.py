@@ -129,10 +129,7 @@ def _freeze_body(model: nn.Module, num_classes: int) -> None:
 
 
 def body_and_head(model: nn.Module, num_classes: int, learning_rate: float, head_factor: float) -> list[dict[str, Any]]:
-    """The trainable parameters for an optimizer. The head's are a group by themselves unless ``head_factor`` is 1.
-
-    Raises UsageError if the head cannot be found.
-    """
+    """The trainable parameters for an optimizer, the head's by themselves unless ``head_factor`` is 1."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if head_factor == 1:
         return [{"params": trainable}]

@@ -53,9 +53,7 @@ def check_weights_source(place: str) -> None:
 
 
 def read_weights_file(place: str) -> tuple[str, bytes]:
-    """Name and content of the file that ``place`` names. Raises UsageError if there is none, StorageError if it is out
-    of reach.
-    """
+    """Name and content of the file at ``place``; UsageError if there is none."""
     if place.startswith(_HUB):
         file = _download(place)
         return file.name, file.read_bytes()

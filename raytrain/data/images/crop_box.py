@@ -20,10 +20,7 @@ _CROP_STREAM = 1  # keeps the draws of the crops apart from the order of the sam
 
 
 class CropBox(NamedTuple):
-    """A part of an image in pixels, from edge to edge, and the size in pixels that it is resized to.
-
-    If the size is smaller than what is asked for, the box is centred on black.
-    """
+    """A part of an image in pixels, from edge to edge, and the size that it gets; if too small, centred on black."""
 
     left: float
     top: float

@@ -62,10 +62,7 @@ def test_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
-    """The classes and parts of the images ``keys``, paths below ``url``.
-
-    Raises UsageError if the folders can be understood in two ways.
-    """
+    """The classes and parts of the images ``keys``, paths below ``url``; UsageError if they are ambiguous."""
     paths = _below_shared_folders([tuple(_composed(key).split("/")[:-1]) for key in keys])
     tops = {path[0] for path in paths if path}
     if split := _by_top_folder(paths, tops, url):

@@ -120,10 +120,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
 
 
 def normalized_key(key: str, images_urls: Sequence[str]) -> str:
-    """The path of an image below one of ``images_urls`` in one form, whatever the form in the label file.
-
-    ``./a//b.png``, ``a/x/../b.png``, ``a\\b.png``, ``/a/b.png`` and the whole URL or path are all ``a/b.png``.
-    """
+    """An image's path below one of ``images_urls``: ``./a//b.png`` and the whole URL are ``a/b.png``."""
     key = unicodedata.normalize("NFC", key.strip()).removeprefix("file://")
     if "\\" in key and "/" not in key:
         key = key.replace("\\", "/")  # as Windows writes paths

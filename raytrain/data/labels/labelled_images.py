@@ -106,10 +106,7 @@ def _with_several_classes(
 
 
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:
-    """Warn of keys that no image has, and of images that have no key, in numbers.
-
-    Raises UsageError if more than ``max_bad_fraction`` of the keys have no image, as for images that cannot be read.
-    """
+    """Warn of keys and images without the other; UsageError if more than ``max_bad_fraction`` have no image."""
     has_image = np.zeros(len(table.keys), bool)
     for images in listed:
         rows = table.rows_of(images)

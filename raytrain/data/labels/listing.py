@@ -1,7 +1,4 @@
-"""Files below a URL: which are images, and how many are left out, by reason.
-
-Nothing is left out in silence: :func:`tell_left_out` says how many files and why, before anything is trained.
-"""
+"""Files below a URL: which are images, and how many are left out, by reason, which is always said."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ def list_files(store: Store) -> Listing:
 
 
 def tell_left_out(listing: Listing, lost_classes: Sequence[str] = ()) -> None:
-    """Log how many files are left out and why, and which classes have no image left.
-
-    Hidden files, thumbnails and tables beside the images are no loss, so they are not told.
-    """
+    """Log how many files are left out and why, and which classes have no image left; not hidden files or tables."""
     told = {reason: count for reason, count in listing.counts.items() if reason not in _NO_LOSS}
     if not told:
         return
@@ -110,10 +104,7 @@ def is_hidden(path: str) -> bool:
 
 
 def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` names a single file, by its suffix, although a folder is expected.
-
-    To be called if there is no folder: that may have any name, such as data.parquet.
-    """
+    """Raise UsageError if ``url`` names a file by its suffix. Called if there is no folder of that name."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
     if advice := _CONTAINERS.get(suffix):
         raise UsageError(f"{url} is a {suffix} file, and a folder or a prefix of images is expected; {advice}.")

@@ -65,10 +65,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of keys, labels and sizes, and of the shards and rows of packed images, as hexadecimal digits.
-
-        It is the same for the same images in the same order in any bucket or folder.
-        """
+        """SHA-256 of keys, labels, sizes, shards and rows, in hexadecimal, the same in any bucket or folder."""
         digest = hashlib.sha256()
         for start in range(0, len(self), _DIGEST_ROWS):  # a list of all keys of 10⁸ images would take 10 GB
             keys = self.keys.slice(start, _DIGEST_ROWS).to_pylist()
@@ -168,10 +165,7 @@ class Manifest:
 
 
 def list_images(store: Store) -> Manifest:
-    """All images below ``store``, in any folder or packed, and all UNLABELLED.
-
-    Raises StorageError if the store cannot be listed, UsageError if it contains no image.
-    """
+    """All images below ``store``, in any folder or packed, and all UNLABELLED; UsageError if there are none."""
     packed = open_packed(store)
     if packed is not None:
         return replace(packed, labels=np.full(len(packed), UNLABELLED, np.int32), classes=())
@@ -213,10 +207,7 @@ def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: P
 
 
 def build_manifests(store: Store) -> tuple[Manifest, Manifest | None]:
-    """The images below ``store`` and None, or, if there are folders of both, the training images and the test images.
-
-    Raises what :func:`build_manifest` raises.
-    """
+    """The images below ``store`` and None, or, if there are folders of both, training and test images."""
     packed = open_packed(store)
     if packed is not None:
         return _relabelled(packed, None), None

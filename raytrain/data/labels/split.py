@@ -48,10 +48,7 @@ def check_can_split(manifest: Manifest, test_fraction: float) -> None:
 
 
 def split_names(splits: npt.NDArray[np.object_], url: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The values of the column ``split`` of the label file ``url`` for training images, and for those to test on.
-
-    Test images come before validation images, which are then not used. Raises UsageError if there are none of either.
-    """
+    """The values of the column ``split`` for training images, and for those to test on, test before validation."""
     present = sorted(set(splits))
     training, tested = tuple(filter(is_training, present)), test_names(present)
     if not training or not tested:
@@ -93,10 +90,7 @@ def _held_out_groups(manifest: Manifest, groups: npt.NDArray[np.object_], fracti
 
 
 def _class_counts(manifest: Manifest, group: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """How many images of each class each group has, (G, C).
-
-    If an image may have several classes, or none, there is one more column, which counts all images.
-    """
+    """How many images of each class each group has, (G, C), and one more column of all if they are sets."""
     num_groups = int(group.max()) + 1
     if manifest.label_sets is None:
         counts = np.zeros((num_groups, len(manifest.classes)))

@@ -38,10 +38,7 @@ class FeedCursor(NamedTuple):
 
 
 class RunFeed:
-    """Takes the snapshots of a run from one thread, and answers viewers in another.
-
-    A viewer keeps a cursor, and nothing is queued for it: whoever reads slowly gets fewer and larger updates.
-    """
+    """Takes snapshots from one thread, and answers viewers, who keep a cursor: nothing is queued for slow ones."""
 
     def __init__(self, name: str) -> None:
         self.name = name

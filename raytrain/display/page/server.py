@@ -44,10 +44,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageServer:
-    """Serves the page of ``runs`` while it is open, in a thread of its own, to this machine only.
-
-    ``port`` 0 takes any free port; None prefers :data:`DEFAULT_PORT`. Raises UsageError if the port is taken.
-    """
+    """Serves the page of ``runs`` to this machine, in a thread; ``port`` 0 is any, None :data:`DEFAULT_PORT`."""
 
     def __init__(self, runs: WatchedRuns, port: int | None = None) -> None:
         self._runs = runs

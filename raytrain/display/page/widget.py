@@ -30,11 +30,7 @@ def _read(name: str) -> str:
 
 
 class RunWidget(anywidget.AnyWidget):
-    """Shows one run: ``widget.update(snapshot)``, from any thread. Its Stop button calls ``stop``.
-
-    Its state is one whole message, as a page's server sends it to a new viewer: a front end that opens late, or again,
-    has all of it without asking the kernel, which may be busy.
-    """
+    """A run as a widget: its state is one whole message, so that a late front end has all. Stop calls ``stop``."""
 
     _esm = _one_module()
     _css = _read("uPlot.min.css") + _read("page.css")

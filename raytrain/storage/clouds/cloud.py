@@ -45,10 +45,7 @@ class CloudSentences:
 
 
 class Cloud(ABC):
-    """One cloud, as the process that opened a store was configured to reach it.
-
-    Subclasses are frozen dataclasses. They can be pickled, and contain no secret.
-    """
+    """A cloud, as the process that opened a store was configured to reach it. Can be pickled; contains no secret."""
 
     name: ClassVar[str]
     """What its URLs start with: ``s3``, ``az`` or ``gs``."""
@@ -65,10 +62,7 @@ class Cloud(ABC):
     @classmethod
     @abstractmethod
     def configured(cls, url: str) -> Cloud:
-        """The cloud of ``url`` as this process's environment configures it.
-
-        Raises UsageError or StorageError if that configuration is broken.
-        """
+        """The cloud of ``url`` as the environment configures it; UsageError or StorageError if that is broken."""
 
     @abstractmethod
     def credentials(self) -> BucketCredentials | None:
@@ -88,10 +82,7 @@ class Cloud(ABC):
 
 
 def checked_endpoint(endpoint_url: str, variable: str, key_variables: str) -> str:
-    """Return a URL that was found in ``variable``; raises UsageError if it is malformed or contains credentials.
-
-    ``key_variables`` are where credentials belong.
-    """
+    """The URL found in ``variable``; UsageError if it is malformed, or has keys, which ``key_variables`` are for."""
     if "@" in endpoint_url or "?" in endpoint_url:  # not shown: it may be secret
         raise UsageError(
             f"{variable} must look like https://host or http://host:port, without a user name, a password or a "

@@ -216,10 +216,7 @@ def _session() -> Any:
 
 
 def resolve() -> Credentials | None:
-    """Return this process's credentials from the standard AWS chain: environment, profile, single sign-on, role.
-
-    Raises botocore's exceptions if the configuration is broken (an unknown profile, for example) or a role is refused.
-    """
+    """This process's credentials from the standard AWS chain. Raises botocore's exceptions if that is broken."""
     found = _chain(_aws_configuration())
     if not hasattr(found, "refresh_needed"):
         _chain.cache_clear()  # static credentials are read again each time, because their file may have been rewritten
