@@ -67,7 +67,7 @@ def set_num_used(model: nn.Module, num_used: int) -> None:
 @contextmanager
 def keep_statistics(model: nn.Module) -> Iterator[None]:
     """In this context a forward in training mode changes no statistics: it repeats one, for gradient checkpointing."""
-    layers = [layer for layer in model.modules() if isinstance(layer, SynchronisedBatchNorm)]
+    layers = [layer for layer in model.modules() if isinstance(layer, _ConvertedBatchNorm)]
     for layer in layers:
         layer.repeats = True
     try:
@@ -85,17 +85,21 @@ def update_running_statistics(model: nn.Module) -> None:
     (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training Loop". There it is
     applied to the running statistics of the workers. Here it is applied to the statistics of the batch, which then
     enter the running ones with the layer's momentum and the unbiased variance, as nn.BatchNorm does with a whole batch.
+    If a layer was called several times, such as for two views of each image, each call counts, in their order.
 
     One all-reduce serves all layers. It is in float64, in which Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to
     cancellation.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics]
-    if not layers:
+    updated = [layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics]
+    calls = [(layer, number, *call) for layer in updated for number, call in enumerate(layer.take_calls())]
+    if not calls:
         return
+    layers = [layer for layer, *_ in calls]
     sizes = [layer.num_features for layer in layers]
-    mean = torch.cat([layer.batch_mean for layer in layers]).double()  # (C,), the channels of all layers in a row
-    unbiased = torch.cat([layer.batch_var for layer in layers]).double()
-    per_layer = torch.tensor([[layer.take_count(), layer.next_momentum()] for layer in layers], dtype=torch.float64)
+    mean = torch.cat([mean for *_, mean, _ in calls]).double()  # (C,), the channels of all calls in a row
+    unbiased = torch.cat([variance for *_, variance in calls]).double()
+    counts_and_momenta = [[count, layer.next_momentum(number)] for layer, number, count, *_ in calls]
+    per_layer = torch.tensor(counts_and_momenta, dtype=torch.float64)
     per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0)  # (C, 2)
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
     variance = torch.where(count > 1, unbiased * (count - 1) / count, 0.0)
@@ -117,16 +121,18 @@ class _ConvertedBatchNorm(_BatchNorm):
 
     placeholder: bool = False
     """Whether this rank's images don't count."""
+    repeats: bool = False
+    """Whether a forward repeats an earlier one."""
 
     def prepare(self) -> None: ...
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, type(self).__bases__, vars(self)
 
-    def next_momentum(self) -> float:
-        """The weight of the next batch in the running statistics, if it counts."""
+    def next_momentum(self, number: int = 0) -> float:
+        """The weight in the running statistics of the next batch, or of one ``number`` after it, if it counts."""
         assert self.num_batches_tracked is not None
-        return 1 / (1 + float(self.num_batches_tracked)) if self.momentum is None else self.momentum
+        return 1 / (1 + number + float(self.num_batches_tracked)) if self.momentum is None else self.momentum
 
     def update_running(self, mean: Tensor, variance: Tensor, weight: Tensor, counts: Tensor) -> None:
         """Add a batch's statistics with ``weight``, which is 0 for a batch without variance: it does not count."""
@@ -141,8 +147,10 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
 
     batch_mean: Tensor
     batch_var: Tensor
-    count: int = 0
-    """Values per channel in the local batch whose statistics wait for ``update_running_statistics``; 0 without one."""
+    count: int | None = None
+    """Values per channel in the local batch whose statistics wait for ``update_running_statistics``; None without one."""
+    earlier: tuple[tuple[int, Tensor, Tensor], ...] = ()
+    """Counts, means and variances of the calls before that one."""
 
     @property
     def updates_statistics(self) -> bool:
@@ -153,16 +161,21 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
         for name, running in (("batch_mean", self.running_mean), ("batch_var", self.running_var)):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
 
-    def take_count(self) -> int:
-        count, self.count = self.count, 0
-        return count
+    def take_calls(self) -> list[tuple[int, Tensor, Tensor]]:
+        """Counts, means and variances of the calls since the last time; one of count 0 if there was none."""
+        calls = [*self.earlier, (self.count or 0, self.batch_mean, self.batch_var)]
+        self.count, self.earlier = None, ()
+        return calls
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
+        if self.count is not None and self.updates_statistics and not self.repeats:
+            self.earlier += ((self.count, self.batch_mean.clone(), self.batch_var.clone()),)
         if self.placeholder:
+            self.count = 0
             return _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
         self.count = input.numel() // input.shape[1]
         # With momentum 1 the native kernel writes the batch's mean and unbiased variance into the buffers, at no cost.
@@ -186,9 +199,6 @@ class FrozenBatchNorm(_ConvertedBatchNorm):
 
 class SynchronisedBatchNorm(_ConvertedBatchNorm):
     """Normalises with the statistics of the global batch, and differentiates through them."""
-
-    repeats: bool = False
-    """Whether a forward repeats an earlier one."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""

@@ -236,7 +236,41 @@ def run_corners() -> dict[str, Any]:
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
         found[f"{mode}, frozen"] = (frozen(own.float()).detach(), own.float(), copy.deepcopy(frozen.state_dict()))
     found["mixed"] = run_mixed_precision()
+    found["twice"] = [called_twice(updates) for updates in (False, True)]
     return found
+
+
+def called_twice(updates_between: bool) -> dict[str, Tensor]:
+    """The state of aggregated layers after two steps of two forwards each; rank 1 has a placeholder in the second."""
+    model = batchnorm.convert(network(Case(())), "aggregate")
+    for step in range(2):
+        batchnorm.set_num_used(model, 0 if step and dist.get_rank() else 3)
+        for view in (1, -2):
+            model(view * batch(Case((6,)), step)[0][dist.get_rank() * 3 :][:3])
+            if updates_between:
+                batchnorm.update_running_statistics(model)
+        batchnorm.update_running_statistics(model)
+    return copy.deepcopy(model.state_dict())
+
+
+def test_each_of_several_calls_before_an_update_counts(corners: list[dict[str, Any]]) -> None:
+    for found in corners:
+        at_once, one_by_one = found["twice"]
+        assert at_once["1.num_batches_tracked"] == 4
+        torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_calls_in_a_step_count_as_in_torch(mode: Literal["sync", "aggregate"], momentum: float | None) -> None:
+    theirs = nn.BatchNorm2d(2, momentum=momentum)
+    ours = batchnorm.convert(copy.deepcopy(theirs), mode)
+    images, _ = batch(Case((6,)), 0)
+    for step in range(2):
+        for view in (images.float() + step, images.float() * -3):
+            torch.testing.assert_close(ours(view), theirs(view))
+        batchnorm.update_running_statistics(ours)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("name", ["nothing used", "one value"])
