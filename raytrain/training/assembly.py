@@ -67,7 +67,7 @@ def make_run(
         weights=weights,
         label_sets=None if spec.label_sets is None else torch.from_numpy(spec.label_sets).to(device),
         augment=Augment(config, build_transforms(config, spec.transforms)),
-        loss=Loss(config, spec.class_weights, device),
+        loss=Loss(config, len(spec.classes), spec.class_weights, device),
         models=models,
         state=state,
         steps=Steps(config, spec.plan, models, state, checkpoints, reporter, worker, restored),
@@ -92,10 +92,17 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     except RaytrainError:
         raise
     except Exception as error:
-        if spec.loop is None or run.progress.step > first_step or may_pass(error):
+        if run.progress.step > first_step or may_pass(error):
             raise
-        raise LoopFailed(f"its loop failed in its first step: {describe(error)}") from error
+        raise LoopFailed(_first_step_failed(spec, error)) from error
     return run.finish()
+
+
+def _first_step_failed(spec: RunSpec, error: Exception) -> str:
+    if spec.loop is not None:
+        return f"its loop failed in its first step: {describe(error)}"
+    height, width = spec.config.full_image_size
+    return f"--model {spec.config.model} cannot be trained on images of {height}x{width} pixels: {describe(error)}"
 
 
 def _set_up_device(config: ResolvedConfig, worker: Worker, reporter: Reporter) -> None:

@@ -90,7 +90,9 @@ def update_running_statistics(model: nn.Module) -> None:
     One all-reduce serves all layers. It is in float64, in which Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to
     cancellation.
     """
-    updated = [layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics]
+    updated = [
+        layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics
+    ]
     calls = [(layer, number, *call) for layer in updated for number, call in enumerate(layer.take_calls())]
     if not calls:
         return
@@ -148,7 +150,7 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
     batch_mean: Tensor
     batch_var: Tensor
     count: int | None = None
-    """Values per channel in the local batch whose statistics wait for ``update_running_statistics``; None without one."""
+    """Values per channel in the local batch whose statistics wait to be joined; None without one."""
     earlier: tuple[tuple[int, Tensor, Tensor], ...] = ()
     """Counts, means and variances of the calls before that one."""
 

@@ -23,6 +23,7 @@ from raytrain.training.evaluation_metrics import (
     macro_f1,
     mean_of_known,
 )
+from raytrain.training.optimisation import check_logits
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -93,7 +94,9 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
     num_classes = run.num_classes
     rows = [torch.zeros(0, 2 * num_classes + 1, dtype=torch.float64, device=run.device)]
     for batch in run.test_batches():
-        logits = model(batch.images).double()  # (m, C)
+        logits = model(batch.images)  # (m, C)
+        check_logits("The evaluation", logits, batch.labels, num_classes)
+        logits = logits.double()
         targets = batch.targets.double()  # (m, C), 0 or 1
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1, keepdim=True)
         rows.append(torch.cat([logits.sigmoid(), targets, losses], dim=1))

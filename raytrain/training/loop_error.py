@@ -34,7 +34,9 @@ def describe(error: BaseException) -> str:
 def may_pass(error: BaseException) -> bool:
     """Whether another start may do without ``error``: another worker, a connection or a process of Ray was lost."""
     is_of_ray = any(kind.__module__.partition(".")[0] == "ray" for kind in type(error).__mro__)
-    return is_of_ray or isinstance(error, (OSError, EOFError, dist.DistError)) or "gloo" in str(error).lower()
+    is_of_device = any(word in str(error) for word in ("CUDA", "cuDNN", "NCCL"))
+    is_of_worker = isinstance(error, (OSError, EOFError, dist.DistError)) or "gloo" in str(error).lower()
+    return is_of_ray or is_of_device or is_of_worker
 
 
 def _is_users(file: str) -> bool:

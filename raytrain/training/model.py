@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
@@ -45,9 +46,27 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = build()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {name} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"--model {name} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+        initialise_lazy_layers(model, channels, image_size)
     return model
+
+
+@torch.no_grad()
+def initialise_lazy_layers(model: nn.Module, channels: int, image_size: tuple[int, int] | None) -> None:
+    """Give layers such as nn.LazyLinear their shapes, by a forward of an image. Raises UsageError if that fails."""
+    if not any(is_lazy(parameter) for parameter in model.parameters()) or image_size is None:
+        return
+    modes = [(layer, layer.training) for layer in model.modules()]
+    try:
+        model.eval()(torch.zeros(1, channels, *image_size))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"The network has lazy layers, which an image of {channels}x{image_size[0]}x{image_size[1]} numbers cannot "
+            f"initialise ({str(error).partition(chr(10))[0]}); call it once before run.prepare."
+        ) from None
+    for layer, training in modes:
+        layer.training = training
 
 
 def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:

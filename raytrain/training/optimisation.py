@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,6 +99,27 @@ def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
     nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
+@cache
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def check_closure(optimizer: Optimizer, config: ResolvedConfig, *, is_given: bool) -> None:
+    """Raise UsageError if the optimizer needs a closure and has none, or if its losses would be scaled."""
+    name = type(optimizer).__name__
+    if not is_given and _needs_closure(type(optimizer)):
+        raise UsageError(
+            f"{name} computes the loss several times a step; call run.step(optimizer, closure) with a function that "
+            "computes the loss, calls run.backward(loss) and returns it."
+        )
+    if is_given and config.precision == "float16":
+        raise UsageError(
+            f"--precision float16 scales the losses, which {name} would compare with each other; use bfloat16 or "
+            "float32."
+        )
+
+
 def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int) -> float:
     """The factor, 0 to 1, of the peak learning rate at ``step`` (counted from 0) of ``num_steps``.
 
@@ -161,17 +184,35 @@ class LearningRates:
         )
 
 
+def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -> None:
+    """Raise UsageError unless ``logits`` are a tensor (m, C) for the ``labels``, (m, ...), of m images."""
+    if not isinstance(logits, Tensor):
+        raise UsageError(
+            f"{taker} got a {type(logits).__name__} from the network; give it the logits, a tensor with one row per "
+            "image and one number per class: the network returns that, or your own loop takes it out."
+        )
+    if logits.shape != (len(labels), num_classes):
+        raise UsageError(
+            f"{taker} got logits of the shape {tuple(logits.shape)} for {len(labels)} images and {num_classes} "
+            "classes; give one row per image, with one number per class."
+        )
+
+
 class Loss:
     """Sums the loss over images, so that it does not depend on how a batch is divided.
 
     It is the cross entropy; if an image may have several classes, the mean of their binary cross entropies.
 
     Args:
+        num_classes: C.
         class_weights: the weight of each class, (C,); None for equal ones. If an image may have several classes, it is
             the weight of the images that have the class.
     """
 
-    def __init__(self, config: TrainConfig, class_weights: Sequence[float] | None, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, num_classes: int, class_weights: Sequence[float] | None, device: torch.device
+    ) -> None:
+        self._num_classes = num_classes
         self._smoothing = config.label_smoothing
         self._gamma = config.focal_gamma
         self._multi_label = config.multi_label
@@ -179,6 +220,7 @@ class Loss:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum, (), of the losses of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
+        check_logits("run.loss", logits, targets, self._num_classes)
         weights = None if self._weights is None else self._weights.to(logits.dtype)
         if self._multi_label:
             each = F.binary_cross_entropy_with_logits(

@@ -22,6 +22,7 @@ from raytrain.training import batchnorm, dropout
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import CheckpointState, StateDict
 from raytrain.training.gradients import JoinedGradients, broadcast_weights, differing
+from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.protocols import Worker
 
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -158,6 +159,7 @@ class PreparedModels:
 
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model``, in place, and return it."""
+        initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
         batchnorm.convert(model, self._config.batch_norm)
         dropout.convert(model)
         self._move(model)

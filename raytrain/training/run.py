@@ -28,7 +28,14 @@ from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.checkpoint import CheckpointState, Stateful
 from raytrain.training.evaluation import Network, with_views
 from raytrain.training.gallery import Gallery
-from raytrain.training.optimisation import LearningRates, Loss, build_optimizer, clip_gradients
+from raytrain.training.optimisation import (
+    LearningRates,
+    Loss,
+    build_optimizer,
+    check_closure,
+    check_logits,
+    clip_gradients,
+)
 from raytrain.training.prepared_models import PreparedModels, full_precision
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
@@ -172,22 +179,38 @@ class Run:
         weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (self._part.num_used > 0)
         self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
 
-    def step(self, optimizer: Optimizer, *, learning_rate: float | None = None, clip_norm: float | None = None) -> None:
+    def step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Tensor] | None = None,
+        *,
+        learning_rate: float | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
         """Step the optimizer and clear its gradients.
 
         Args:
             optimizer: a prepared optimizer.
+            closure: for an optimizer that computes the loss several times a step, such as LBFGS: computes it, calls
+                :meth:`backward` with it, and returns it. The gradients are cleared before each call. The optimizer
+                gets the mean over the global batch.
             learning_rate: of this step; by default that of the optimizer's groups, times the factor of ``--schedule``.
             clip_norm: scale the gradients down to this Euclidean norm over all parameters, if theirs is larger; by
                 default ``--clip-norm``.
         """
-        self.steps.optimizer_steps()
         clip_norm = clip_norm or self.config.clip_norm
+        check_closure(optimizer, self.config, is_given=closure is not None)
+        if closure is None:
+            self.steps.optimizer_steps()
         with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rate:
-            if clip_norm is not None:
-                self._scaler.unscale_(optimizer)
-                clip_gradients(optimizer, clip_norm)
-            self._scaler.step(optimizer)
+            if closure is not None:
+                optimizer.step(lambda: self._computed_again(optimizer, closure, clip_norm))
+                self.steps.optimizer_steps()
+            else:
+                if clip_norm is not None:
+                    self._scaler.unscale_(optimizer)
+                    clip_gradients(optimizer, clip_norm)
+                self._scaler.step(optimizer)
         self.steps.learning_rate = rate
         self._scale_is_used = True
         optimizer.zero_grad()
@@ -217,11 +240,7 @@ class Run:
         It waits for nothing, and shows nothing if an image may have several classes. Raises UsageError if the logits
         have another shape.
         """
-        if logits.shape != (len(batch.labels), self.num_classes):
-            raise UsageError(
-                f"run.show got logits of the shape {tuple(logits.shape)} for {len(batch.labels)} images and "
-                f"{self.num_classes} classes; give one row per image, with one number per class."
-            )
+        check_logits("run.show", logits, batch.labels, self.num_classes)
         if self.label_sets is None:
             (self.gallery.add if self.evaluating else self.gallery.remember)(batch, logits)
 
@@ -267,6 +286,21 @@ class Run:
         outcome = self.steps.finish()
         self.gallery.close()
         return outcome
+
+    def _computed_again(self, optimizer: Optimizer, closure: Callable[[], Tensor], clip_norm: float | None) -> Tensor:
+        """The mean loss over the global batch, the same on all workers, which decide by it; with its gradients."""
+        assert self._part is not None
+        optimizer.zero_grad()
+        with self.models.computing():
+            loss = closure()
+        if not isinstance(loss, Tensor):
+            raise UsageError("The closure of run.step returns no loss; return what it gives to run.backward.")
+        if clip_norm is not None:
+            clip_gradients(optimizer, clip_norm)
+        total = loss.detach().double() * (self._part.num_used > 0)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return (total / self.steps.metrics.num_used().clamp(min=1)).to(loss.dtype)
 
     def _built_in_evaluation(self) -> dict[str, float]:
         config = self.config

@@ -131,10 +131,20 @@ def make_run(
     weights: dict[str, torch.Tensor] | None = None,
     class_weights: tuple[float, ...] | None = None,
 ) -> Run:
+    spec = make_spec(options, block, folder, class_weights)
+    distributed = torch.distributed.is_initialized()
+    rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    source = MemorySource(block, spec, rank, options.worker_load or (1.0,) * world_size)
+    return assembly.make_run(spec, source, recorder, torch.device("cpu"), weights)
+
+
+def make_spec(
+    options: ResolvedConfig, block: Block, folder: str, class_weights: tuple[float, ...] | None = None
+) -> RunSpec:
     plan = make_plan(options, len(block))
     if options.sampling == "balanced":
         plan = dataclasses.replace(plan, balance=ClassBalance.of(block.labels))
-    spec = RunSpec(
+    return RunSpec(
         config=options,
         loop=None,
         classes=CLASSES,
@@ -144,10 +154,6 @@ def make_run(
         store=open_store(folder),
         class_weights=class_weights,
     )
-    distributed = torch.distributed.is_initialized()
-    rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
-    source = MemorySource(block, spec, rank, options.worker_load or (1.0,) * world_size)
-    return assembly.make_run(spec, source, recorder, torch.device("cpu"), weights)
 
 
 def make_plan(options: ResolvedConfig, num_samples: int) -> BatchPlan:

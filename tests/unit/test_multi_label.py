@@ -157,7 +157,7 @@ def test_average_precision_and_thresholds_are_those_of_their_definitions() -> No
 def test_the_loss_is_torchs() -> None:
     logits, targets = torch.randn(5, 3), torch.tensor([[1.0, 0, 1]] * 5)
     config = TrainConfig(batch_size=1, labels="labels.csv", label_separator="|")
-    ours = Loss(config, (1.0, 2.0, 3.0), torch.device("cpu"))(logits, targets)
+    ours = Loss(config, 3, (1.0, 2.0, 3.0), torch.device("cpu"))(logits, targets)
     theirs = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]))(logits, targets)
     torch.testing.assert_close(ours / 5, theirs)
 
