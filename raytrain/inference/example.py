@@ -57,7 +57,16 @@ scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
 _SIGMOID = """\
 scores = 1 / (1 + np.exp(-logits))
 """
-_IMPORTS = {".onnx": "onnxruntime", ".pt2": "torch", ".safetensors": "torch"}
+_IMPORTS = """\
+import json
+import math
+
+import numpy as np
+import {runtime}
+from PIL import Image, ImageOps
+
+image = Image.open("photo.jpg")
+"""
 
 
 def preprocessing(classifier: Classifier) -> dict[str, Any]:
@@ -90,11 +99,9 @@ def example(classifier: Classifier, file: str, suffix: str) -> str:
         "std": list(classifier.std),
     }
     values["scale"] = _SCALES[cropping.resize].format(**values)
-    imports = (
-        f"import json\nimport math\n\nimport numpy as np\nimport {_IMPORTS[suffix]}\nfrom PIL import Image, ImageOps"
-    )
+    imports = _IMPORTS.format(runtime="onnxruntime" if suffix == ".onnx" else "torch")
     lines = _DRAFT + _RESIZE[cropping.resize] + _RUN[suffix]
     end = _SOFTMAX if classifier.thresholds is None else _SIGMOID
     names = json.dumps(list(classifier.classes)) if suffix == ".safetensors" else "classes"
     shown = f"print(dict(zip({names}, scores.tolist())))"
-    return f'{imports}\n\nimage = Image.open("photo.jpg")\n{lines.format(**values)}{end}{shown}'
+    return f"{imports}{lines.format(**values)}{end}{shown}"

@@ -18,6 +18,7 @@ from PIL import Image
 
 import raytrain
 from raytrain.config import TrainConfig
+from raytrain.data.images.decode import decode
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference import export
 from raytrain.recipes import cifar10, digits
@@ -195,8 +196,9 @@ def test_the_printed_lines_give_the_numbers_of_predict(
     random = np.random.default_rng(0)
     files: list[Path] = []
     for number in range(20):  # of sizes that are decoded whole, and at 1/2 to 1/8; some lie on their side
-        size = [(40, 31), (100, 77), (64, 200), (333, 250)][number % 4]
-        pixels = Image.fromarray(random.integers(0, 256, (6, 5, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+        size = [(50, 44), (90, 90), (64, 200), (333, 250)][number % 4]
+        detail = random.integers(0, 256, (size[1] // 2, size[0] // 2, 3), np.uint8)
+        pixels = Image.fromarray(detail).resize(size, Image.Resampling.BICUBIC)
         exif = Image.Exif()
         exif[0x0112] = 6 if number % 5 == 4 else 1
         pixels.save(tmp_path / f"{number}.jpg", quality=90, **({"exif": exif} if number % 5 == 4 else {}))
@@ -204,11 +206,15 @@ def test_the_printed_lines_give_the_numbers_of_predict(
     config = cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3), resize=resizing, interpolation="bicubic")
     make_run("runs", config)
     lines = raytrain.export("run", f"model.{suffix}", storage="runs").example
-    expected = raytrain.load("run", storage="runs").classify_all(files)
+    classifier = raytrain.load("run", storage="runs")
+    expected = classifier.classify_all(files)
     for file, scores in zip(files, expected, strict=True):
         printed: list[dict[str, float]] = []
-        exec(lines.replace("photo.jpg", file.name), {"print": printed.append})
+        names: dict[str, Any] = {"print": printed.append}
+        exec(lines.replace("photo.jpg", file.name), names)
         assert printed[0] == pytest.approx(scores, abs=1e-4)
+        seen = decode(file.read_bytes(), classifier.shape, classifier.cropping.crop)
+        assert np.abs(np.asarray(names["image"], int) - seen).max() <= 1  # of 255
     about = onnxruntime.InferenceSession("model.onnx").get_modelmeta() if suffix == "onnx" else None
     if about is not None:
         stored = json.loads(about.custom_metadata_map["preprocessing"])

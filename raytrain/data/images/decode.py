@@ -141,8 +141,12 @@ def _cut(pixels: Pixels, box: CropBox, shape: ImageShape) -> Pixels:
     top, left = math.floor(box.top), math.floor(box.left)
     seen = np.ascontiguousarray(pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)])
     image = Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen)
-    moved = box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
-    return _resize(image, moved, shape)
+    return _resize(image, _moved(box, left, top), shape)
+
+
+def _moved(box: CropBox, left: int, top: int) -> CropBox:
+    """The box as it lies in the part of the image that begins at ``left`` and ``top``."""
+    return box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
 
 
 def _resize(image: Any, box: CropBox, shape: ImageShape) -> Pixels:
@@ -183,7 +187,12 @@ def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
 def pixels_of(image: Any, shape: ImageShape, crop: Crop = stretch) -> Pixels:
     """Pixels of an upright image of Pillow, uint8 (H, W, C), as :func:`decode` makes them of its file."""
     converted = _convert(image, "L" if shape.channels == 1 else "RGB")
-    return _resize(converted, crop((converted.height, converted.width), shape.size), shape)
+    box = crop((converted.height, converted.width), shape.size)
+    if (box.left, box.top, box.right, box.bottom) == (0, 0, *converted.size):
+        return _resize(converted, box, shape)
+    left, top = math.floor(box.left), math.floor(box.top)
+    seen = converted.crop((left, top, math.ceil(box.right), math.ceil(box.bottom)))
+    return _resize(seen, _moved(box, left, top), shape)
 
 
 def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
