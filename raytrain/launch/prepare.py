@@ -180,7 +180,7 @@ def prepare(
     claim, first_step = _own(config, store)
     return PreparedRun(
         config=config,
-        name=config.name or "",
+        name=config.name,
         store=claim.owned_store,
         data=data,
         first_step=first_step,

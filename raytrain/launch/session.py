@@ -31,15 +31,10 @@ class Monitor(Protocol):
     """A :class:`Coordinator`, of this process or of another one: then :class:`CoordinatorLost` if it has died."""
 
     def snapshot(self, since: RowCursor) -> Snapshot: ...
-
     def event(self, event: Event) -> None: ...
-
     def skip(self, images: list[SkippedImage]) -> None: ...
-
     def request_stop(self, request: StopReason) -> None: ...
-
     def ending(self) -> Ending: ...
-
     def finish(self, status: Status, result: TrainResult) -> None: ...
 
 
@@ -51,27 +46,21 @@ class Launch(Protocol):
 
     def start(self) -> Monitor:
         """Start the workers, and what they read and report to."""
-        ...
 
     def look(self, snapshot: Snapshot) -> None:
         """Do what is to be done about twice a second."""
-        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the processes of the workers have ended; returns whether they have."""
-        ...
 
     def failure(self) -> str | None:
         """Why they ended, if they have ended without saying so themselves."""
-        ...
 
     def end_workers(self) -> None:
         """See the workers to their end: nothing more of them may reach the run's documents."""
-        ...
 
     def close(self, *, finished: bool) -> None:
         """Leave nothing of the run behind; unless it is ``finished``, its workers may still train."""
-        ...
 
 
 class RunSession:

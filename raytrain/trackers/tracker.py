@@ -36,15 +36,12 @@ class Tracker(Protocol):
 
     def log_hyperparams(self, params: dict[str, str | int | float]) -> None:
         """Take the options of the run, in a flat dictionary. Called once in each start of the run."""
-        ...
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Take numbers by name, after ``step`` completed steps. A number may be NaN or infinite."""
-        ...
 
     def finalize(self, status: TrackerStatus) -> None:
         """The run has ended: ``success`` if it finished or was stopped, otherwise ``failed``. It may resume later."""
-        ...
 
 
 @dataclass(frozen=True)

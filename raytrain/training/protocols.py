@@ -36,11 +36,9 @@ class BatchSource(Protocol):
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         """The worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
-        ...
 
     def test(self) -> Iterator[LocalBatch]:
         """The worker's slice of the test images. Each image is on one worker."""
-        ...
 
 
 class Reporter(Protocol):
@@ -48,28 +46,21 @@ class Reporter(Protocol):
 
     def started(self, num_workers: int, step: int) -> None:
         """The workers start, or resume, after ``step`` completed steps."""
-        ...
 
     def record(self, row: MetricRow) -> None:
         """Add a row to the run's metrics history."""
-        ...
 
     def measured(self, use: MachineUse) -> None:
         """Note how fast this worker is and how its machine is used. Every worker reports it every few seconds."""
-        ...
 
     def event(self, event: Event) -> None:
         """Note something that whoever watches the run should read."""
-        ...
 
     def flush(self) -> None:
         """Return when all rows so far are in storage; raises StorageError if they cannot be written."""
-        ...
 
     def stop_requested(self) -> bool:
         """Whether somebody asked the run to stop."""
-        ...
 
     def checkpoint_requested(self) -> bool:
         """Whether a checkpoint should be written now. True once for each request."""
-        ...

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -95,7 +94,8 @@ def watch_status(driver: subprocess.Popen[str], storage: Path, ask: bool) -> set
             if ask and (storage / "killed").exists() and not has_cluster(driver):
                 request_stop(str(storage), "run", StopReason("caller", "enough"))
                 ask = False
-        time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            driver.wait(0.05)
     assert not ask
     return seen
 

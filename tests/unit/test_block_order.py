@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ seeds = st.integers(0, 2**64 - 1)
 loads = st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=1, max_size=6).filter(any)
 
 
+@pytest.mark.not_quick
 @given(sizes, batch_sizes, seeds, loads, st.integers(1, 700), st.data())
 def test_a_worker_reads_only_its_local_batches_in_blocks_of_any_length(
     num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject
@@ -36,6 +38,7 @@ def test_a_worker_that_has_no_samples_left_in_the_epoch_reads_all_of_the_next() 
     )
 
 
+@pytest.mark.not_quick
 @given(sizes, batch_sizes, seeds, st.integers(1, 700), st.data())
 def test_a_cache_holds_each_sample_once_and_starts_at_the_cursor(
     num_samples: int, batch_size: int, seed: int, rows_per_block: int, data: st.DataObject

@@ -28,6 +28,7 @@ def test_the_tree_is_made_from_the_docstrings() -> None:
     assert written_tree() == package_tree(), "uv run python -m tests.helpers.tree rewrites it"
 
 
+@pytest.mark.not_quick
 def test_every_command_is_documented_and_every_documented_command_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

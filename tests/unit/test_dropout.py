@@ -28,6 +28,7 @@ def dropped(
     return model(torch.ones(shape))
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_is_dropped_together_and_how_often(kind: str) -> None:
     layer, shape = LAYERS[kind]
@@ -39,6 +40,7 @@ def test_what_is_dropped_together_and_how_often(kind: str) -> None:
     assert (result == 0).float().mean() == pytest.approx(0.3, abs=0.06)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_sample_is_treated_alike_in_any_batch(kind: str) -> None:
     layer, shape = LAYERS[kind]

@@ -102,6 +102,7 @@ def test_mistakes_are_one_sentence(options: dict[str, Any], sentence: str) -> No
         TrainConfig(batch_size=1, **options)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("options", [{"until": "accuracy=0"}, {"max_time": "0s"}], ids=str)
 def test_a_run_that_stops_by_itself_has_a_checkpoint(options: dict[str, Any], images: Path, tmp_path: Path) -> None:
     _, recorder = train_here(folder_run(images, tmp_path, "run", **options, epochs=3))

@@ -21,6 +21,8 @@ from raytrain.runs.records import RunRecord
 from raytrain.storage.open import open_store
 from tests.helpers.run_records import finished
 
+pytestmark = pytest.mark.not_quick  # matplotlib takes a second a figure
+
 
 def record(name: str, num_epochs: int = 4, steps_per_epoch: int = 20) -> RunRecord:
     """Make the record of a run that is evaluated after each epoch and logs every fifth step."""

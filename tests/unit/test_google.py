@@ -62,6 +62,7 @@ def service_account(folder: Path, token_url: str) -> str:
     return str(folder / "account.json")
 
 
+@pytest.mark.not_quick
 def test_a_service_account_gives_tokens_that_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lives_s = iter([3600, 60, 3600])  # one that is about to expire counts as none
 
@@ -193,6 +194,7 @@ def test_a_write_that_lost_a_race_is_refused(google: GoogleStorage, google_url: 
     assert store.get("a") == b"1"
 
 
+@pytest.mark.not_quick
 def test_commands_and_notebooks_read_and_write_files(google_url: str) -> None:
     write_output(f"{google_url}/x.csv", b"a,b\n")
     with new_output(f"{google_url}/y.bin") as file:

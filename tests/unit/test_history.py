@@ -67,6 +67,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return open_store(str(tmp_path / "first")) if request.param == "folder" else Bucket()
 
 
+@pytest.mark.not_quick
 def test_rows_are_written_during_the_run(store: Any) -> None:
     history = History(store)
     history.record(step_row(1))

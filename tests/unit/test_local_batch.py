@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def all_cached(partition: Partition, first_step: int, rows_per_block: int) -> li
     return list(batches_from_cache(partition, blocks, first_step))
 
 
+@pytest.mark.not_quick
 @given(st.integers(1, 150), st.integers(1, 60), st.integers(0, 2**64 - 1), loads, st.integers(1, 50), st.data())
 def test_workers_together_get_the_same_batches_as_one(
     num_samples: int, batch_size: int, seed: int, loads: list[float], rows_per_block: int, data: st.DataObject

@@ -60,6 +60,7 @@ def test_each_worker_has_its_values_at_the_times_of_the_run() -> None:
     }
 
 
+@pytest.mark.not_quick
 def test_a_long_run_has_few_points_of_equal_length_that_keep_the_means() -> None:
     history, ranks = MachineHistory(), range(MAX_WORKERS + 5)
     for step in range(2_000):

@@ -34,6 +34,7 @@ def test_digits_does_not_pool_images_of_28x28() -> None:
     assert torch.equal(first_two(images), first_two[0](images))
 
 
+@pytest.mark.not_quick
 def test_cifar10_has_the_layers_of_its_document() -> None:
     model = models.cifar10(num_classes=10, channels=3)
     found = kinds(model)

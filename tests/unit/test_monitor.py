@@ -252,6 +252,7 @@ def test_a_run_can_finish_although_its_history_cannot_be_written(monitor: RunMon
     assert any(isinstance(event, DocumentLost) for event in events_of(monitor))
 
 
+@pytest.mark.not_quick
 def test_a_storage_failure_and_its_recovery_are_one_event_each(monitor: RunMonitor, tmp_path: Path) -> None:
     in_the_way = tmp_path / "metrics.jsonl" / "in the way"
     in_the_way.mkdir(parents=True)

@@ -299,6 +299,7 @@ def read_local_batches(
     return [read(rank) for rank in range(num_workers)]
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("first_step", [0, 4])
 def test_any_number_of_workers_reads_the_same_batches_and_pixels(
     shards: Path, image_set: Callable[[Manifest], ingest.ImageSet], first_step: int

@@ -98,6 +98,7 @@ def test_a_missing_object_raises_file_not_found(store: Store) -> None:
     assert list(store.list("nowhere")) == []
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_every_object_is_listed_once_at_any_depth(store: Store, depth: int) -> None:
     paths = {
@@ -120,6 +121,7 @@ def test_the_etag_changes_with_the_content(store: Store) -> None:
     assert len(etags) == 3
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     "name", ["a b", "ü/ä", "a%20b", "x#1", "q?x", "a+b=c&d", "it's", "[1]*", "back\\slash", ".hidden", "日本"]
 )
@@ -141,6 +143,7 @@ def test_get_many_keeps_the_order_and_returns_errors_in_place(store: Store) -> N
     assert store.get_many([]) == []
 
 
+@pytest.mark.not_quick
 def test_a_reader_never_sees_a_partial_object(store: Store) -> None:
     contents = [bytes([i]) * 6_000_000 for i in range(2)]  # A multipart upload.
     store.put("a", contents[0])
@@ -504,6 +507,7 @@ def listing(keys: list[str], request: Request) -> bytes:
     ).encode()
 
 
+@pytest.mark.not_quick
 def test_an_interrupted_listing_continues_at_the_same_page() -> None:
     keys = [f"prefix/{folder}/{i:03d}" for folder in "abc" for i in range(150)]
     seen: dict[str, int] = {}
@@ -551,6 +555,7 @@ def issuer(lifetime_s: float) -> tuple[dict[str, datetime], Callable[[], Credent
     return issued, issue
 
 
+@pytest.mark.not_quick
 def test_credentials_are_renewed_before_they_expire() -> None:
     asked, keys = issuer(lifetime_s=2)
 
@@ -566,6 +571,7 @@ def test_credentials_are_renewed_before_they_expire() -> None:
     assert len(asked) == 3
 
 
+@pytest.mark.not_quick
 def test_get_many_succeeds_while_credentials_expire() -> None:
     issued, keys = issuer(lifetime_s=1)
 
@@ -726,6 +732,7 @@ def test_a_bucket_can_be_a_part_of_the_hosts_name(tmp_path: Path, monkeypatch: p
     assert cloud.boto_config()["s3"] == {"addressing_style": "virtual"}
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("variable", "header", "sent"),
     [("AWS_SKIP_SIGNATURE=true", "Authorization", False), ("AWS_REQUEST_PAYER=requester", "x-amz-request-payer", True)],

@@ -24,6 +24,7 @@ def opened(*streams: Stream) -> StreamQueues:
     return queues
 
 
+@pytest.mark.not_quick
 @given(
     st.integers(1, 300),
     st.integers(1, 60),

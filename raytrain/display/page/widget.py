@@ -14,7 +14,7 @@ from raytrain.display.page.feed import FeedCursor, RunFeed
 from raytrain.monitor.snapshot import Snapshot
 
 _STATIC = files("raytrain.display.page") / "static"
-_VIEWS = "chart.js", "stop_panel.js", "evaluation_view.js", "machine_table.js", "machine_curves.js", "run_view.js"
+_VIEWS = "chart.js", "stop_panel.js", "evaluation_view.js", "machines.js", "run_view.js"
 _MODULES = ("format.js", "curves.js", *_VIEWS, "widget.js")
 """Those of the page that a widget needs, each after those that it imports."""
 

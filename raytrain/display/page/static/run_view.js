@@ -4,8 +4,7 @@ import { Chart } from "./chart.js";
 import { Curves, smooth } from "./curves.js";
 import { evaluationView } from "./evaluation_view.js";
 import { el, fill, formatClock, formatDuration, formatNumber, formatOption, formatPercent, printable } from "./format.js";
-import { MachineCurves } from "./machine_curves.js";
-import { machineTable } from "./machine_table.js";
+import { MachineCurves, machineTable } from "./machines.js";
 import { StopPanel } from "./stop_panel.js";
 
 const COLORS = { train: "--train", test: "--test" };

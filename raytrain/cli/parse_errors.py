@@ -1,0 +1,84 @@
+"""Errors of the parser as one sentence, by a hook of tyro that gives typed events instead of a box of text.
+
+The hook is private: pyproject.toml limits tyro to 1.0, only this file uses it, and ``tests/unit/test_parser.py`` fails
+with the names that a newer tyro lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from tyro import _errors as events  # pyright: ignore[reportPrivateUsage]
+
+from raytrain.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from tyro._arguments import ArgumentDefinition
+
+NONE = "none"
+"""The word for None as the value of an option."""
+
+
+@contextmanager
+def as_usage_errors(flags: Iterable[str]) -> Generator[None]:
+    """Raise UsageError instead of tyro's error box; ``flags`` are those that an unknown flag is compared with."""
+
+    def refuse(event: events.ParseErrorEvent) -> NoReturn:
+        raise UsageError(_sentence(event, flags))
+
+    with events.on_parse_error(refuse):
+        yield
+
+
+def _sentence(event: events.ParseErrorEvent, flags: Iterable[str]) -> str:
+    if isinstance(event, events.UnrecognizedArgs):
+        return _unknown(event.tokens, flags)
+    if isinstance(event, events.MissingArgs):
+        return _unknown(event.unrecognized_tokens, flags) if event.unrecognized_tokens else _missing(event)
+    if isinstance(event, events.MissingSubcommand):
+        return f"Choose one of {', '.join(name for name in event.subcommand_spec.parser_from_name if name != 'None')}."
+    if isinstance(event, events.BadValue):
+        form = _form(event.argument)
+        is_positional = event.argument.is_positional()
+        return f"{form} is missing." if is_positional else f"{_name(event.argument)} has too few values; give {form}."
+    if isinstance(event, events.InvalidChoice):
+        hint = did_you_mean(event.value, event.choices)
+        return f"{_name(event.argument)} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}."
+    if isinstance(event, events.InstantiationFailure) and event.argument is not None:
+        return _bad_value(_name(event.argument), _form(event.argument), event.message)
+    return f"The options are not understood ({type(event).__name__}); see `{event.prog} --help`."
+
+
+def _bad_value(name: str, form: str, message: str) -> str:
+    """A value that is not of its type; tyro's ``message`` ends with Python's words for it."""
+    reason = message.splitlines()[-1].removeprefix("- ").partition(" into tuple type ")[0]
+    kinds = {"INT": "a whole number", "FLOAT": "a number"}
+    kind = kinds.get(form) or ("numbers" if re.search("FLOAT|INT", form) else form)
+    typed = " ".join(re.findall(r"'([^']*)'", reason))
+    return f"{name} must be {form}." if "input length " in reason else f"{name} is {typed!r}; it must be {kind}."
+
+
+def _name(argument: ArgumentDefinition) -> str:
+    return _form(argument) if argument.is_positional() else argument.display_name()
+
+
+def _form(argument: ArgumentDefinition) -> str:
+    """What the values of an argument look like, as the help shows it: ``INT INT``."""
+    return re.sub("[{}]", "", argument.lowered.metavar or "").removeprefix(f"{NONE}|")
+
+
+def _unknown(words: Sequence[str], flags: Iterable[str]) -> str:
+    """The first word that is unknown; those after it may be its values."""
+    if not words[0].startswith("-"):
+        return f"There is one argument too many: {words[0]!r}."
+    name = words[0].partition("=")[0]
+    return f"There is no option {name}{did_you_mean(name, flags)}."
+
+
+def _missing(event: events.MissingArgs) -> str:
+    command = f"{event.prog} {event.missing_arguments[0].source_parser.prog_suffix}".strip()
+    names = " and ".join(_name(missing.arg) for missing in event.missing_arguments)
+    return f"`{command}` needs {names}; see `{command} --help`."
