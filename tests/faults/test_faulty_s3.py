@@ -34,7 +34,9 @@ def content(number: int) -> bytes:
 
 
 @pytest.mark.usefixtures("short_timeout")
-@pytest.mark.parametrize(("fraction", "max_requests_per_object"), [(0.05, 1.2), (0.5, 3.0)])
+@pytest.mark.parametrize(
+    ("fraction", "max_requests_per_object"), [(0.05, 1.2), pytest.param(0.5, 3.0, marks=pytest.mark.slow)]
+)
 def test_all_data_arrives_despite_faults_and_without_a_flood_of_retries(
     s3: S3Server, s3_url: str, fraction: float, max_requests_per_object: float
 ) -> None:

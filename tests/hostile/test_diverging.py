@@ -44,7 +44,7 @@ def steps_of_checkpoints(storage: Path) -> list[int]:
     return sorted(int(file.stem.removeprefix("step-")) for file in storage.glob("run/checkpoints/*.pt"))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
     value: float, images: Path, tmp_path: Path
 ) -> None:

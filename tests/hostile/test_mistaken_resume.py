@@ -91,6 +91,7 @@ def test_before_a_driver_starts_its_workers_on_ray(mistake: str, images: Path, s
     assert documents(storage) == before
 
 
+@pytest.mark.slow
 def test_what_only_the_checkpoint_shows_leaves_the_options_alone(images: Path, storage: Path) -> None:
     before = documents(storage)["run/config.json"]
     with pytest.raises(TrainingFailed, match="checkpoint's optimizer"):
@@ -106,6 +107,7 @@ def test_the_same_images_in_another_folder_are_no_mistake(images: Path, storage:
     assert '"epochs": 2' in open_store(result.run_dir).get("config.json").decode()
 
 
+@pytest.mark.slow
 def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path) -> None:
     options = local(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
     raytrain.train(options)

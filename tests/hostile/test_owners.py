@@ -337,7 +337,13 @@ def renewals(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bool]:
     return failed
 
 
-@pytest.mark.parametrize("moment", ["prepared", "training", "at a checkpoint", "at the end"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "training",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("prepared", "at a checkpoint", "at the end")),
+    ],
+)
 def test_a_run_that_is_taken_over_stops_with_one_sentence(moment: str, images: Path, tmp_path: Path) -> None:
     store = run_store(str(tmp_path), "run")
     step = {"prepared": 0, "training": 3, "at a checkpoint": 4, "at the end": 19}[moment]
@@ -385,6 +391,7 @@ def test_names_made_in_the_same_second_differ() -> None:
     assert len({new_name("digits") for _ in range(50)}) == 50
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: Path, tmp_path: Path) -> None:
     raytrain.train(local(images, tmp_path, epochs=1))
     status = tmp_path / "run" / STATUS

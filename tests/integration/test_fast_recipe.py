@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from raytrain import models, recipes
@@ -25,6 +26,7 @@ def average(storage: Path, name: str) -> Weights:
     return read_checkpoint(run_store(str(storage), name), "checkpoints/step-000000006.pt").state["average"]
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_same_on_any_number_of_workers_and_after_a_resume(images: Path, tmp_path: Path) -> None:
     (alone,) = train_runs(1, fast_run(images, tmp_path, "alone"))
     train_runs(2, fast_run(images, tmp_path, "stopped", stop_after=3))

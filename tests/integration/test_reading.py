@@ -43,6 +43,7 @@ class Slow:
         return number
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_find_room_while_the_first_blocks_are_read(images: Path, tmp_path: Path) -> None:
     import ray

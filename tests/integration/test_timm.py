@@ -220,6 +220,7 @@ def test_networks_have_what_is_tested() -> None:
     assert {"Dropout", "DropPath"} <= kinds
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_same_on_any_number_of_workers(images: Path, tmp_path: Path) -> None:
     def runs(prefix: str) -> list[Any]:
         defaults = {"batch_size": 18, "image_size": (32, 32), "epochs": 1}

@@ -78,6 +78,7 @@ def test_random_crops_of_the_originals_are_those_of_a_run_without_ray(images: Pa
     assert largest_difference(weights(raytrain.train(streamed.config)), alone) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_stopped_run_in_s3_resumed_without_ray_on_fewer_workers_ends_with_the_weights_of_one_in_a_folder(
     undisturbed: raytrain.TrainResult, s3_url: str, images: Path
 ) -> None:

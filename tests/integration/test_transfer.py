@@ -19,6 +19,7 @@ from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError
 from raytrain.launch.prepare import check_places, prepare
+from raytrain.recipes import custom
 from raytrain.runs.checkpoint_files import Identity, newest_checkpoint
 from raytrain.runs.documents import read_config, run_store
 from raytrain.runs.outcome import Progress
@@ -30,6 +31,7 @@ from raytrain.training.model import build_model
 from raytrain.training.transfer import body_and_head, find_heads, freeze, initial_model, initial_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.gloo_processes import run_in_processes
+from tests.hostile import stored_runs
 from tests.integration.test_exact import Recorder, _batches, config, images, make_run, weights_of
 
 HEADS = {
@@ -417,6 +419,7 @@ def run_on(data: Path, storage: Path, name: str, *more: str) -> Checkpoint:
     return read_checkpoint(store, newest)
 
 
+@pytest.mark.slow
 def test_a_run_can_start_with_the_weights_of_another(cifar10_folder: Path, tmp_path: Path) -> None:
     first, second = (
         half(cifar10_folder / "train", tmp_path / name, part) for name, part in (("a", slice(4)), ("b", slice(4, 7)))
@@ -441,7 +444,8 @@ def test_a_run_can_start_with_the_weights_of_another(cifar10_folder: Path, tmp_p
 
 
 def test_a_run_cannot_be_resumed_with_other_frozen_layers(cifar10_folder: Path, tmp_path: Path) -> None:
-    run_on(cifar10_folder / "test", tmp_path, "run", "--freeze", "conv1", "--max-steps", "1")
-    settings = read_config(run_store(str(tmp_path), "run"))
+    place = {"data": str(cifar10_folder / "test"), "storage": str(tmp_path), "name": "run"}
+    started = custom(**place, model="resnet18", freeze=("conv1",), mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings = read_config(stored_runs.make_run(tmp_path, started, "run"))
     with pytest.raises(UsageError, match=r"--freeze is \('layer1',\), and the run was started with \('conv1',\)"):
         prepare(check_places(dataclasses.replace(settings, resume=True, freeze=("layer1",))))

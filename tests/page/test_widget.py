@@ -44,6 +44,7 @@ def test_a_front_end_that_opens_late_gets_the_whole_run() -> None:
     assert curves["evaluation"]["metrics"]["loss"]["mean"] == [1.0]
 
 
+@pytest.mark.slow
 def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
     notebook = NotebookClient(stored_notebook(tmp_path, epochs=2), resources={"metadata": {"path": tmp_path}}).execute()
     shown, result = (cell.outputs for cell in notebook.cells)
@@ -61,6 +62,7 @@ def test_a_run_that_cannot_start_says_why_below_the_cell(tmp_path: Path) -> None
     assert any("digits/train" in output.get("data", {}).get("text/html", "") for output in shown), shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_watched_and_stopped_in_jupyterlab(visit: Callable[..., Page], tmp_path: Path) -> None:
     stored_notebook(tmp_path, epochs=100_000)
