@@ -61,7 +61,12 @@ def predict(
         data: the images, in any folders or packed: a folder or ``s3://bucket/prefix``.
         output: a file (or ``s3://`` object) whose name ends in .parquet or .csv.
         top_k: number of classes for each image.
-        threshold, test_views, storage, workers, address, trust: as for :func:`raytrain.evaluate`.
+        threshold: as for :func:`raytrain.evaluate`, and so are those below.
+        test_views: copies of an image over which the logits are averaged.
+        storage: where the run is stored.
+        workers: networks that share the work.
+        address: the Ray cluster.
+        trust: whether a network that is a function of the run's author may run.
 
     Raises:
         UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot
