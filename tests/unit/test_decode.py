@@ -217,10 +217,12 @@ def test_a_large_image_is_scaled_to_the_shape(format: str) -> None:
     [
         (b"", "the file is empty"),
         (b"this is no image", "not an image that can be read"),
-        (b"<!DOCTYPE html><html></html>", "not an image that can be read"),
+        (b"<!DOCTYPE html><html></html>", "the file is text, such as a page of a web server"),
         (b"\xff\xd8\xff", "not an image|cannot be decoded"),
         (bytes(1000), "not an image that can be read"),
-        (encoded(photo(), "TIFF"), "not an image that can be read"),
+        (encoded(photo(), "TIFF"), "the file is TIFF, which is not read"),
+        (b"\0\0\0\x18ftypheic" + bytes(40), "the file is HEIC"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "a pointer of Git LFS"),
         (encoded(photo(), "EPS"), "not an image that can be read"),  # Pillow would start another program.
     ],
 )
@@ -310,6 +312,6 @@ def test_the_suffix_does_not_matter(tmp_path: Path) -> None:
     for name, format in (("a/1.png", "JPEG"), ("a/2.jpg", "PNG"), ("b/3.jpeg", "GIF"), ("b/4.gif", "TIFF")):
         store.put(name, encoded(photo(), format))
     images, bad = ImageReader(store, SHAPE).read(build_manifest(store))
-    assert bad == {3: "the file is not an image that can be read"}
+    assert bad == {3: "the file is TIFF, which is not read; convert it to PNG or JPEG"}
     assert_close(images[0], photo(), 30)
     assert_close(images[1], photo(), 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from contextlib import suppress
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,19 +26,25 @@ class ImageHeader(NamedTuple):
 
 def read_header(data: bytes) -> ImageHeader:
     """The header of an image file, without decoding the image. Raises BadImage if there is none."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return ImageHeader(image.format or "", image.width, image.height)
-    except Exception:  # Pillow's parsers raise all kinds of exceptions for damaged files
-        raise BadImage("the file is not an image that can be read") from None
+    with _opened(data) as image:
+        return ImageHeader(image.format or "", image.width, image.height)
 
 
 Pixels = npt.NDArray[np.uint8]
 
 _JPEG = b"\xff\xd8\xff"
-_HEADER_BYTES = 4096
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_TEXT = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_OTHER_FILES = (
+    (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS; `git lfs pull` fetches the image"),
+    (b"II*\0", "TIFF, which is not read; convert it to PNG or JPEG"),
+    (b"MM\0*", "TIFF, which is not read; convert it to PNG or JPEG"),
+    (b"<", "text, such as a page of a web server"),
+    (b"%PDF", "PDF"),
+    (b"PK\x03\x04", "a ZIP archive"),
+)
+_SMALL_TEXT_BYTES = 1000  # compressed, of which at most 1 MiB can come
+_ISO_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"msf1": "HEIC"}
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
 _MAX_IMAGE_BYTES = 512 << 20  # of memory while one image is decoded: there are as many readers as CPUs
 _MAX_JPEG_PIXELS = 1 << 28  # phones have 200 million; a large JPEG is decoded at a fraction of its size
@@ -44,6 +52,7 @@ _MAX_SCANNED_PIXELS = 1 << 30  # over all scans of a JPEG, which may be many in 
 _MIN_SCAN_BYTES = 10
 _START_OF_SCAN = b"\xff\xda"  # not within compressed data, where a zero follows each 0xff
 _COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: three components of 16 bits
+_EXIF = b"Exif\0\0"
 _ORIENTATION = 0x0112  # the tag of EXIF
 _ROUNDING = 1e-6  # pixels
 
@@ -90,7 +99,7 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
     """
     if not data:
         raise BadImage("the file is empty")
-    if data.startswith(_JPEG) and b"Exif" not in data[:_HEADER_BYTES]:
+    if data.startswith(_JPEG) and _is_stored_upright(data):
         pixels = _decode_jpeg(data, shape, crop)
         if pixels is not None:
             return pixels
@@ -166,22 +175,51 @@ def _resize(image: Any, box: CropBox, shape: ImageShape) -> Pixels:
 
 
 def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
+    with _opened(data) as image:
+        _check_size(image, data, shape, crop)
+        image.load()
+        _rotate_upright(image)
+        return pixels_of(image, shape, crop)
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """The image of Pillow, of which only the header is read yet. What Pillow raises meanwhile becomes BadImage."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image, data, shape, crop)
-            image.load()
-            _rotate_upright(image)
-            return pixels_of(image, shape, crop)
+        with Image.open(io.BytesIO(_without_text(data)), formats=FORMATS) as image:
+            yield image
     except BadImage:
         raise
     except Image.DecompressionBombError as error:
         raise BadImage(f"the image is too large: {error}") from None
     except Image.UnidentifiedImageError:
-        raise BadImage("the file is not an image that can be read") from None
+        raise BadImage(_not_an_image(data)) from None
     except Exception as error:  # Pillow's decoders raise all kinds of exceptions for damaged files
         raise BadImage(f"the image cannot be decoded: {str(error) or type(error).__name__}") from None
+
+
+def _not_an_image(data: bytes) -> str:
+    """The reason why a file is no image, which says what it is if that is known."""
+    if data[4:8] == b"ftyp" and data[8:12] in _ISO_BRANDS:
+        return f"the file is {_ISO_BRANDS[data[8:12]]}, which is not read; convert it to PNG or JPEG"
+    kinds = (kind for start, kind in _OTHER_FILES if data.lstrip().startswith(start))
+    return f"the file is {next(kinds, 'not an image that can be read')}"
+
+
+def _without_text(data: bytes) -> bytes:
+    """A PNG without its large texts and colour profile: Pillow refuses the image if one has more than 1 MiB."""
+    if not data.startswith(_PNG):
+        return data
+    kept, start, position = [], 0, len(_PNG)
+    while position + 8 <= len(data):
+        stop = position + 12 + int.from_bytes(data[position : position + 4], "big")
+        if data[position + 4 : position + 8] in _PNG_TEXT and stop - position > _SMALL_TEXT_BYTES:
+            kept.append(data[start:position])
+            start = stop
+        position = stop
+    return b"".join([*kept, data[start:]]) if kept else data
 
 
 def pixels_of(image: Any, shape: ImageShape, crop: Crop = stretch) -> Pixels:
@@ -209,17 +247,49 @@ def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
 
 def _is_read_in_scans(data: bytes) -> bool:
     """Whether a JPEG is progressive, or has components in scans of their own; also if its header is unusual."""
-    position, num_components = 2, 0
-    while position + 9 < len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
+    num_components = 0
+    for marker, content in _jpeg_segments(data):
         if marker == 0xDA:  # a scan, and the number of its components
-            return data[position + 4] < num_components
+            return content[:1] < bytes([num_components])
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame
             if marker not in (0xC0, 0xC1):
                 return True
-            num_components = data[position + 9]
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+            num_components = content[5] if len(content) > 5 else 0
     return True
+
+
+def _is_stored_upright(data: bytes) -> bool:
+    """Whether a JPEG is shown as it is stored; False too if only Pillow can tell."""
+    for marker, content in _jpeg_segments(data):
+        if marker == 0xE1 and content.startswith(_EXIF):
+            return _says_upright(content)
+    return True
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Marker and content of each segment of a JPEG, up to its first scan."""
+    position = 2
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xFF:  # a byte that fills
+            position += 1
+            continue
+        stop = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        yield marker, data[position + 4 : stop]
+        if marker == 0xDA:
+            return
+        position = stop
+
+
+def _says_upright(exif: bytes) -> bool:
+    """Whether an EXIF block is whole and has no orientation other than 1."""
+    with suppress(KeyError, struct.error):
+        order = {b"II": "<", b"MM": ">"}[exif[6:8]]
+        start = 6 + struct.unpack_from(order + "I", exif, 10)[0]
+        num_tags = struct.unpack_from(order + "H", exif, start)[0]
+        tags = [struct.unpack_from(order + "HHIH", exif, start + 2 + 12 * at) for at in range(num_tags)]
+        return all(tag != _ORIENTATION or value == 1 for tag, _, _, value in tags)
+    return False
 
 
 def _check_size(image: Any, data: bytes, shape: ImageShape, crop: Crop) -> None:
@@ -266,7 +336,9 @@ def _convert(image: Any, mode: str) -> Any:
     from PIL import Image
 
     if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip instead of scale
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        values = np.asarray(image)
+        white = values == image.info.get("transparency", -1)
+        image = Image.fromarray(np.where(white, 255, values >> 8).astype(np.uint8))
     elif image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.new("RGB", image.size, "white")
