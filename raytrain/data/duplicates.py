@@ -40,10 +40,8 @@ class Duplicates:
 
     compared: int
     images: int
-    test: tuple[Duplicate, ...]
-    """Test images that are training images, too."""
-    contradicting: tuple[Duplicate, ...]
-    """Training images that are training images of another class, too."""
+    test: tuple[Duplicate, ...]  # test images that are training images, too
+    contradicting: tuple[Duplicate, ...]  # training images that are training images of another class, too
 
 
 def find_duplicates(train: StoredImages, test: StoredImages, deadline_s: float) -> Duplicates:

@@ -33,8 +33,7 @@ from raytrain.storage.temporary_files import TemporaryFolder
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Label files of Hugging Face's image folders."""
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
 _log = logging.getLogger("raytrain")
 
 
@@ -45,10 +44,8 @@ class Labelling:
     file: str | None = None
     """A label file; by default ``metadata.csv`` or ``.jsonl`` beside the images, as in Hugging Face's image folders."""
     columns: LabelColumns = field(default_factory=LabelColumns)
-    split: str | None = None
-    """The value of the column ``split`` whose images are taken; needed if there are several."""
-    max_bad_fraction: float = 0.01
-    """Of the keys of a label file, may have no image."""
+    split: str | None = None  # the value of the column ``split`` whose images are taken; needed if there are several
+    max_bad_fraction: float = 0.01  # of the keys of a label file, may have no image
 
 
 @contextmanager
@@ -217,12 +214,9 @@ class PackResult:
     num_images: int
     num_classes: int
     num_shards: int
-    num_bytes: int
-    """Of all images."""
-    num_written: int
-    """Shards written this time."""
-    digest: str
-    """Of keys, labels, sizes and shards (see :attr:`Manifest.digest`)."""
+    num_bytes: int  # of all images
+    num_written: int  # shards written this time
+    digest: str  # of keys, labels, sizes and shards (see :attr:`Manifest.digest`)
 
 
 def pack(

@@ -28,10 +28,8 @@ class UploadResult:
     folder: str
     url: str
     num_files: int
-    num_bytes: int
-    """Of all files."""
-    num_sent: int
-    """Files sent this time."""
+    num_bytes: int  # of all files
+    num_sent: int  # files sent this time
 
 
 def upload(folder: str, url: str, console: Console | None = None) -> UploadResult:

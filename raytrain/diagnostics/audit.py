@@ -27,18 +27,12 @@ class EpochAudit:
     """How the samples of the traced steps of one epoch were used. ``epoch`` is counted from 1."""
 
     epoch: int
-    planned: int
-    """Samples that these steps should have used; with balanced sampling, each as often as it was drawn."""
-    used_once: int
-    """Those of samples that were used as often as planned."""
-    unreadable: int
-    """Those of samples that skipped.jsonl lists and that were not used."""
-    missing: tuple[str, ...]
-    """Keys of readable samples that were used less often than planned."""
-    doubled: tuple[str, ...]
-    """Keys of samples that were used more often than planned."""
-    misplaced: tuple[str, ...]
-    """Keys of samples that were used in another step than planned."""
+    planned: int  # samples that these steps should have used; with balanced sampling, each as often as it was drawn
+    used_once: int  # those of samples that were used as often as planned
+    unreadable: int  # those of samples that skipped.jsonl lists and that were not used
+    missing: tuple[str, ...]  # keys of readable samples that were used less often than planned
+    doubled: tuple[str, ...]  # keys of samples that were used more often than planned
+    misplaced: tuple[str, ...]  # keys of samples that were used in another step than planned
 
     @property
     def clean(self) -> bool:

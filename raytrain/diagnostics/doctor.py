@@ -30,8 +30,7 @@ _CREDENTIAL_METHODS = {
     "sso": "single sign-on",
 }
 
-Versions = dict[str, str | None]
-"""Version of each package; None for one that is not installed."""
+Versions = dict[str, str | None]  # version of each package; None for one that is not installed
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,7 @@ class LookResult:
     test_images: int
     ignored_files: int
     classes: tuple[ClassCount, ...]
-    size_bytes: Range | None
-    """Of the files of the training images."""
+    size_bytes: Range | None  # of the files of the training images
     sample: ImageSample
     duplicates: Duplicates
     first_images: FirstImages
@@ -170,8 +169,7 @@ def _contents(data: Dataset, seed: int, deadline_s: float) -> Iterator[tuple[str
             yield from zip(block.keys.to_pylist(), read_contents(store, block), strict=True)
 
 
-_MAX_SIDE = 256
-"""Height and width, in pixels, beyond which images are made smaller."""
+_MAX_SIDE = 256  # height and width, in pixels, beyond which images are made smaller
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,10 +45,8 @@ class ProbeRequest:
 
     data: Store | None = None
     storage: Store | None = None
-    lent: LentCredentials | None = None
-    """The driver's credentials; None if all stores are folders."""
-    lent_from: str = ""
-    """Where the driver found them, in a word, such as profile; empty if that is not known."""
+    lent: LentCredentials | None = None  # the driver's credentials; None if all stores are folders
+    lent_from: str = ""  # where the driver found them, in a word, such as profile; empty if that is not known
 
 
 @dataclass(frozen=True)
@@ -81,18 +79,14 @@ class NodeReport:
     versions: dict[str, str | None]
     gpus: tuple[Gpu, ...]
     shm_bytes: int | None
-    identity: str | None
-    """Whose credentials the node uses."""
+    identity: str | None  # whose credentials the node uses
     read_speed: ReadSpeed | None
     writable: bool
     problems: tuple[str, ...]
-    precision: str
-    """The fastest precision that trains well on the node's GPUs, or else on its CPU."""
-    interface: Interface | None
-    """The network interface through which the other nodes reach this one."""
+    precision: str  # the fastest precision that trains well on the node's GPUs, or else on its CPU
+    interface: Interface | None  # the network interface through which the other nodes reach this one
     disk: Disk
-    clock_s: tuple[float, float]
-    """The node's clock when the check began, and when it ended, in seconds since 1970."""
+    clock_s: tuple[float, float]  # the node's clock when the check began, and when it ended, in seconds since 1970
 
 
 def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:

@@ -26,21 +26,17 @@ from raytrain.training import loop as built_in
 from raytrain.training.batch import Batch
 from raytrain.training.run import WAIT_FOR_DATA, Run
 
-Interval = tuple[float, float]
-"""Start and end, in microseconds."""
+Interval = tuple[float, float]  # start and end, in microseconds
 PHASES = ("waiting for data", "copy and augmentation", "forward", "backward", "all-reduce", "optimizer", "other")
-_MANY_EPOCHS = 1000
-"""The loop ends the run, not the plan; an epoch may have a single step."""
+_MANY_EPOCHS = 1000  # the loop ends the run, not the plan; an epoch may have a single step
 
 
 @dataclass(frozen=True)
 class ProfileResult:
     """Where the time of a step goes, on average over the profiled steps."""
 
-    workers: tuple[dict[str, float], ...]
-    """Seconds of each phase, for each worker."""
-    traces: tuple[str, ...]
-    """A Chrome trace of each worker: chrome://tracing and https://ui.perfetto.dev open it."""
+    workers: tuple[dict[str, float], ...]  # seconds of each phase, for each worker
+    traces: tuple[str, ...]  # A Chrome trace of each worker: chrome://tracing and https://ui.perfetto.dev open it
     advice: str
 
     @property

@@ -18,8 +18,7 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow, own_metrics
 from raytrain.runs.redact import one_line
 
-CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"
-"""What Ctrl-C does to a run of this process."""
+CTRL_C = "Ctrl-C stops with a checkpoint, twice aborts"  # what Ctrl-C does to a run of this process
 _NUM_EVENTS_SHOWN = 4
 _LINES_BESIDE_PLOTS = 13 + _NUM_EVENTS_SHOWN
 _MEASUREMENTS = {

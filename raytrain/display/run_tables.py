@@ -43,8 +43,7 @@ _LESS_IMPORTANT = ("step", "tags", "recipe", "heartbeat", "epoch")
 _WIDE = 1000
 _STREAMS = {"out": "standard output", "err": "standard error", "log": "output and log"}
 
-Column = tuple[str | Text, Sequence[str] | Sequence[Text]]
-"""A heading, and the cells below it."""
+Column = tuple[str | Text, Sequence[str] | Sequence[Text]]  # A heading, and the cells below it
 
 
 def run_info_json(run: RunInfo) -> dict[str, Any]:
@@ -283,8 +282,7 @@ def _num_seen(before: list[str], now: list[str]) -> int:
     return 0
 
 
-_MAX_HEADINGS = 44
-"""Characters of all names together that 80 columns have room for."""
+_MAX_HEADINGS = 44  # characters of all names together that 80 columns have room for
 _RESULTS = {
     "status": ("status", "{}"),
     "steps": ("steps", "{:,}"),

@@ -15,8 +15,7 @@ from raytrain.errors import UsageError, did_you_mean, option_name
 from raytrain.runs.documents import matches
 
 Value = float | int | bool | str
-Point = dict[str, Value]
-"""A value for each varied field of :class:`TrainConfig`."""
+Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig`
 
 _SAME_FOR_ALL = {  # the options that decide what is read, where it is stored, and how trials are scheduled
     *("data", "test_data", "test_fraction", "channels", "max_bad_fraction"),

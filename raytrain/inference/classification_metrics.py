@@ -53,10 +53,8 @@ class Scores:
     loss: float | None
     classes: tuple[str, ...]
     per_class: tuple[ClassScore, ...]
-    confusions: tuple[Confusion, ...]
-    """The most frequent wrong predictions, at most 10, the most frequent one first."""
-    confusion_matrix: Int64s
-    """See :func:`confusion_matrix`."""
+    confusions: tuple[Confusion, ...]  # the most frequent wrong predictions, at most 10, the most frequent one first
+    confusion_matrix: Int64s  # see :func:`confusion_matrix`
 
     def summary(self) -> dict[str, Any]:
         """The metrics as plain values."""

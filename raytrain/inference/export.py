@@ -43,21 +43,14 @@ class ExportResult:
     checkpoint: str
     output: str
     size_bytes: int
-    input: str
-    """What the file takes, in words."""
-    result: str
-    """What it returns, in words."""
+    input: str  # what the file takes, in words
+    result: str  # what it returns, in words
     classes: tuple[str, ...]
-    images: int
-    """Images that the file was compared on."""
-    same_answers: int
-    """How many of these have the same predicted class."""
-    largest_difference: float
-    """Largest difference of a logit."""
-    card: str | None = None
-    """The model card beside weights."""
-    example: str = ""
-    """Lines of Python that use the file without raytrain."""
+    images: int  # images that the file was compared on
+    same_answers: int  # how many of these have the same predicted class
+    largest_difference: float  # largest difference of a logit
+    card: str | None = None  # the model card beside weights
+    example: str = ""  # lines of Python that use the file without raytrain
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""

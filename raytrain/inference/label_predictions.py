@@ -54,8 +54,7 @@ class LabelEvaluation:
     macro_f1: float | None
     per_class: tuple[LabelScore, ...]
     trained_on: int | None = None
-    all_compared: bool | None = None
-    """As in :class:`raytrain.inference.evaluate.EvaluationResult`."""
+    all_compared: bool | None = None  # as in :class:`raytrain.inference.evaluate.EvaluationResult`
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""

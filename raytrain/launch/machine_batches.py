@@ -31,8 +31,7 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.locks import file_lock
 from raytrain.storage.store import Store
 
-ReadBlock = Callable[[Int64s, int], Block]
-"""Reads some samples and decodes them for an epoch."""
+ReadBlock = Callable[[Int64s, int], Block]  # reads some samples and decodes them for an epoch
 
 
 class SharedBlocks:

@@ -144,8 +144,7 @@ def _capability(version: str) -> tuple[int, ...]:
 
 _LOG = logging.getLogger("raytrain")
 
-_WORKERS_PER_CPU = 4
-"""CPU workers that may share a core of a single machine."""
+_WORKERS_PER_CPU = 4  # CPU workers that may share a core of a single machine
 _ELASTIC_CPUS = 0.99
 """CPUs of a worker if Ray decides how many fit: one worker per CPU, and a little of each CPU left for reading data."""
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("raytrain")
 
-Loop = Callable[["Run"], None]
-"""A training loop: called on every worker with its part of the run."""
+Loop = Callable[["Run"], None]  # A training loop: called on every worker with its part of the run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ from raytrain.trackers.tracker import Tracker
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-Prepare = Callable[..., PreparedRun]
-"""Lists the images of a run, and makes it this process's own."""
+Prepare = Callable[..., PreparedRun]  # lists the images of a run, and makes it this process's own
 _LOG = logging.getLogger("raytrain")
 
 

@@ -19,8 +19,7 @@ _WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
 class Event:
     """Something that happened to a run and that a viewer should read."""
 
-    kind: ClassVar[str]
-    """The name of the class in snake case, such as ``checkpoint_written``."""
+    kind: ClassVar[str]  # the name of the class in snake case, such as ``checkpoint_written``
 
     def __init_subclass__(cls) -> None:
         cls.kind = _WORD_START.sub("_", cls.__name__).lower()

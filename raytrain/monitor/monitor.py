@@ -18,8 +18,7 @@ from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage
 from raytrain.runs.outcome import DIVERGED_HINT, StopReason, TrainResult
 
 _NUM_EVENTS = 50
-_NUM_DIVERGED_ROWS = 3
-"""Rows of steps with a loss that is not finite, one after the other, that end a run."""
+_NUM_DIVERGED_ROWS = 3  # rows of steps with a loss that is not finite, one after the other, that end a run
 
 
 class RunMonitor:

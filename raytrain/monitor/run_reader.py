@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _READ_EVERY_S = 1.0
-_NUM_ROWS_TIMED = 50
-"""Latest rows from whose pace the time left is extrapolated."""
+_NUM_ROWS_TIMED = 50  # latest rows from whose pace the time left is extrapolated
 _END_BYTES = 1000
 
 

@@ -76,8 +76,7 @@ class Snapshot:
         return self.status not in ("starting", "running")
 
 
-View = Callable[[Snapshot], None]
-"""Shows a run: called about twice a second with how it stands."""
+View = Callable[[Snapshot], None]  # shows a run: called about twice a second with how it stands
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:

@@ -58,8 +58,7 @@ _OWN = re.compile(
 )
 
 T = TypeVar("T")
-Report = Callable[[str], None]
-"""Gets a line about each document, or part of one, that cannot be used."""
+Report = Callable[[str], None]  # gets a line about each document, or part of one, that cannot be used
 
 
 def is_own(path: str) -> bool:

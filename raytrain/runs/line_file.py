@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 2**24
-"""Most that is read of a document at once."""
+BLOCK_BYTES = 2**24  # most that is read of a document at once
 _OBJECT_BYTES = 2**23
 _REWRITE_MIN_S = 2.0
 _REWRITE_S_PER_BYTE = 1e-5  # rewriting the last object takes at most 100 kB/s of the uplink

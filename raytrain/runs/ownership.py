@@ -22,10 +22,8 @@ from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.store import ObjectChanged, Store, StoredObject
 
-RENEW_EVERY_S = 5.0
-"""Seconds between two renewals of a claim."""
-LEASE_S = 30.0
-"""Seconds without a renewal after which an owner counts as dead."""
+RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
+LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
 _LOOK_EVERY_S = 1.0
 _READ_BACK_AFTER_S = 1.0  # without conditional writes: longer than another process takes from its look to its write
 _logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from raytrain.runs.documents import STATUS, Report, ignore, known_fields, read_j
 if TYPE_CHECKING:
     from raytrain.storage.store import Store
 
-HEARTBEAT_EVERY_S = 10.0
-"""Seconds between two writes of a running run's status."""
+HEARTBEAT_EVERY_S = 10.0  # seconds between two writes of a running run's status
 _SILENT_AFTER = timedelta(seconds=60)
 _INTERRUPTED: dict[str, Any] = {"status": "interrupted"}
 

@@ -19,8 +19,7 @@ from raytrain.runs.metric_row import Kind, MetricRow
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
-_MANY = 1000
-"""Lines from which on a table is worth its price."""
+_MANY = 1000  # lines from which on a table is worth its price
 _NUM_LOOKED_AT = 100
 _MAX_NAMES = 64
 """Most metrics of a table: a history of a stranger may name millions, each of which would become a column."""

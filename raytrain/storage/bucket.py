@@ -60,8 +60,7 @@ class BucketStore(Store):
     connection_id: str = field(repr=False)
     """Distinguishes stores with different credentials, in every process that a store is sent to."""
     retry_policy: RetryPolicy = DEFAULT
-    multipart: bool = False
-    """Upload in parts, each of which obstore retries."""
+    multipart: bool = False  # upload in parts, each of which obstore retries
     disk: DiskCache | None = field(default=None, compare=False)
     """Keeps what was read. Stores that differ in it share their connections."""
 

@@ -46,8 +46,7 @@ class RetryPolicy:
     """How often a request is retried, and for how long."""
 
     max_retries: int
-    max_duration_s: float
-    """Measured from the first attempt; no retry starts later."""
+    max_duration_s: float  # measured from the first attempt; no retry starts later
 
 
 DEFAULT = RetryPolicy(100, 180.0)

@@ -14,8 +14,7 @@ T = TypeVar("T", bound="BucketCredentials")
 
 _ASK_EVERY_S = 60.0
 
-CredentialFields = tuple[Any, ...]
-"""The fields of credentials in order, as they are sent to another process."""
+CredentialFields = tuple[Any, ...]  # the fields of credentials in order, as they are sent to another process
 
 
 class BucketCredentials(ABC):
@@ -25,8 +24,7 @@ class BucketCredentials(ABC):
     accident. To send them to another process on purpose, send :meth:`fields`; :func:`restored` is the way back.
     """
 
-    expires_at: datetime | None
-    """When they expire, with a time zone; None if they do not, or if that is unknown."""
+    expires_at: datetime | None  # when they expire, with a time zone; None if they do not, or if that is unknown
 
     @property
     @abstractmethod

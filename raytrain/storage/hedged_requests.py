@@ -14,8 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-MAX_THREADS = 256
-"""Most requests that one process has in flight at a time, over all of its stores."""
+MAX_THREADS = 256  # most requests that one process has in flight at a time, over all of its stores
 
 _FIRST_LIMIT, _LAST_LIMIT = 64, 128  # of one call; there is room for more calls, and for hedges
 _WORTH_IT = 1.1  # times as fast must twice as many requests be

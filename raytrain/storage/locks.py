@@ -16,10 +16,8 @@ class FileLock:
 
     path: str
     descriptor: int
-    exclusive: bool
-    """False on a disk that knows no locks, such as a network disk that was mounted without them."""
-    waited: bool
-    """Whether another process held it at first."""
+    exclusive: bool  # False on a disk that knows no locks, such as a network disk that was mounted without them
+    waited: bool  # whether another process held it at first
 
     def release(self) -> None:
         """Delete the file, and let another process have the lock."""

@@ -17,8 +17,7 @@ from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 
 _FORMS = {"s3": "s3://bucket/prefix", "gs": "gs://bucket/prefix", "az": "az://container/prefix"}
-URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
-"""What the URL of a bucket looks like."""
+URL_FORMS = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"  # what the URL of a bucket looks like
 
 
 def open_store(url: str, credentials: CredentialSource | None = None, cloud: Cloud | None = None) -> Store:

@@ -19,11 +19,9 @@ from raytrain.storage.hedged_requests import fetch_each
 class StoredObject(NamedTuple):
     """One object or file in a listing."""
 
-    path: str
-    """Relative to the store's URL, with forward slashes."""
+    path: str  # relative to the store's URL, with forward slashes
     size_bytes: int
-    etag: str
-    """Changes if the content changes: S3's ETag, or a file's size and modification time."""
+    etag: str  # changes if the content changes: S3's ETag, or a file's size and modification time
     modified: datetime
 
 
@@ -38,10 +36,8 @@ class Store(ABC):
     reached. Transient failures (the cloud is busy, a connection breaks, credentials expire) are retried first.
     """
 
-    url: str
-    """``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder."""
-    cloud: Cloud | None
-    """Where the bucket is reached; None for a folder."""
+    url: str  # ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder
+    cloud: Cloud | None  # where the bucket is reached; None for a folder
 
     @abstractmethod
     def get(self, path: str, etag: str = "") -> bytes:

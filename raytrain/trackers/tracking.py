@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-GATHER_S = 2.0
-"""Seconds between two groups of rows: a tracker may need a request for each group."""
+GATHER_S = 2.0  # seconds between two groups of rows: a tracker may need a request for each group
 _MAX_GATHER_S = 30.0
 _CPU_FRACTION = 0.01
 """Most of a core that a tracker may take: one that takes longer for a group gets fewer and larger ones."""

@@ -121,10 +121,8 @@ def update_running_statistics(model: nn.Module) -> None:
 class _ConvertedBatchNorm(_BatchNorm):
     """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
 
-    placeholder: bool = False
-    """Whether this rank's images don't count."""
-    repeats: bool = False
-    """Whether a forward repeats an earlier one."""
+    placeholder: bool = False  # whether this rank's images don't count
+    repeats: bool = False  # whether a forward repeats an earlier one
 
     def prepare(self) -> None: ...
 
@@ -151,8 +149,7 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
     batch_var: Tensor
     count: int | None = None
     """Values per channel in the local batch whose statistics wait to be joined; None without one."""
-    earlier: tuple[tuple[int, Tensor, Tensor], ...] = ()
-    """Counts, means and variances of the calls before that one."""
+    earlier: tuple[tuple[int, Tensor, Tensor], ...] = ()  # counts, means and variances of the calls before that one
 
     @property
     def updates_statistics(self) -> bool:

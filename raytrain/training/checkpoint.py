@@ -29,8 +29,7 @@ from raytrain.storage.store import Store
 from raytrain.training.weights_source import check_unpacked_size
 
 StateDict = dict[str, Any]
-_ASKED = "asked"
-"""What a group of an optimizer keeps the options of its start under, before a scheduler changes them."""
+_ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
 
 
 class Stateful(Protocol):

@@ -28,8 +28,7 @@ from raytrain.training.optimisation import check_logits
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-Network = Callable[[Tensor], Tensor]
-"""Normalised images (B, C, H, W) -> logits (B, num_classes)."""
+Network = Callable[[Tensor], Tensor]  # normalised images (B, C, H, W) -> logits (B, num_classes)
 
 
 def flip_test(network: Network, images: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-CLASS_METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
-"""What the built-in evaluation measures."""
+CLASS_METRICS = ("accuracy", "loss", "balanced_accuracy", "macro_f1")  # what the built-in evaluation measures
 
 Counts = npt.NDArray[np.floating] | npt.NDArray[np.integer]  # (C,), images of each class
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from raytrain.training.protocols import Worker
 
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300
-_FIRST_BYTES, _BYTES = 1 << 20, 25 << 20
-"""Size of the first bucket, which is sent early, and of the others."""
+_FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 
 
 class JoinedGradients:

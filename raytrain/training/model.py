@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
-_RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}
-"""timm's ``crop_mode`` as ``--resize``."""
+_RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``crop_mode`` as ``--resize``
 
 
 def build_model(

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 NATIVE_FLAGS = {"bfloat16": {"amx_bf16", "avx512_bf16"}, "float16": {"amx_fp16", "avx512_fp16"}}
 """The flags of x86 CPUs that multiply such numbers themselves; one of them is enough."""
-AMPERE = (8, 0)
-"""The compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32."""
+AMPERE = (8, 0)  # the compute capability since which NVIDIA's GPUs multiply in bfloat16 and TF32
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SHAPE, _WEIGHT = (32, 64, 16, 16), (64, 64, 3, 3)  # of a typical convolution

@@ -40,8 +40,7 @@ from raytrain.training.prepared_models import PreparedModels, full_precision
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
 
-WAIT_FOR_DATA = "wait for data"
-"""The name of this phase in a trace of torch.profiler."""
+WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
 T = TypeVar("T", bound=Stateful)
 
 

@@ -22,8 +22,7 @@ from raytrain.training.weights_source import (
     read_weights_file,
 )
 
-ALL = "all"
-"""In place of a layer's name for ``--freeze``: every layer but the head."""
+ALL = "all"  # in place of a layer's name for ``--freeze``: every layer but the head
 
 
 _WEIGHTS_IN = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "weights", "params")

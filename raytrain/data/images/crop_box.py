@@ -36,8 +36,7 @@ class CropBox(NamedTuple):
         return max(self.height / (self.bottom - self.top), self.width / (self.right - self.left))
 
 
-Crop = Callable[[Size, Size], CropBox]
-"""The box of an image of the first size that gives an image of the second size."""
+Crop = Callable[[Size, Size], CropBox]  # the box of an image of the first size that gives an image of the second size
 
 
 @dataclass(frozen=True)

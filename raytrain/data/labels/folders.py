@@ -32,10 +32,8 @@ class FolderLabels:
 
     classes: tuple[str, ...]  # (N,), empty if an image is in no class folder
     parts: tuple[str, ...] | None = None  # (N,), names of folders; None if there are no training and test images
-    train: str = ""
-    """The folder of the training images."""
-    test: str = ""
-    """The folder of the test images; others, such as val/ beside test/, are not used."""
+    train: str = ""  # the folder of the training images
+    test: str = ""  # the folder of the test images; others, such as val/ beside test/, are not used
 
     def part(self, part: Part) -> list[bool]:
         """Which images are of this part, (N,)."""

@@ -33,8 +33,7 @@ Int64s = npt.NDArray[np.int64]
 
 KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
 LABEL_COLUMNS = ("label", "class", "target", "category")
-JOINED = "\x1f"
-"""Joins the classes of an image that may have several."""
+JOINED = "\x1f"  # joins the classes of an image that may have several
 
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "null", "NULL", "None"})
 """Texts that programs write in place of a missing value."""
@@ -51,12 +50,9 @@ class LabelColumns:
     """Which columns of a label file are read; None means one of the usual names."""
 
     key: str | None = None
-    label: tuple[str, ...] = ()
-    """Several are classes, with 0 or 1 for each image."""
-    group: str | None = None
-    """None means that there are no groups."""
-    separator: str | None = None
-    """Between the classes of an image in its label; None if it has one class."""
+    label: tuple[str, ...] = ()  # several are classes, with 0 or 1 for each image
+    group: str | None = None  # None means that there are no groups
+    separator: str | None = None  # between the classes of an image in its label; None if it has one class
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,7 @@ from raytrain.errors import StorageError, UsageError
 from raytrain.storage.store import Store
 
 UNLABELLED = -1
-PACKED_INDEX = "packed.parquet"
-"""The manifest of a packed data set, stored beside its shards."""
+PACKED_INDEX = "packed.parquet"  # the manifest of a packed data set, stored beside its shards
 
 _log = logging.getLogger("raytrain")
 _METADATA = b"raytrain.manifest"
@@ -48,8 +47,7 @@ class Manifest:
     url: str
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many other files are below ``url``, by the reason why they are not used."""
-    packing: Packing | None = None
-    """None if each image is an object of its own."""
+    packing: Packing | None = None  # None if each image is an object of its own
     labels_digest: str = ""
     """Of the label file (see ``LabelTable.digest`` in ``label_file.py``); empty if folders are the labels."""
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)

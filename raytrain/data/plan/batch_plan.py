@@ -57,8 +57,7 @@ class BatchPlan:
     accumulate: int = 1
     shard_shuffle: ShardShuffle | None = None
     """The order of samples in packed shards; None if each sample is an object of its own."""
-    balance: ClassBalance | None = None
-    """Draws every class equally often; None if each sample comes once in each epoch."""
+    balance: ClassBalance | None = None  # draws every class equally often; None if each sample comes once in each epoch
 
     @property
     def steps_per_epoch(self) -> int:

@@ -76,8 +76,7 @@ class Partition:
 class _LocalSlice:
     """Which samples of a global batch of a given size belong to one worker."""
 
-    indices: Int64s
-    """From 0 within the global batch, (n,)."""
+    indices: Int64s  # from 0 within the global batch, (n,)
     part_sizes: tuple[int, ...]
 
 
@@ -206,10 +205,8 @@ BlockOrder = WorkerOrder | CacheOrder
 class BlockRef(NamedTuple):
     """One block of one of several orders."""
 
-    order: int
-    """Index of the order."""
-    number: int
-    """Number of the block in that order."""
+    order: int  # index of the order
+    number: int  # number of the block in that order
 
 
 def interleave(orders: Sequence[BlockOrder]) -> Iterator[BlockRef]:

@@ -190,8 +190,7 @@ def _shard_order(shard_sizes: bytes, key: int) -> tuple[Int64s, Int64s]:
 class Packing:
     """The locations of N images in packed shards."""
 
-    shards: tuple[str, ...]
-    """Paths relative to the manifest's url."""
+    shards: tuple[str, ...]  # paths relative to the manifest's url
     shard: npt.NDArray[np.int32]  # (N,), indices into shards
     row: npt.NDArray[np.int32]  # (N,), from 0 in each shard
 

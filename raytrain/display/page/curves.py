@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from raytrain.runs.metric_row import Kind, MetricRow
 from raytrain.runs.stored_rows import StoredRows, rows_of_kind
 
-MAX_BUCKETS = 1500
-"""Most buckets of a curve: a screen has about as many columns of pixels."""
+MAX_BUCKETS = 1500  # most buckets of a curve: a screen has about as many columns of pixels
 _MAX_POINTS = 2**18
 """Most points of a curve in memory, an even number. Of more rows, several become one point, with mean and extremes."""
-_MAX_NAMES = 64
-"""Most metrics that are shown: a history of a stranger may name millions."""
+_MAX_NAMES = 64  # most metrics that are shown: a history of a stranger may name millions
 _FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
 _DIGITS = 8  # more than are shown, so that nothing is rounded twice
 

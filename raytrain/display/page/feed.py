@@ -14,12 +14,9 @@ from raytrain.monitor.snapshot import START, RowCursor, Snapshot
 from raytrain.runs.documents import plain
 from raytrain.runs.metric_row import Kind
 
-_NUM_EVENTS = 500
-"""Latest events that are shown."""
-_NUM_MACHINES = 64
-"""Most workers whose machines are shown."""
-_MAX_ENCODED = 8
-"""Most messages that are kept for viewers who have read equally far."""
+_NUM_EVENTS = 500  # latest events that are shown
+_NUM_MACHINES = 64  # most workers whose machines are shown
+_MAX_ENCODED = 8  # most messages that are kept for viewers who have read equally far
 _KINDS: tuple[Kind, ...] = ("step", "evaluation")
 
 

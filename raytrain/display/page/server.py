@@ -22,8 +22,7 @@ from raytrain.display.page.feed import FeedCursor, RunFeed
 from raytrain.display.page.watched_runs import WatchedRuns
 from raytrain.errors import RaytrainError, UsageError
 
-DEFAULT_PORT = 8266
-"""Next to that of Ray's dashboard."""
+DEFAULT_PORT = 8266  # next to that of Ray's dashboard
 TOKEN_HEADER = "X-Raytrain-Token"
 _HOST = "127.0.0.1"
 _UPDATE_EVERY_S = 0.5

@@ -15,8 +15,7 @@ from raytrain.runs.background import Background, Throttle
 from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
 
 _TIMEOUT_S = 60.0
-_GPU_TYPE = "accelerator_type:"
-"""Ray's resource that stands for a type of GPU begins with this."""
+_GPU_TYPE = "accelerator_type:"  # Ray's resource that stands for a type of GPU begins with this
 
 
 def cluster_hardware() -> Hardware:

@@ -95,8 +95,7 @@ def _failure(sent: Submission) -> str:
     return f"Job {sent.job} failed; its log is above, and `ray job logs {sent.job}` shows it again."
 
 
-STOP_WAIT_S = 300
-"""How long Ray waits for a checkpoint when the job is stopped, before it kills the job."""
+STOP_WAIT_S = 300  # how long Ray waits for a checkpoint when the job is stopped, before it kills the job
 _RETRY_S = 2.0
 _GIVE_UP_AFTER_S = 600.0
 _GCS_PORT = 6379

@@ -24,34 +24,25 @@ UNTRUSTED = (
 class CloudSentences:
     """Words of a cloud, and sentences with ``{endpoint}``, ``{bucket}``, ``{url}`` and ``{identity}``."""
 
-    endpoint: str
-    """What it is called if no endpoint is configured."""
-    protocol: str
-    """What its servers speak."""
+    endpoint: str  # what it is called if no endpoint is configured
+    protocol: str  # what its servers speak
     endpoint_variable: str
-    host_variables: str
-    """What the name of its host depends on."""
-    certificates_variable: str
-    """The environment variable that names the file with certificates to trust."""
-    any_identity: str
-    """What ``{identity}`` is if that is not known."""
+    host_variables: str  # what the name of its host depends on
+    certificates_variable: str  # the environment variable that names the file with certificates to trust
+    any_identity: str  # what ``{identity}`` is if that is not known
     no_credentials: str
-    not_obtained: str
-    """Likewise with the reason as ``{detail}``."""
+    not_obtained: str  # likewise with the reason as ``{detail}``
     refuses_credentials: str
     no_permission: str
-    by_code: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Sentences for its own codes of what went wrong."""
+    by_code: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences for its own codes of what went wrong
 
 
 class Cloud(ABC):
     """A cloud, as the process that opened a store was configured to reach it. Can be pickled; contains no secret."""
 
-    name: ClassVar[str]
-    """What its URLs start with: ``s3``, ``az`` or ``gs``."""
+    name: ClassVar[str]  # what its URLs start with: ``s3``, ``az`` or ``gs``
     sentences: ClassVar[CloudSentences]
-    endpoint_url: str | None
-    """None means that of the cloud itself."""
+    endpoint_url: str | None  # None means that of the cloud itself
 
     @property
     def is_loopback(self) -> bool:

@@ -96,12 +96,9 @@ class S3(Cloud):
     name = "s3"
     sentences = _SENTENCES
     endpoint_url: str | None = None
-    region: str | None = None
-    """None means us-east-1."""
-    virtual_hosted: bool = False
-    """Whether the bucket is a part of the host's name."""
-    unsigned: bool = False
-    """Whether requests show no credentials, as AWS_SKIP_SIGNATURE wants it for public buckets."""
+    region: str | None = None  # None means us-east-1
+    virtual_hosted: bool = False  # whether the bucket is a part of the host's name
+    unsigned: bool = False  # whether requests show no credentials, as AWS_SKIP_SIGNATURE wants it for public buckets
     requester_pays: bool = False
 
     @classmethod
@@ -291,8 +288,7 @@ _ROLE_VARIABLES = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-_ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")
-"""What boto3 calls credentials of roles."""
+_ROLES = ("assume-role-with-web-identity", "container-role", "iam-role")  # what boto3 calls credentials of roles
 
 
 # Errors.
