@@ -1,4 +1,4 @@
-"""The options of a training run, a file for each section."""
+"""The options of a training run, by sections."""
 
 from raytrain.config.options import SECTIONS as SECTIONS
 from raytrain.config.options import ResolvedConfig as ResolvedConfig

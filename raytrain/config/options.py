@@ -7,10 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from raytrain.config.augmentation import AugmentationOptions, check_augmentation
-from raytrain.config.checkpoints import CheckpointOptions, check_checkpoints
-from raytrain.config.data import DataOptions, check_data
-from raytrain.config.evaluation import EvaluationOptions, check_evaluation
+from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
+from raytrain.config.evaluation import CheckpointOptions, EvaluationOptions, check_checkpoints, check_evaluation
 from raytrain.config.limits import PositiveInt, check_limits
 from raytrain.config.machines import MachineOptions, check_machines
 from raytrain.config.network import (

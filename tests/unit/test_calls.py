@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.launch.local.calls import Caller, CallServer
+from raytrain.launch.local.local_launch import Caller, CallServer
 
 
 class Target:

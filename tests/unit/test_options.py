@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
-from raytrain.config.checkpoints import Intervals
+from raytrain.config.evaluation import Intervals
 from raytrain.config.optimisation import Schedule
 from raytrain.errors import UsageError
 

@@ -21,8 +21,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
-from raytrain.launch.local.calls import CallAddress, Caller
-from raytrain.launch.local.local_launch import Surroundings
+from raytrain.launch.local.local_launch import CallAddress, Caller, Surroundings
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
 from raytrain.monitor.events import Event

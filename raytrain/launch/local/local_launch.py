@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
 
 from raytrain.data.dataset import Dataset
 from raytrain.launch.cache_choice import ImageCache, SharedImages, image_cache
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.local.calls import CallAddress, CallServer
 from raytrain.launch.placement import machine_hardware, place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.monitor.snapshot import Snapshot
@@ -150,3 +156,67 @@ class AgentProcess:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+
+
+@dataclass(frozen=True)
+class CallAddress:
+    """Where calls are answered, and the key that a caller must know."""
+
+    path: str
+    key: bytes = field(repr=False)
+
+
+class CallServer:
+    """Answers calls of the methods of ``target`` at a socket in ``folder``, each connection in a thread of its own."""
+
+    def __init__(self, folder: Path, target: object) -> None:
+        self.address = CallAddress(str(folder / "calls"), secrets.token_bytes(32))
+        self._target = target
+        self._closed = False
+        self._listener = Listener(self.address.path, family="AF_UNIX", backlog=64, authkey=self.address.key)
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="calls")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no further connection."""
+        self._closed = True
+        # Wakes the thread that accepts, without waiting for its answer: it may have seen that the server is closed.
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.address.path)
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            with suppress(OSError, EOFError, AuthenticationError):  # who called is gone, or a stranger
+                connection = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="call").start()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection, suppress(OSError, EOFError):  # the caller ends
+            while True:
+                name, arguments = connection.recv()
+                connection.send(self._answer(name, arguments))
+
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        try:
+            return getattr(self._target, name)(*arguments), None
+        except Exception as error:
+            return None, error
+
+
+class Caller:
+    """A connection to a :class:`CallServer`. Its calls may come from several threads, and wait for each other."""
+
+    def __init__(self, address: CallAddress) -> None:
+        self._connection = Client(address.path, authkey=address.key)
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """The answer of the method ``name`` to ``arguments``. Raises what it raises."""
+        with self._lock:
+            self._connection.send((name, arguments))
+            answer, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return answer
