@@ -82,8 +82,11 @@ class Plot:
             yield Text()
             return
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
-        y_range = _range(np.concatenate([ys for _, ys in drawn]), margin=0.1)
-        for label, line in zip(self._labels(y_range), self._lines(width, x_range, y_range), strict=True):
+        low, high = _range(np.concatenate([ys for _, ys in drawn]), margin=0.1)
+        y_range = low, min(high, _usual_high(np.concatenate([ys for _, ys in drawn]), low))
+        for label, line in zip(
+            self._labels(y_range, cut=y_range[1] < high), self._lines(width, x_range, y_range), strict=True
+        ):
             yield Text.assemble((_axis(label, "┤" if label else "│"), "dim"), line)
         yield Text(self._bottom(width, *x_range), style="dim", no_wrap=True, overflow="crop")
 
@@ -102,10 +105,11 @@ class Plot:
             for (one, _, _), value in zip(self._series, last, strict=True)
         ]
 
-    def _labels(self, y_range: tuple[float, float]) -> list[str]:
+    def _labels(self, y_range: tuple[float, float], *, cut: bool) -> list[str]:
         low, high = y_range
         labels = [""] * self._height
         labels[0], labels[self._height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
+        labels[0] = "≥" * cut + labels[0]  # what is higher is drawn at the edge
         return labels
 
     def _bottom(self, width: int, low: float, high: float) -> str:
@@ -120,15 +124,16 @@ class Plot:
         styles = np.full((self._height, width), "", dtype=object)
         for one, xs, ys in self._series:
             columns = _scaled(xs, x_range, 2 * width)
-            rows = 4 * self._height - 1 - _scaled(ys, y_range, 4 * self._height)
-            if one.mark is None:
+            rows = 4 * self._height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * self._height)
+            mark = "•" if len(xs) == 1 and one.mark is None else one.mark
+            if mark is None:
                 cells = _braille(columns, rows, self._height, width)
                 drawn = cells != _BLANK
                 chars[drawn] = [chr(cell) for cell in cells[drawn]]
             else:
                 drawn = np.zeros(chars.shape, dtype=bool)
                 drawn[rows.astype(int) // 4, columns.astype(int) // 2] = True
-                chars[drawn] = one.mark
+                chars[drawn] = mark
             styles[drawn] = one.style
         return [_styled(row, style) for row, style in zip(chars.tolist(), styles.tolist(), strict=True)]
 
@@ -137,6 +142,13 @@ def _range(values: Floats, margin: float) -> tuple[float, float]:
     """The smallest and the largest value; if they are the same, ``margin`` below and above it."""
     low, high = float(values.min()), float(values.max())
     return (low, high) if high > low else (low - margin, high + margin)
+
+
+def _usual_high(values: Floats, low: float) -> float:
+    """The upper end of an axis that a few much higher values do not decide on."""
+    most = float(np.quantile(values, 0.97))
+    is_flattened = len(values) >= 20 and values.max() - low > 4 * (most - low) and most > low
+    return most + (most - low) / 4 if is_flattened else float("inf")
 
 
 def _scaled(values: Floats, limits: tuple[float, float], size: int) -> Floats:

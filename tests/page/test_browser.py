@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from playwright.sync_api import Page, expect
 
 from raytrain.demo.demo import render_digits
 from raytrain.display.page.server import PageServer
-from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
+from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.monitor.events import Note, TrainingStarted
-from raytrain.runs.documents import CONFIG, EVALUATION, STOP_REQUEST, read_json, write_json
+from raytrain.runs.documents import CONFIG, EVALUATION, STOP_REQUEST, SWEEP, read_json, write_json
 from raytrain.runs.machine_history import MachineHistory, MachineUse, write_machine_history
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
@@ -234,6 +235,39 @@ def test_runs_side_by_side(visit: Visit, tmp_path: Path) -> None:
         expect(page.locator("article.run:visible")).to_have_count(0)
         page.get_by_role("button", name="rates-1").click()
         expect(page.locator("article.run:visible h1")).to_have_text("rates-1")
+
+
+def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path) -> None:
+    rows = [
+        row for step in (1, 2, 3) for row in (step_row(step, loss=1 / step), evaluation_row(step, accuracy=step / 9))
+    ]
+    for name in ("first", "second", "rates-00", "rates-01"):
+        store_run(tmp_path, name, rows if name != "rates-01" else rows[:2])
+    write_json(store_run(tmp_path, "rates", []), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
+        page = visit(server.url, viewport={"width": 1280, "height": 700})
+        rows_shown = page.locator(".home tbody tr")
+        expect(rows_shown).to_have_count(3)  # the sweep is one
+        expect(page.locator(".home svg.sparkline polyline")).to_have_count(3)
+        expect(page.locator("img")).to_have_count(0)
+        page.get_by_role("searchbox").fill("rates-0")
+        expect(rows_shown).to_have_count(2)
+        expect(page.locator(".home svg.sparkline polyline")).to_have_count(1)  # the other is a dot
+        page.get_by_role("searchbox").fill("nothing")
+        expect(rows_shown).to_have_count(0)
+        page.get_by_role("searchbox").fill("first")
+        page.get_by_role("link", name="first").click()
+        expect(page.locator("article.run h1")).to_have_text("first")
+        assert ink(page, "Accuracy") > 0
+        page.get_by_role("link", name="All runs").click()
+        page.get_by_role("link", name="rates", exact=True).click()
+        expect(page.locator("article.comparison tbody tr")).to_have_count(2)
+        phone = visit(server.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
+        expect(phone.locator(".home tbody tr")).to_have_count(3)
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 375
+        if folder := os.environ.get("RAYTRAIN_PICTURES"):
+            phone.screenshot(path=f"{folder}/home-phone.png")
+            visit(server.url, viewport={"width": 1200, "height": 500}).screenshot(path=f"{folder}/home.png")
 
 
 def test_a_page_on_a_phone_needs_no_sideways_scrolling(visit: Visit, tmp_path: Path) -> None:

@@ -299,3 +299,12 @@ def test_a_study_in_a_terminal_keeps_the_dashboard_of_each_run() -> None:
     assert "sizes-2" in screen(out) and "step 130/1,000" in screen(out)
     assert "sizes-1" not in screen(out)
     assert "Run: sizes-1" in out.getvalue() and "Run: sizes-2" in out.getvalue()
+
+
+def test_an_outlier_does_not_flatten_a_plot_and_a_lone_point_is_drawn() -> None:
+    ys = [1.0 + 0.01 * step for step in range(40)]
+    plain = text(Plot("loss", [Series("train", "cyan", list(range(40)), ys)]))
+    spiky = text(Plot("loss", [Series("train", "cyan", list(range(41)), [5000.0, *ys])]))
+    assert "5,000" not in spiky and "≥" in spiky and "≥" not in plain
+    assert sum(bool(re.search(r"[┤│] *[^ ]", line)) for line in spiky.splitlines()) >= 6  # lines with dots
+    assert "•" in text(Plot("loss", [Series("train", "cyan", [1], [0.5])]))

@@ -200,23 +200,25 @@ def logs(
 
 
 def watch(
-    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, of a sweep or of a study.")],
+    runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, sweeps or studies; all by default.")] = (),
     storage: Storage = "./runs",
     port: Annotated[int | None, arg(help="Port on this machine; by default 8266, or any that is free.")] = None,
     terminal: Annotated[FlagCreatePairsOff[bool], arg(help="Show one run in this terminal, until it is over.")] = False,
 ) -> CommandResult:
     """Show runs in the browser, live or when they are over, until Ctrl-C. The page can stop them.
 
+    Without names, the page begins with a list of all runs.
+
     Example: raytrain watch first
     """
     if terminal:
         return _watch_in_terminal(storage, runs)
     from raytrain.display.page.server import PageServer
-    from raytrain.display.page.watched_runs import StoredRuns
+    from raytrain.display.page.watched_runs import HomeRuns, StoredRuns
     from raytrain.experiments.trials import names_of
 
     names = [name for run in runs for name in names_of(storage, run)]
-    with StoredRuns(storage, names) as watched, PageServer(watched, port) as server:
+    with StoredRuns(storage, names) if runs else HomeRuns(storage) as watched, PageServer(watched, port) as server:
         _print_address(server)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()

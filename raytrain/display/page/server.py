@@ -10,8 +10,9 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from raytrain.display.page.feed import FeedCursor, RunFeed
-from raytrain.display.page.watched_runs import WatchedRuns
+from raytrain.display.page.watched_runs import HomeRuns, WatchedRuns
 from raytrain.errors import RaytrainError, UsageError
 
 DEFAULT_PORT = 8266  # next to that of Ray's dashboard
@@ -82,6 +83,9 @@ class PageServer:
         for file in _STATIC.iterdir():
             app.router.add_get(f"/{file.name}", _file)
         app.router.add_get("/api/events", self._events)
+        if isinstance(self._runs, HomeRuns):
+            app.router.add_get("/api/runs", partial(self._list_runs, self._runs))
+            app.router.add_post("/api/open", partial(self._open_run, self._runs))
         app.router.add_get("/api/curves", self._curves)
         app.router.add_get("/api/documents", self._documents)
         app.router.add_get("/api/machines", self._machines)
@@ -142,7 +146,7 @@ class PageServer:
         assert task is not None
         self._viewers.add(task)
         try:
-            await self._send_updates(response)
+            await self._send_updates(response, request.query.getall("run", None))
         except (OSError, asyncio.TimeoutError):
             if request.transport is not None:
                 request.transport.abort()
@@ -150,12 +154,12 @@ class PageServer:
             self._viewers.discard(task)
         return response
 
-    async def _send_updates(self, response: web.StreamResponse) -> None:
+    async def _send_updates(self, response: web.StreamResponse, chosen: Sequence[str] | None) -> None:
         cursors: dict[str, FeedCursor] = {}
-        await _send(response, "runs", json.dumps(self._runs.description()).encode())
+        await _send(response, "runs", json.dumps(self._runs.description(chosen)).encode())
         while True:
             changed, closing = self._changed, self._closing
-            for feed in self._runs.feeds:
+            for feed in self._runs.feeds_of(chosen):
                 message, cursors[feed.name] = feed.since(cursors.get(feed.name, FeedCursor()))
                 if message is not None:
                     await _send(response, "run", message)
@@ -167,6 +171,15 @@ class PageServer:
                 await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
             except asyncio.TimeoutError:
                 await _write(response, b":\n\n")
+
+    async def _list_runs(self, home: HomeRuns, _request: web.Request) -> web.Response:
+        """All runs below the storage."""
+        return await _answer(home.all_runs)
+
+    async def _open_run(self, home: HomeRuns, request: web.Request) -> web.Response:
+        """The names of the runs that ``?run=NAME`` stands for, which are read from now on."""
+        name = request.query.get("run", "")
+        return await _answer(lambda: {"runs": home.open(name)})
 
     async def _curves(self, request: web.Request) -> web.Response:
         """A part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
@@ -190,17 +203,21 @@ class PageServer:
     async def _stop_run(self, request: web.Request) -> web.Response:
         """Ask a run to stop with a checkpoint: ``?run=NAME``."""
         name = self._feed(request).name
-        try:
-            await asyncio.to_thread(self._runs.stop, name)
-        except RaytrainError as error:
-            return web.json_response({"error": str(error)}, status=409)
-        return web.json_response({})
+        return await _answer(lambda: self._runs.stop(name) or {})
 
     def _feed(self, request: web.Request) -> RunFeed:
         for feed in self._runs.feeds:
             if feed.name == request.query.get("run"):
                 return feed
         raise web.HTTPNotFound
+
+
+async def _answer(ask: Callable[[], object]) -> web.Response:
+    """What ``ask`` returns, asked in a thread, or the sentence that it raises."""
+    try:
+        return web.json_response(await asyncio.to_thread(ask))
+    except RaytrainError as error:
+        return web.json_response({"error": str(error)}, status=409)
 
 
 async def _file(request: web.Request) -> web.Response:

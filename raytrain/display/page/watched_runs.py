@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain.data.labels.manifest import Manifest
 from raytrain.display.page.feed import RunFeed
+from raytrain.display.run_tables import run_info_json
 from raytrain.errors import RaytrainError, StorageError
+from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
@@ -25,10 +29,16 @@ from raytrain.runs.documents import (
     read_json,
     run_store,
 )
+from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.outcome import StopReason
+from raytrain.runs.records import RunInfo, list_runs
 from raytrain.storage.store import Store
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_NUM_CURVES, _NUM_POINTS = 100, 200  # that the list of runs shows
 _READ_EVERY_S = 1.0
 _READ_FRACTION = 0.1
 """Largest fraction of the time that is spent on reading: a long history in a slow place is read less often."""
@@ -68,9 +78,13 @@ class WatchedRuns:
         feed.report(problem)
         self._on_change()
 
-    def description(self) -> dict[str, Any]:
+    def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """What a viewer is told first."""
-        return {"storage": self.storage, "runs": [feed.name for feed in self.feeds]}
+        return {"storage": self.storage, "runs": [feed.name for feed in self.feeds_of(chosen)], "home": False}
+
+    def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
+        """The feeds of the ``chosen`` runs; of all without a choice."""
+        return [feed for feed in self.feeds if chosen is None or feed.name in chosen]
 
     def documents(self, name: str) -> dict[str, Any]:
         """The options of a run, and what its last evaluation showed; what cannot be read is left out."""
@@ -115,22 +129,26 @@ class StoredRuns(WatchedRuns):
     def __init__(self, storage: str, names: Sequence[str]) -> None:
         super().__init__(storage, names)
         self._closed = threading.Event()
-        readers = [RunReader(run_store(storage, name).fail_fast(), name) for name in names]
-        self._threads = [threading.Thread(target=self._read, args=(r,), daemon=True, name="reader") for r in readers]
+        self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> StoredRuns:
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> Self:
+        for feed in self.feeds:
+            self._follow(feed)
         return self
+
+    def _follow(self, feed: RunFeed) -> None:
+        reader = RunReader(run_store(self.storage, feed.name).fail_fast(), feed.name)
+        thread = threading.Thread(target=self._read, args=(reader, feed), daemon=True, name="reader")
+        self._threads.append(thread)
+        thread.start()
 
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
         for thread in self._threads:
             thread.join()
 
-    def _read(self, reader: RunReader) -> None:
+    def _read(self, reader: RunReader, feed: RunFeed) -> None:
         """Read a run again and again; storage that is out of reach may be back the next time."""
-        feed = next(feed for feed in self.feeds if feed.name == reader.name)
         while not self._closed.is_set():
             started = time.monotonic()
             try:
@@ -140,3 +158,63 @@ class StoredRuns(WatchedRuns):
                 self.report(feed, str(error))
             if not reader.behind:
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
+
+
+class HomeRuns(StoredRuns):
+    """All runs below ``storage``: a list of them, and each as soon as somebody opens it."""
+
+    def __init__(self, storage: str) -> None:
+        super().__init__(storage, [])
+        self._opening = threading.Lock()
+        self._curves: dict[str, tuple[str, list[float | None]]] = {}  # with the heartbeat that they are of
+
+    def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
+        """See :meth:`WatchedRuns.description`."""
+        return {**super().description(chosen or []), "home": chosen is None}
+
+    def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
+        """See :meth:`WatchedRuns.feeds_of`; nobody is shown all runs at once."""
+        return super().feeds_of(chosen or [])
+
+    def open(self, name: str) -> list[str]:
+        """Read the run, or the runs of the sweep or study, from now on; returns their names. Raises UsageError."""
+        names = names_of(self.storage, name)
+        with self._opening:
+            for new in set(names).difference(feed.name for feed in self.feeds):
+                self.feeds.append(feed := RunFeed(new))
+                self._follow(feed)
+        return names
+
+    def all_runs(self) -> dict[str, Any]:
+        """All runs, the newest first. ``group`` is the sweep or study that a run belongs to. Raises StorageError."""
+        runs = list_runs(self.storage)
+        names = {run.name for run in runs}
+        prefixes = Counter(prefix for name in names if (prefix := _prefix(name)))
+        groups = {prefix for prefix, count in prefixes.items() if prefix in names or count > 1}
+        return {
+            "storage": self.storage,
+            "runs": [
+                {
+                    **run_info_json(run),
+                    "group": prefix if (prefix := _prefix(run.name)) in groups else None,
+                    "accuracies": self._accuracies(run) if place < _NUM_CURVES else [],
+                }
+                for place, run in enumerate(runs)
+            ],
+        }
+
+    def _accuracies(self, run: RunInfo) -> list[float | None]:
+        """The accuracy of each evaluation, read again only if the run has gone on."""
+        heartbeat, curve = self._curves.get(run.name, ("", []))
+        if heartbeat != run.status.heartbeat_at:
+            with suppress(StorageError):
+                rows = read_metrics(run_store(self.storage, run.name).fail_fast(), ignore)
+                curve = [row.accuracy for row in rows if row.kind == "evaluation"]
+            self._curves[run.name] = run.status.heartbeat_at, curve[-_NUM_POINTS:]
+        return self._curves[run.name][1]
+
+
+def _prefix(name: str) -> str | None:
+    """``rates`` of ``rates-00``."""
+    found = re.fullmatch(r"(.+)-\d+", name)
+    return found and found[1]

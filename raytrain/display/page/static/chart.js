@@ -109,7 +109,7 @@ export class Chart {
         stroke: translucent(stroke, one.alpha ?? 1),
         width: one.width ?? 2,
         dash: one.dash,
-        points: { show: one.points ? this.fewPoints(one) : false, size: 6, fill: stroke, stroke },
+        points: { show: one.points ? this.fewPoints(one) : one.x.length === 1, size: 6, fill: stroke, stroke },
       });
     }
     return {
@@ -119,7 +119,7 @@ export class Chart {
       bands,
       legend: { show: false },
       padding: [8, this.axis === "time" ? 32 : 12, 0, 0], // room for half of the last label
-      scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, high) } },
+      scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high)) } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => (this.axis === "time" ? formatDuration(tick) : compact(tick))) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
@@ -176,6 +176,13 @@ export function swatch(color) {
 function nearest(column, index) {
   for (let i = index; i >= 0; i--) if (column[i] != null) return column[i];
   return null;
+}
+
+/** The upper end of an axis that a few much higher values do not decide on: they are cut off. */
+function withoutOutliers(plot, low, high) {
+  const values = plot.data.slice(1).flat().filter((value) => value != null).sort((a, b) => a - b);
+  const most = values[Math.floor(0.97 * (values.length - 1))];
+  return values.length >= 20 && high - low > 4 * (most - low) && most > low ? most + (most - low) / 4 : high;
 }
 
 function padded(low, high) {

@@ -2,12 +2,15 @@
 
 import { Comparison } from "./comparison.js";
 import { el, fill, printable } from "./format.js";
+import { Home } from "./home.js";
 import { RunView } from "./run_view.js";
 
 const RECONNECT_MS = [500, 1000, 2000, 4000];
 const SILENCE_MS = 25_000; // the server says something every ten seconds
 
+const given = new URLSearchParams(location.hash.slice(1));
 const token = readToken();
+const chosen = given.getAll("run"); // on the home of all runs
 const views = new Map();
 const connection = el("span", { class: "connection", role: "status" });
 const nav = el("nav", { hidden: true });
@@ -15,12 +18,12 @@ const main = el("main");
 let comparison = null;
 
 function readToken() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  const token = given.get("token");
   try {
-    if (given) sessionStorage.setItem("raytrain-token", given);
-    return given ?? sessionStorage.getItem("raytrain-token") ?? "";
+    if (token) sessionStorage.setItem("raytrain-token", token);
+    return token ?? sessionStorage.getItem("raytrain-token") ?? "";
   } catch {
-    return given ?? "";
+    return token ?? "";
   }
 }
 
@@ -35,11 +38,14 @@ const api = {
   curves: async (run, first, last) => (await request(`curves?${new URLSearchParams({ run, first, last })}`)).json(),
   documents: async (run) => (await request(`documents?${new URLSearchParams({ run })}`)).json(),
   machines: async (run) => (await request(`machines?${new URLSearchParams({ run })}`)).json(),
+  runs: async () => (await request("runs")).json(),
+  open: async (run) => (await request(`open?${new URLSearchParams({ run })}`, { method: "POST" })).json(),
   stop: (run) => request(`stop?${new URLSearchParams({ run })}`, { method: "POST" }),
 };
 
 const handlers = {
-  runs({ runs }) {
+  runs({ runs, home }) {
+    if (home && !main.childElementCount) main.append(new Home(api, address).element);
     if (runs.length > 1 && !comparison) {
       comparison = new Comparison(api, select);
       main.prepend(comparison.element);
@@ -52,6 +58,11 @@ const handlers = {
     if (views.size === 1) document.title = `${Math.floor((100 * message.state.step) / message.state.num_steps)} % · ${printable(message.run)}`;
   },
 };
+
+/** Where the page of a run is, from the home of all runs. */
+function address(...names) {
+  return `#${new URLSearchParams([["token", token], ...names.map((name) => ["run", name])])}`;
+}
 
 function add(name) {
   const view = new RunView(name, api);
@@ -71,7 +82,8 @@ async function listen() {
   const abort = new AbortController();
   let silence = setTimeout(() => abort.abort(), SILENCE_MS);
   try {
-    const { body } = await request("events", { signal: abort.signal });
+    const opened = (await Promise.all(chosen.map(api.open))).flatMap(({ runs }) => runs);
+    const { body } = await request(`events?${new URLSearchParams(opened.map((run) => ["run", run]))}`, { signal: abort.signal });
     show("live", "live");
     const reader = body.pipeThrough(new TextDecoderStream()).getReader();
     for (let rest = "", part = await reader.read(); !part.done; part = await reader.read()) {
@@ -100,6 +112,7 @@ async function connect() {
       failures = 0;
     } catch (error) {
       if (error.status === 403) return refuse();
+      if (error.status === 409) return fill(main, el("div", { class: "banner", "data-status": "failed" }, error.message));
     }
     show("lost", "reconnecting …");
     await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS[Math.min(failures, RECONNECT_MS.length - 1)]));
@@ -133,5 +146,10 @@ document.body.append(
   el("div", { class: "top" }, el("span", { class: "brand" }, "raytrain"), nav, connection, el("button", { type: "button", class: "quiet", click: switchTheme, title: "light or dark" }, "◐")),
   main,
 );
+if (chosen.length) {
+  nav.hidden = false;
+  nav.append(el("a", { href: address() }, "All runs"));
+}
+addEventListener("hashchange", () => location.reload());
 show("lost", "connecting …");
 connect();
