@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from PIL import Image, ImageDraw, ImageFont
 from raytrain.runs.documents import EVALUATION, matches, read_json
 from raytrain.runs.redact import one_line
 from raytrain.storage.store import Store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Pixels = NDArray[np.uint8]
 _PNG = "data:image/png;base64,"
@@ -27,11 +32,10 @@ _GROUPS = {"worst": "test/most_wrong", "batch": "train/last_batch"}
 _CONFUSIONS = "test/confusion_matrix"
 _NUM_COLUMNS = 4
 _TILE, _GAP, _CAPTION = 152, 8, 30  # pixels
-_CELL, _NAMES, _MARGIN = 34, 130, 6
-_MAX_NAMED_CLASSES = 32
-_MATRIX_SIDE = 512
 _BLACK, _WHITE = (30, 30, 30), (255, 255, 255)
-_RIGHT, _WRONG = np.array([14.0, 138, 138]), np.array([200.0, 80, 20])
+_MAX_CLASSES_COUNTED = 30
+_MAX_LABEL = 30  # characters of a class beside the matrix
+_MIN_INCHES, _MAX_INCHES = 5.5, 16.0
 
 
 def sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
@@ -53,44 +57,67 @@ def sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
 
 
 def confusion_matrix(counts: Mapping[tuple[int, int], int], classes: Sequence[str]) -> Pixels:
-    """Counts by label and prediction as an image, (side, side, 3), with names and counts of up to 32 classes."""
-    num_classes = len(classes)
-    matrix = np.zeros((num_classes, num_classes))
+    """Counts by label and prediction as an image, (H, W, 3)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    matrix = np.zeros((len(classes), len(classes)), np.int64)
     for (label, prediction), count in counts.items():
         matrix[label, prediction] = count
-    named = num_classes <= _MAX_NAMED_CLASSES
-    cell = _CELL if named else max(1, _MATRIX_SIDE // num_classes)
-    heat = Image.fromarray(_shaded(matrix).repeat(cell, axis=0).repeat(cell, axis=1))
-    return np.asarray(_with_names(heat, counts, classes) if named else heat)
+    canvas = FigureCanvasAgg(matrix_figure(matrix, classes))
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[:, :, :3]
 
 
-def _shaded(matrix: NDArray[np.float64]) -> Pixels:
-    """A pixel for each cell: the darker, the larger its fraction of the label. Not linear, so that rare ones show."""
-    fractions = np.sqrt(matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1))[:, :, None]
-    colors = np.where(np.eye(len(matrix), dtype=bool)[:, :, None], _RIGHT, _WRONG)
-    return (255 + fractions * (colors - 255)).round().astype(np.uint8)
+def matrix_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Figure:
+    """The confusion matrix: true classes as rows, predicted ones as columns.
+
+    Correct predictions are blue and wrong ones orange; the darker a cell, the larger its fraction of the true class. Up
+    to 30 classes, the cells have counts.
+    """
+    from matplotlib.figure import Figure
+
+    side = min(_MAX_INCHES, max(_MIN_INCHES, 3.0 + 0.45 * len(classes)))
+    figure = Figure(figsize=(side + 0.5, side), layout="constrained")
+    axes = figure.add_subplot()
+    fractions = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)  # of the true class, (C, C)
+    _shade(axes, fractions)
+    _name_classes(axes, classes, cell_points=(side - 2) * 72 / len(classes))
+    if len(classes) <= _MAX_CLASSES_COUNTED:
+        _write_counts(axes, matrix, fractions)
+    return figure
 
 
-def _with_names(heat: Image.Image, counts: Mapping[tuple[int, int], int], classes: Sequence[str]) -> Image.Image:
-    page = Image.new("RGB", (heat.width + _NAMES, heat.height + _NAMES), _WHITE)
-    page.paste(heat, (_NAMES, _NAMES))
-    page.paste(_names(classes, _NAMES - _MARGIN, "rm"), (0, _NAMES))
-    page.paste(_names(classes, _MARGIN, "lm").transpose(Image.Transpose.ROTATE_90), (_NAMES, 0))
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(11)
-    draw.text((4, 4), "rows: labels\ncolumns: predictions", _BLACK, font)
-    for (label, prediction), count in counts.items():
-        center = (_NAMES + _CELL * (prediction + 0.5), _NAMES + _CELL * (label + 0.5))
-        draw.text(center, f"{count:,}", _BLACK, font, anchor="mm")
-    return page
+def _shade(axes: Axes, fractions: NDArray[np.float64]) -> None:
+    from matplotlib.colors import PowerNorm
+
+    diagonal = np.eye(len(fractions), dtype=bool)
+    for colours, hidden in (("Blues", ~diagonal), ("Oranges", diagonal)):
+        # Not linear: rare confusions must be visible beside frequent ones.
+        shown = np.ma.masked_array(fractions, hidden | (fractions == 0))
+        axes.imshow(shown, cmap=colours, norm=PowerNorm(0.7, 0, 1), interpolation="nearest")
 
 
-def _names(classes: Sequence[str], x: int, anchor: str) -> Image.Image:
-    """A column of names, a cell high each, of which ``anchor`` is at ``x``."""
-    column = Image.new("RGB", (_NAMES, _CELL * len(classes)), _WHITE)
-    draw, font = ImageDraw.Draw(column), ImageFont.load_default(12)
-    for place, name in enumerate(classes):
-        draw.text((x, _CELL * (place + 0.5)), _cut(name, _NAMES - 2 * _MARGIN, font), _BLACK, font, anchor=anchor)
-    return column
+def _name_classes(axes: Axes, classes: Sequence[str], cell_points: float) -> None:
+    """Write the classes along both sides, as many of them as can be read. A cell is ``cell_points`` wide."""
+    size = min(10.0, max(5.5, 0.7 * cell_points))
+    places = range(0, len(classes), math.ceil(1.2 * size / cell_points))
+    shown = [one_line(classes[place]) for place in places]
+    names = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…" for name in shown]
+    axes.set_xticks(places, names, rotation=90, fontsize=size, parse_math=False)  # a $ is a $
+    axes.set_yticks(places, names, fontsize=size, parse_math=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_color("#bbbbbb")
+    axes.set_xlabel("predicted class", labelpad=10)
+    axes.set_ylabel("true class", labelpad=10)
+
+
+def _write_counts(axes: Axes, matrix: NDArray[np.int64], fractions: NDArray[np.float64]) -> None:
+    for row, column in np.argwhere(matrix):
+        colour = "white" if fractions[row, column] > 0.4 else "#333333"
+        axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8.5, color=colour)
+    edges = np.arange(len(matrix) - 1) + 0.5
+    axes.hlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
+    axes.vlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
 
 
 def _tile(pixels: Pixels) -> Image.Image:
