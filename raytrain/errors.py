@@ -31,6 +31,10 @@ class StorageError(RaytrainError):
     exit_code = 2
 
 
+class ObjectArchived(StorageError):
+    """An object is in an archive of the cloud, such as S3 Glacier, from which it must be restored first."""
+
+
 class OwnerChanged(RaytrainError):
     """Another process trains the run now, or its storage is gone; the sentence says so. Nothing more was written."""
 

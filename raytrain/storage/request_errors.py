@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from obstore.exceptions import InvalidPathError, PermissionDeniedError, UnauthenticatedError
 
-from raytrain.errors import StorageError
+from raytrain.errors import ObjectArchived, StorageError
 from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences
 from raytrain.storage.credentials import NoCredentials
 from raytrain.storage.folder import explain_os_error
@@ -56,6 +56,7 @@ _BY_CODE: dict[str, str] = {
     "OperationTimedOut": _BUSY,
 }
 _BY_STATUS = {404: _OTHER_PROTOCOL, 429: _BUSY, 503: _BUSY}
+_ARCHIVED_CODES = ("InvalidObjectState", "BlobArchived")
 _BY_TEXT: dict[str, str] = {
     "dns error": "{endpoint} cannot be reached: there is no such host; check {host_variables} and the network.",
     "ConnectionRefused": (
@@ -89,7 +90,8 @@ def explain(error: BaseException, url: str, cloud: Cloud | None = None, identity
         "identity": identity or cloud.sentences.any_identity,
         "detail": detail,
     }
-    return StorageError(sentence.format(**words))
+    kind = ObjectArchived if error_code(error) in _ARCHIVED_CODES else StorageError
+    return kind(sentence.format(**words))
 
 
 def _sentence(error: BaseException, cloud: Cloud) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -26,6 +27,8 @@ from raytrain.training.model import build_model
 from tests.helpers.ray_head import free_port
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
 from tests.unit.test_decode import encoded
+
+_DECODER = "raytrain.data.images.decode_process"
 
 
 @pytest.fixture
@@ -82,6 +85,11 @@ def test_clients_at_the_same_time_get_the_classes_of_their_own_images(runs: Path
             assert answer["score"] == pytest.approx(score, abs=1e-5)
             first, second = answer["classes"]
             assert first == {"label": answer["label"], "score": answer["score"]} and second["score"] <= first["score"]
+        decoders = [each for each in psutil.process_iter(["cmdline"]) if _DECODER in (each.info["cmdline"] or ())]
+        assert decoders
+        for each in decoders:
+            each.kill()
+        assert ask(url, images[0])[0] == 200, "an image that kills its decoder does not end what serves"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert ask(url)[0] == 404, "what was served is gone; Ray Serve stays in the cluster"

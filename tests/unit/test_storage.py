@@ -11,11 +11,16 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from botocore import exceptions
 from obstore.exceptions import GenericError, UnauthenticatedError
 
 import raytrain
+from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.labels.manifest import Manifest
 from raytrain.demo.s3_server import S3Server
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.clouds.s3 import S3
@@ -449,6 +454,23 @@ def test_an_error_response_becomes_one_sentence(answer: Answer, expected: str) -
     with scripted_s3(lambda request: answer) as (url, _), pytest.raises(StorageError, match=expected) as raised:
         scripted(url).check_readable()
     assert sentence(raised)
+
+
+def test_an_archived_object_is_a_bad_image_and_not_the_end() -> None:
+    def answer(request: Request) -> Answer:
+        return refusal(403, "InvalidObjectState") if "old" in request.path else Answer(body=b"no image")
+
+    images = Manifest(
+        keys=pa.array(["a/new.png", "a/old.png"], pa.large_string()),
+        labels=np.zeros(2, np.int32),
+        sizes_bytes=np.ones(2, np.int64),
+        etags=pa.array(["", ""], pa.large_string()),
+        classes=("a",),
+        url="s3://bucket/prefix",
+    )
+    with scripted_s3(answer) as (url, _):
+        _, bad = ImageReader(scripted(url), ImageShape(4, 4, 3)).read(images)
+    assert bad == {0: "the file is not an image that can be read", 1: "the object is archived; restore it first"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from raytrain.data.images.crop_box import Crop, stretch
 from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
+_MAX_S = 60.0  # for one image
 _READY, _PIXELS, _REASON = b"ready", b"+", b"-"
 
 
@@ -33,11 +34,10 @@ class DecodeProcess:
 
     def __exit__(self, *exception: object) -> None:
         if self._process is not None:
-            self._process.kill()
             self._clean_up(self._process)
 
     def decode(self, data: bytes, crop: Crop = stretch) -> Pixels:
-        """See ``decode``. An image that kills the process twice raises BadImage, too."""
+        """See ``decode``. An image that twice kills the process, or keeps it for a minute, raises BadImage, too."""
         ended = ""
         for _ in range(2):  # the first time, something else may have killed it
             process = self._process or self._start()
@@ -68,6 +68,8 @@ class DecodeProcess:
     def _ask(self, data: bytes, crop: Crop) -> Pixels:
         self._pipe.send(crop)
         self._pipe.send_bytes(data)
+        if not self._pipe.poll(_MAX_S):
+            raise TimeoutError
         answer = self._pipe.recv_bytes()
         if answer.startswith(_REASON):
             raise BadImage(answer[1:].decode())
@@ -78,6 +80,7 @@ class DecodeProcess:
         """Forget the process, and say how it ended."""
         self._process = None
         self._pipe.close()
+        process.kill()
         status = process.wait()
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 

@@ -13,6 +13,7 @@ from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.shards import DamagedShard, each_packed
+from raytrain.errors import ObjectArchived
 from raytrain.storage.store import ObjectChanged, Store
 
 _DecodeOne = Callable[[bytes, Crop], Pixels]
@@ -93,4 +94,6 @@ def require_bytes(data: bytes | Exception) -> bytes:
         raise BadImage("the object was replaced after it was listed")
     if isinstance(data, DamagedShard):
         raise BadImage(str(data))
+    if isinstance(data, ObjectArchived):
+        raise BadImage("the object is archived; restore it first")
     raise data

@@ -7,7 +7,9 @@ import logging
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from raytrain.data.images.decode import BadImage, Pixels, decode
+from raytrain.data.images.decode import BadImage, Pixels
+from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import ServedModel
@@ -37,6 +40,10 @@ class Replica:
     def __init__(self, model: ServedModel, num_threads: int) -> None:
         self._model = model
         self._predict = model.load_predictor(model.store, num_threads, 0)
+        self._decoders: SimpleQueue[DecodeProcess] = SimpleQueue()
+        for _ in range(num_threads):
+            self._decoders.put(DecodeProcess(model.format.shape))
+        self._threads = ThreadPoolExecutor(num_threads)
 
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
@@ -48,12 +55,19 @@ class Replica:
         content = await _body(request)
         if content is None:
             return JSONResponse({"error": f"the file has more than {_MAX_BYTES >> 20} MiB"}, status_code=413)
-        shape, cropping = self._model.format
         try:
-            image = await asyncio.to_thread(decode, content, shape, cropping.crop)
+            image = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, content)
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         return JSONResponse(await self._classify(image))
+
+    def _decode(self, content: bytes) -> Pixels:
+        """Decode a file of a stranger in a process beside this one, which may be killed by it."""
+        decoder = self._decoders.get()
+        try:
+            return decoder.decode(content, self._model.format.cropping.crop)
+        finally:
+            self._decoders.put(decoder)
 
     @serve.batch(max_batch_size=_MAX_BATCH, batch_wait_timeout_s=_BATCH_WAIT_S)
     async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:

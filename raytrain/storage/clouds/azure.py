@@ -46,6 +46,7 @@ _SENTENCES = CloudSentences(
     ),
     by_code={
         "ContainerBeingDeleted": _TOO_EARLY,
+        "BlobArchived": "{url} is archived; rehydrate it (az storage blob set-tier), or leave it out.",
         "AuthenticationFailed": _REFUSES,
         "InvalidAuthenticationInfo": _REFUSES,
         "AuthorizationFailure": _REFUSES[:-1] + ", and the firewall of the storage account.",
