@@ -105,3 +105,13 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
         if value is not None and not isinstance(value, (list, tuple, dict)):
             grid.add_row(one_line(name.removeprefix("num_").replace("_", " ")), format_value(value))
     return grid
+
+
+def rows_table(rows: Sequence[Mapping[str, object]], most: int = 20) -> RenderableType:
+    """The first ``most`` rows of a table, with the keys as headings."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in rows[0] if rows else ():
+        table.add_column(one_line(name), overflow="fold")
+    for row in rows[:most]:
+        table.add_row(*map(format_value, row.values()))
+    return table

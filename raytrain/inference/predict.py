@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
-from raytrain.data.labels.manifest import list_images
+from raytrain.data.labels.listing import SUFFIXES, lost_files
+from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
 from raytrain.inference.label_predictions import chosen_thresholds, label_columns
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import check_output, open_store, write_output
+from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
 
 @dataclass(frozen=True)
 class PredictionResult:
-    """What :func:`predict` wrote: a row for each of ``images`` images, of which ``errors`` could not be read."""
+    """The rows of :func:`predict`, one for each of ``images`` images, of which ``errors`` could not be read."""
 
     run: str
     data: str
     checkpoint: str
-    output: str
+    output: str | None
     images: int
     errors: int
+    left_out: str | None
+    """How many other files are in the folder, by the reason why they are not used."""
+    table: pa.Table = field(repr=False)
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
-        return asdict(self)
+        """The result as plain values, with the rows if they were not written to a file."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "table"}
+        return values if self.output else {**values, "rows": self.table.to_pylist()}
 
 
 def predict(
     run: str,
-    data: str,
-    output: str,
+    data: str | Sequence[str],
+    output: str | None = None,
     *,
     top_k: int = 1,
     threshold: Sequence[float] = (),
@@ -58,8 +66,10 @@ def predict(
 
     Args:
         run: the run's name.
-        data: the images, in any folders or packed: a folder or ``s3://bucket/prefix``.
-        output: a file (or ``s3://`` object) whose name ends in .parquet or .csv.
+        data: the images, in any folders or packed: a folder or ``s3://bucket/prefix``; or an image file or a list of
+            them, whose keys are their paths below the folder that they have in common.
+        output: a file (or ``s3://`` object) whose name ends in .parquet or .csv; by default nothing is written, and
+            the rows are the ``table`` of the result.
         top_k: number of classes for each image.
         threshold: as for :func:`raytrain.evaluate`, and so are those below.
         test_views: copies of an image over which the logits are averaged.
@@ -72,7 +82,8 @@ def predict(
         UsageError, StorageError: there is no such run, it is not trusted, the data cannot be read, or the file cannot
             be written.
     """
-    check_output(output, (".parquet", ".csv"))
+    if output is not None:
+        check_output(output, (".parquet", ".csv"))
     trained = open_trained_run(run, storage, trust=trust)
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
@@ -80,8 +91,7 @@ def predict(
     if trained.config.multi_label and top_k > 1:
         raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
     thresholds = chosen_thresholds(trained, threshold)
-    images = open_store(data)
-    manifest = list_images(images)
+    images, manifest = _open_images(data)
     table = trained.predict(
         images,
         manifest,
@@ -91,9 +101,25 @@ def predict(
         top_k=top_k,
     )
     columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)
-    write_output(output, encode_table(columns, output))
+    if output is not None:
+        write_output(output, encode_table(columns, output))
     num_errors = len(table) - table["error"].null_count
-    return PredictionResult(run, images.url, trained.checkpoint, output, images=len(table), errors=num_errors)
+    left_out = lost_files(manifest.left_out) or None
+    return PredictionResult(run, images.url, trained.checkpoint, output, len(table), num_errors, left_out, columns)
+
+
+def _open_images(data: str | Sequence[str]) -> tuple[Store, Manifest]:
+    """The images below a folder or URL, or the files that are named, and the store that has them."""
+    if isinstance(data, str) and not data.lower().endswith(SUFFIXES):
+        images = open_store(data)
+        return images, list_images(images)
+    files = [data] if isinstance(data, str) else data
+    if not files:
+        raise UsageError("No image is named; give a folder, a URL, or image files.")
+    paths = [file if "://" in file else str(Path(file).expanduser().absolute()) for file in files]
+    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
+    images = open_store(folder)
+    return images, named_images(images, [path.removeprefix(folder).lstrip("/") for path in paths])
 
 
 def _output_columns(table: pa.Table) -> pa.Table:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 import raytrain
 from raytrain.cli.command import CommandResult, RunName, Storage, Trust
 from raytrain.config.evaluation import TestView
+from raytrain.errors import UsageError
 
-Data = Annotated[str, arg(help="Images: a folder or a URL (s3://…, gs://…, az://…).")]
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
 Workers = Annotated[
     int | None, arg(help="Networks that share the work; by default one per GPU, or what fits a cluster.")
@@ -73,16 +73,29 @@ def evaluate(
 
 def predict(
     run: RunName,
-    data: Data,
-    output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
     prediction: PredictionOptions,
+    files: Annotated[Positional[tuple[str, ...]], arg(help="Image files.")] = (),
+    data: Annotated[str | None, arg(help="Images: a folder or a URL (s3://…, gs://…, az://…).")] = None,
+    output: Annotated[
+        str | None, arg(help="File to write: .parquet or .csv; by default the rows are printed, at most 20.")
+    ] = None,
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
 ) -> CommandResult:
-    """Classify images, labelled or not, and write one row per image.
+    """Classify image files, or all images below --data, labelled or not: one row per image.
 
+    Example: raytrain predict first photo.jpg
     Example: raytrain predict first --data s3://bucket/new --output predictions.csv
     """
-    return CommandResult(None, raytrain.predict(run, data, output, top_k=top_k, **vars(prediction)).summary())
+    from rich.console import Group
+
+    from raytrain.display.console import key_value_table, rows_table
+
+    if bool(files) == (data is not None):
+        raise UsageError("Give image files (raytrain predict RUN photo.jpg …) or a folder with --data, one of both.")
+    result = raytrain.predict(run, data or files, output, top_k=top_k, **vars(prediction))
+    summary = result.summary()
+    about = key_value_table(summary)
+    return CommandResult(about if output else Group(rows_table(summary["rows"]), "", about), summary)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raytrain.errors import UsageError
@@ -85,14 +85,19 @@ def list_files(store: Store) -> Listing:
 
 def tell_left_out(listing: Listing, lost_classes: Sequence[str] = ()) -> None:
     """Log how many files are left out and why, and which classes have no image left; not hidden files or tables."""
-    told = {reason: count for reason, count in listing.counts.items() if reason not in _NO_LOSS}
-    if not told:
+    reasons = lost_files(listing.counts)
+    if not reasons:
         return
-    reasons = "; ".join(f"{count:,} {reason}" for reason, count in sorted(told.items(), key=lambda each: -each[1]))
     lost = ", ".join(map(repr, lost_classes[:5])) + (", …" if len(lost_classes) > 5 else "")
     logging.getLogger("raytrain").warning(
         "Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {lost}." if lost else ""
     )
+
+
+def lost_files(left_out: Mapping[str, int]) -> str:
+    """How many files are left out for which reasons, the most first; without hidden files and tables."""
+    told = [(reason, count) for reason, count in left_out.items() if reason not in _NO_LOSS and count]
+    return "; ".join(f"{count:,} {reason}" for reason, count in sorted(told, key=lambda each: -each[1]))
 
 
 def is_hidden(path: str) -> bool:

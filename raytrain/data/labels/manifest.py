@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,7 @@ from raytrain.data.labels.folders import FolderLabels, Part, check_classes, read
 from raytrain.data.labels.listing import Listing, list_files, refuse_file, tell_left_out
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.store import Store
+from raytrain.storage.store import Store, StoredObject
 
 UNLABELLED = -1
 PACKED_INDEX = "packed.parquet"  # the manifest of a packed data set, stored beside its shards
@@ -170,6 +171,15 @@ def list_images(store: Store) -> Manifest:
     files = list_files(store)
     tell_left_out(files)
     return _unlabelled(files)
+
+
+def named_images(store: Store, keys: Sequence[str]) -> Manifest:
+    """The files ``keys`` of ``store``, all UNLABELLED; UsageError if one of them is not there."""
+    for key in keys:
+        if not store.exists(key):
+            raise UsageError(f"There is no file {store.url}/{key}; check the path.")
+    now = datetime.now(timezone.utc)
+    return _unlabelled(Listing(store.url, [StoredObject(key, 0, "", now) for key in keys]))
 
 
 def build_manifest(store: Store, classes: tuple[str, ...] | None = None, part: Part | None = None) -> Manifest:
