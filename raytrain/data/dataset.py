@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
@@ -21,7 +22,7 @@ from raytrain.data.labels.split import check_can_split, train_test_split
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.runs.documents import CLASSES, MANIFEST, TEST_MANIFEST
+from raytrain.runs.documents import CLASSES, IMAGES, MANIFEST, TEST_MANIFEST
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.open import open_store, read_input
 from raytrain.storage.store import Store
@@ -78,7 +79,11 @@ class Dataset:
 
 
 def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
-    """Write a run's manifests and its classes into the run's folder."""
+    """Write a run's manifests, their summary and its classes into the run's folder."""
+    apart = test.url != train.url
+    left_out = Counter(train.left_out) + (Counter(test.left_out) if apart else Counter())
+    summary = {"training": len(train), "test": len(test), "left_out": dict(left_out)}
+    run_store.put(IMAGES, json.dumps(summary).encode())
     run_store.put(MANIFEST, train.to_parquet())
     run_store.put(TEST_MANIFEST, test.to_parquet())
     run_store.put(CLASSES, json.dumps(list(train.classes)).encode())

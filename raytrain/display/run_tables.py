@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.config import TrainConfig
+from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
     format_count,
@@ -66,6 +67,7 @@ def run_record_json(record: RunRecord) -> dict[str, Any]:
         "name": record.name,
         "config": record.config and dataclasses.asdict(record.config),
         "status": dataclasses.asdict(record.status),
+        "images": record.images,
         "summary": record.summary,
         "metrics": [row.to_json() for row in record.metrics],
         "checkpoints": [
@@ -199,6 +201,8 @@ def run_page(record: RunRecord) -> RenderableType:
         parts += [Text(one_line(train_command(record.config)), style="dim", overflow="fold")]
     if record.problems:
         parts += [problem_lines(record.name, record.problems)]
+    if record.images:
+        parts += [key_value_table(_images(record.images))]
     if record.metrics:
         last = record.metrics[-1]
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
@@ -211,6 +215,11 @@ def run_page(record: RunRecord) -> RenderableType:
     if record.skipped:
         parts += [_skipped(record)]
     return Group(*(Group(part, Text()) for part in parts))
+
+
+def _images(counts: Mapping[str, Any]) -> dict[str, object]:
+    images = f"{counts['training']:,} for training, {counts['test']:,} for test"
+    return {"images": images, "left out": lost_files(counts["left_out"]) or None}
 
 
 def _title(name: str, status: RunStatus) -> Text:

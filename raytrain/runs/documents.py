@@ -25,6 +25,7 @@ CLAIM = "claim.json"
 CLASSES = "classes.json"
 MANIFEST = "manifest.parquet"
 TEST_MANIFEST = "test-manifest.parquet"
+IMAGES = "images.json"
 METRICS = "metrics.jsonl"
 SKIPPED = "skipped.jsonl"
 EVENTS = "events.jsonl"
@@ -46,7 +47,7 @@ _MOST_NAMES = 10  # in one line
 _OWN = re.compile(
     "|".join(
         [
-            *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, EVALUATION, STATUS, MACHINES]),
+            *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES]),
             *map(re.escape, [MACHINE_HISTORY, SUMMARY, SWEEP, STOP_REQUEST]),
             *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
             rf"{CHECKPOINTS}step-\d{{9}}\.pt(\.json)?",

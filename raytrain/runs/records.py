@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -14,10 +14,12 @@ from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import (
     CLAIM,
     CONFIG,
+    IMAGES,
     STATUS,
     SUMMARY,
     Report,
     is_own,
+    matches,
     open_run,
     parse_config,
     parse_object,
@@ -63,6 +65,8 @@ class RunInfo:
 class RunRecord(RunInfo):
     """Everything that storage holds of a run, apart from its manifests."""
 
+    images: dict[str, Any]
+    """How many images are for training and for test, and how many files are left out, by reason."""
     summary: dict[str, Any]
     metrics: list[MetricRow]
     checkpoints: list[StoredObject]
@@ -89,6 +93,7 @@ def read_run(storage: str, name: str) -> RunRecord:
     info = _run_info(name, *store.get_many([CONFIG, STATUS, SUMMARY]))
     problems = [*info.problems]
     more: dict[str, Any] = {
+        "images": _image_counts(read_json(store, IMAGES)),
         "summary": read_json(store, SUMMARY),
         "metrics": read_metrics(store, problems.append),
         "checkpoints": list_checkpoints(store),
@@ -96,6 +101,14 @@ def read_run(storage: str, name: str) -> RunRecord:
         "problems": tuple(problems),
     }
     return RunRecord(**vars(info) | more)
+
+
+def _image_counts(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's document says of its images; empty if it cannot be used."""
+    numbers = {name: document.get(name) for name in ("training", "test")}
+    left_out = document.get("left_out")
+    known = matches(numbers, dict[str, int]) and matches(left_out, dict[str, int])
+    return {**numbers, "left_out": left_out} if known else {}
 
 
 def _run_info(name: str, config: bytes | Exception, status: bytes | Exception, summary: bytes | Exception) -> RunInfo:

@@ -14,6 +14,7 @@ def finished(name: str, rows: list[MetricRow]) -> RunRecord:
         name=name,
         config=TrainConfig(batch_size=8, learning_rate=0.1),
         status=RunStatus(status="finished"),
+        images={},
         summary={},
         metrics=rows,
         checkpoints=[],
