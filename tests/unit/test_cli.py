@@ -319,6 +319,19 @@ def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys:
     assert last_line(capsys) == {**RESULT.summary(), "test_loss": None}
 
 
+def test_predict_takes_files_and_prints_rows(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"key": "photo.jpg", "label": "cat", "score": 0.9, "error": None}
+    asked: list[Any] = []
+    result = SimpleNamespace(summary=lambda: {"run": "first", "rows": [row]})
+    stand_in(predict=lambda run, data, output, **_: (asked.append((run, data, output)), result)[1])
+    assert main(["predict", "first", "photo.jpg", "b.png"]) == 0
+    assert asked == [("first", ("photo.jpg", "b.png"), None)]
+    assert "photo.jpg cat 0.9000" in " ".join(capsys.readouterr().out.split())
+    for words in (["first"], ["first", "photo.jpg", "--data", "d"]):
+        assert main(["predict", *words]) == 2
+        assert "or a folder with --data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "exit_code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
 def test_the_exit_code_depends_on_the_runs_final_status(
     status: str, exit_code: int, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
@@ -342,7 +355,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     report = SimpleNamespace(summary=lambda: {"nodes": []}, ok=False)
     stand_in("raytrain.display.diagnostics_tables", doctor_page=lambda _: "", devices_page=lambda _: "")
     stand_in(predict=note(SimpleNamespace(summary=lambda: {"images": 7})))
-    stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9})))
+    stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9, "example": ""})))
     stand_in("raytrain.diagnostics.doctor", diagnose=note(report))
     stand_in("raytrain.diagnostics.node_probe", list_devices=note(report))
     stand_in(
@@ -351,7 +364,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
         summary=lambda *_: "",
     )
     for argv, document, exit_code in (
-        ("export first --output m.onnx --data d --json", {"same_answers": 9}, 0),
+        ("export first --output m.onnx --data d --json", {"same_answers": 9, "example": ""}, 0),
         ("predict first --data d --output p.csv --top-k 3 --storage s --json", {"images": 7}, 0),
         ("doctor --data d --address auto --json", {"nodes": []}, 1),
         ("devices --address auto --json", {"nodes": []}, 0),

@@ -105,6 +105,30 @@ def test_an_image_that_kills_its_decoder_is_an_error_of_that_image(
     assert line == '"dog/bad.jpg",,,"decoding it ends the process (SIGSEGV)"'
 
 
+def test_files_that_are_named_are_predicted_without_writing_any(
+    trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
+    files = [*sorted(images.glob("cat/*.png"))[:2], *sorted(images.glob("dog/*.png"))[:1]]
+    result = raytrain.predict("first", [str(file) for file in files], storage=str(trained))
+    rows = result.summary()["rows"]
+    assert [row["key"] for row in rows] == [f"{file.parent.name}/{file.name}" for file in files]
+    answers = raytrain.load("first", storage=str(trained)).classify(files)
+    assert [row["label"] for row in rows] == [label for label, _ in answers]
+    monkeypatch.chdir(images / "cat")
+    one = raytrain.predict("first", files[0].name, storage=str(trained))
+    assert one.summary()["rows"] == [{**rows[0], "key": files[0].name}]
+    with pytest.raises(UsageError, match=r"There is no file .*cat/none\.png; check the path"):
+        raytrain.predict("first", "none.png", storage=str(trained))
+
+
+def test_other_files_of_the_folder_are_counted(trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
+    (images / "cat" / "scan.tif").write_bytes(b"II*")
+    result = raytrain.predict("first", str(images), storage=str(trained))
+    assert (result.images, result.left_out) == (24, "1 .tif files (not read; convert them to PNG or JPEG)")
+
+
 def test_more_workers_than_four_a_core_are_refused(
     trained: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,9 +81,8 @@ def predict(
     ] = None,
     top_k: Annotated[int, arg(help="Number of most likely classes to write per image.")] = 1,
 ) -> CommandResult:
-    """Classify image files, or all images below --data, labelled or not: one row per image.
+    """Classify image files (raytrain predict first photo.jpg), or all images below --data: one row per image.
 
-    Example: raytrain predict first photo.jpg
     Example: raytrain predict first --data s3://bucket/new --output predictions.csv
     """
     from rich.console import Group
