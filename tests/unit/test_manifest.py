@@ -155,7 +155,7 @@ def test_a_missing_folder_is_an_error(store: Store) -> None:
 
 
 def test_an_empty_prefix_is_an_error(s3_url: str) -> None:
-    with pytest.raises(UsageError, match=f"no images below {s3_url}/none, but no other files"):
+    with pytest.raises(UsageError, match=f"no images below {s3_url}/none, nor other files"):
         build_manifest(open_store(f"{s3_url}/none"))
 
 

@@ -745,13 +745,15 @@ def test_proxies_are_not_asked_for_servers_on_this_machine(s3_url: str, monkeypa
 
 
 def test_a_bucket_can_be_a_part_of_the_hosts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = "[default]\nendpoint_url = http://host:1\ns3 =\n  addressing_style = virtual\n"
-    write_aws_configuration(tmp_path, monkeypatch, config, "")
+    config_text = "[default]\nendpoint_url = http://host:1\ns3 =\n  addressing_style = virtual\n"
+    write_aws_configuration(tmp_path, monkeypatch, config_text, "")
     cloud = S3.configured("s3://mine/x")
     assert cloud == S3("http://host:1", virtual_hosted=True)
     config = cloud.obstore_config("mine")
     assert (config["endpoint"], config["virtual_hosted_style_request"]) == ("http://mine.host:1", True)
     assert cloud.boto_config()["s3"] == {"addressing_style": "virtual"}
+    write_aws_configuration(tmp_path, monkeypatch, config_text.replace("host", "127.0.0.1"), "")
+    assert not S3.configured("s3://mine/x").virtual_hosted, "there is no host mine.127.0.0.1"
 
 
 @pytest.mark.not_quick

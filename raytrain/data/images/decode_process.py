@@ -34,6 +34,7 @@ class DecodeProcess:
 
     def __exit__(self, *exception: object) -> None:
         if self._process is not None:
+            self._process.kill()
             self._clean_up(self._process)
 
     def decode(self, data: bytes, crop: Crop = stretch) -> Pixels:
@@ -43,7 +44,9 @@ class DecodeProcess:
             process = self._process or self._start()
             try:
                 return self._ask(data, crop)
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
+                if isinstance(error, TimeoutError):
+                    process.kill()
                 ended = self._clean_up(process)
         raise BadImage(f"decoding it ends the process ({ended})")
 
@@ -80,7 +83,6 @@ class DecodeProcess:
         """Forget the process, and say how it ended."""
         self._process = None
         self._pipe.close()
-        process.kill()
         status = process.wait()
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 

@@ -111,6 +111,8 @@ def is_hidden(path: str) -> bool:
 def refuse_file(url: str) -> None:
     """Raise UsageError if ``url`` names a file by its suffix. Called if there is no folder of that name."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
+    if "*" in url:
+        raise UsageError(f"{url} is a pattern, and a folder or a prefix of images is expected; give the folder.")
     if advice := _CONTAINERS.get(suffix):
         raise UsageError(f"{url} is a {suffix} file, and a folder or a prefix of images is expected; {advice}.")
     if suffix in SUFFIXES:
@@ -143,10 +145,11 @@ def _no_images(listing: Listing) -> UsageError:
         refuse_file(listing.url)
     left_out = {reason: count for reason, count in listing.counts.items() if reason != HIDDEN}
     suffixes = Counter(left_out)
-    found = ", ".join(f"{count:,} {reason}" for reason, count in suffixes.most_common(4)) or "no other files"
+    others = ", ".join(f"{count:,} {reason}" for reason, count in suffixes.most_common(4))
+    found = f"but {others}" if others else "nor other files"
     kinds = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
     advice = next((f" {kind} files: {_CONTAINERS[kind]}." for kind in kinds if kind in _CONTAINERS), "")
     return UsageError(
-        f"There are no images below {listing.url}, but {found}; check the path, and that file names end in "
+        f"There are no images below {listing.url}, {found}; check the path, and that file names end in "
         f"{', '.join(SUFFIXES)}.{advice}"
     )

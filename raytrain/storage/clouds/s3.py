@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import (
@@ -40,7 +43,8 @@ _BAD_TOKEN = (
 )
 _NO_PERMISSION = (
     "The access key {identity} has no permission for {url}; "
-    "grant it s3:ListBucket and s3:GetObject, and to write also s3:PutObject."
+    "grant it s3:ListBucket and s3:GetObject, and to write also s3:PutObject; "
+    "if the bucket lets whoever asks pay, set AWS_REQUEST_PAYER=requester."
 )
 _KMS = "S3 cannot use the KMS key that encrypts {url}; enable that key, and grant kms:Decrypt and kms:GenerateDataKey."
 _BAD_CONFIGURATION = "The AWS configuration is broken ({detail}); check ~/.aws/config."
@@ -82,6 +86,10 @@ _SENTENCES = CloudSentences(
         "AllAccessDisabled": _NO_PERMISSION,
         "AccountProblem": _NO_PERMISSION,
         "InvalidObjectState": "{url} is archived (S3 Glacier); restore it (aws s3api restore-object), or leave it out.",
+        "SecondLevelDomainForbidden": (
+            "{endpoint} wants the bucket's name in the host's; "
+            "write addressing_style = virtual below s3 = in ~/.aws/config."
+        ),
         "KMS.DisabledException": _KMS,
         "KMS.NotFoundException": _KMS,
         "KMS.KMSInvalidStateException": _KMS,
@@ -197,10 +205,17 @@ def _configured(_: object) -> S3:
     return S3(
         endpoint_url=None if _AMAZON.fullmatch(found.endpoint_url) else found.endpoint_url,
         region=session.region_name,
-        virtual_hosted=(found.config.s3 or {}).get("addressing_style") == "virtual",
+        virtual_hosted=(found.config.s3 or {}).get("addressing_style") == "virtual" and not _is_address(found),
         unsigned=os.environ.get("AWS_SKIP_SIGNATURE", "").lower() == "true",
         requester_pays=os.environ.get("AWS_REQUEST_PAYER", "").lower() in ("requester", "true"),
     )
+
+
+def _is_address(found: Any) -> bool:
+    """Whether the host is an IP address, before which there cannot be the name of a bucket."""
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(urlsplit(found.endpoint_url).hostname or ""))
+    return False
 
 
 def _session() -> Any:
