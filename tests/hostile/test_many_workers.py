@@ -20,7 +20,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def remote(**options: Any) -> Any:
         asked.update(options)
-        actor = SimpleNamespace(remote=lambda *run: None)
+        actor = SimpleNamespace(remote=lambda *run, **known: None)
         return lambda kind: SimpleNamespace(options=lambda **more: actor)
 
     monkeypatch.setattr("ray.remote", remote)

@@ -58,7 +58,9 @@ class LocalLaunch:
             folder = opened.enter_context(TemporaryFolder())
             calls = CallServer(folder, self._coordinator)
             opened.callback(calls.close)
-            cache = (self._shared and self._shared.cache) or self._new_cache(opened)
+            cache = (self._shared and self._shared.cache) or image_cache(
+                self.config, prepared.data, prepared.first_step, opened
+            )
             self._logs = WorkerLogs(prepared.store, folder)
             self._logs.start()
             opened.callback(self._logs.close)
@@ -101,9 +103,6 @@ class LocalLaunch:
     def close(self, *, finished: bool) -> None:
         """Leave no process and no file of the workers behind."""
         self._opened.close()
-
-    def _new_cache(self, opened: ExitStack) -> ImageCache:
-        return image_cache(self.config, self._prepared.data, self._prepared.first_step, opened)
 
 
 _AGENT = "raytrain.launch.local.agent"

@@ -19,7 +19,6 @@ from raytrain.launch.ray.hardware import ObjectStores
 from raytrain.launch.ray.private_api import on_this_node
 from raytrain.runs.documents import run_store
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.outcome import StopReason
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, restored
@@ -43,22 +42,13 @@ class RayCoordinator(Coordinator):
     constructor, which hold no secret: ``store`` uses the credentials that are lent later.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: Store,
-        num_steps: int,
-        steps_per_epoch: int,
-        skip_limit: SkipLimit | None,
-        started_at: float | None,
-    ) -> None:
+    def __init__(self, name: str, store: Store, **known: Any) -> None:
         self._broker = CredentialBroker()
         self._queues = StreamQueues()
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
         self._controller: list[Any] = []
-        store = store.with_lent_credentials(self._broker.source)
-        super().__init__(name, store, num_steps, steps_per_epoch, skip_limit, started_at)
+        super().__init__(name, store.with_lent_credentials(self._broker.source), **known)
 
     # Credentials.
 
@@ -136,23 +126,14 @@ class RayCoordinator(Coordinator):
 CoordinatorHandle = ActorProxy[RayCoordinator]
 
 
-def start_coordinator(
-    name: str,
-    store: Store,
-    *,
-    num_steps: int,
-    steps_per_epoch: int,
-    num_workers: int,
-    skip_limit: SkipLimit | None = None,
-    started_at: float | None = None,
-) -> CoordinatorHandle:
+def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any) -> CoordinatorHandle:
     """The coordinator of a run, on the driver's node, found by the run's URL; UsageError if the run has one already."""
     groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, FEED: _FEEDERS, KEYS: _ASKERS}
     actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
     named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)
     try:
-        return named.remote(name, store, num_steps, steps_per_epoch, skip_limit, started_at)
+        return named.remote(name, store, **known)
     except ValueError:  # Ray has no other error for a name that is taken
         raise UsageError(
             f"Run {name!r} is training in this cluster already; stop it first, or choose another --name."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
@@ -42,8 +42,7 @@ class RayMonitor:
         self._prepared = prepared
 
     def snapshot(self, since: RowCursor) -> Snapshot:
-        with self._alive():
-            return ray.get(self._coordinator.snapshot.remote(since))
+        return self._ask("snapshot", since)
 
     def event(self, event: Event) -> None:
         self._coordinator.event.remote(event)
@@ -52,21 +51,18 @@ class RayMonitor:
         self._coordinator.skip.remote(images)
 
     def request_stop(self, request: StopReason) -> None:
-        with self._alive():
-            ray.get(self._coordinator.request_stop.remote(request))
+        self._ask("request_stop", request)
 
     def ending(self) -> Ending:
-        with self._alive():
-            return ray.get(self._coordinator.ending.remote())
+        return self._ask("ending")
 
     def finish(self, status: Status, result: TrainResult) -> None:
-        with self._alive():
-            ray.get(self._coordinator.finish.remote(status, result))
+        self._ask("finish", status, result)
 
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """Its answer; raises :class:`CoordinatorLost` if it has died."""
         try:
-            yield
+            return ray.get(getattr(self._coordinator, method).remote(*arguments))
         except RayActorError:
             name, storage, url = self._prepared.name, self._prepared.config.storage, self._prepared.store.url
             sentence = failure_sentence(name, storage, "the process that coordinates it has died")
