@@ -25,6 +25,8 @@ from raytrain.storage.store import Store
 from tests.helpers.azurite import Azurite
 from tests.helpers.scripted_s3 import Answer, Request, refusal, scripted_s3
 
+pytestmark = pytest.mark.not_quick  # they talk to a server of the cloud's kind
+
 OTHER_KEY = base64.b64encode(b"another key of 32 bytes in total").decode()
 OLD, NEW = (AzureCredentials("token", name) for name in ("old-token", "new-token"))
 

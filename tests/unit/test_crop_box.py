@@ -70,6 +70,7 @@ def test_the_box_of_a_sample_depends_on_seed_and_epoch_and_not_on_the_batch() ->
     assert len(np.unique(boxes, axis=0)) == 3
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": True}], ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crop_comes_from_the_original_however_it_is_decoded(options: dict[str, object], seed: int) -> None:

@@ -33,6 +33,7 @@ def test_the_pixels_depend_on_the_seed(tmp_path: Path) -> None:
     assert all(first[path] != other[path] for path in first)
 
 
+@pytest.mark.not_quick
 def test_images_are_grey_28x28_with_high_contrast(tmp_path: Path) -> None:
     for path in digits.render_digits(tmp_path, num_images=300).rglob("*.png"):
         image = Image.open(path)

@@ -51,6 +51,7 @@ def test_a_sample_is_treated_alike_in_any_batch(kind: str) -> None:
         assert (dropped(layer, shape, **other) != whole).any()  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.not_quick
 def test_layers_draw_different_numbers() -> None:
     layers = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
     dropout.begin(dropout.convert(layers), SAMPLES, 0, 0)

@@ -24,6 +24,8 @@ from raytrain.storage.store import ObjectChanged, Store
 from tests.helpers.google_storage import GoogleStorage
 from tests.helpers.scripted_s3 import Answer, refusal, scripted_s3
 
+pytestmark = pytest.mark.not_quick  # they talk to a server of the cloud's kind
+
 OLD, NEW = GoogleCredentials("old-token"), GoogleCredentials("new-token")
 
 

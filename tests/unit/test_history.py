@@ -121,6 +121,7 @@ def test_a_truncated_last_line_is_removed_before_new_lines_are_written(tmp_path:
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.not_quick
 def test_a_local_file_is_appended_and_an_object_is_rewritten_rarely(tmp_path: Path) -> None:
     folder = open_store(str(tmp_path))
     history = History(folder)

@@ -199,6 +199,7 @@ def text(tmp_path: Path, content: str | bytes, name: str = "labels.csv") -> Path
     return tmp_path / name
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     "form",
     ["./{}", ".//{}", "red/x/../../{}", "/{}", " {} ", "{images}/{}", "file://{images}/{}", "{link}/{}"],

@@ -138,6 +138,7 @@ def test_special_characters_in_names_are_preserved(store: Store, name: str) -> N
     assert store.get_many([f"{name}/{name}.jpg"]) == [b"1"]
 
 
+@pytest.mark.not_quick
 def test_get_many_keeps_the_order_and_returns_errors_in_place(store: Store) -> None:
     for i in range(0, 200, 2):
         store.put(f"{i}", str(i).encode())
@@ -473,6 +474,7 @@ def test_an_archived_object_is_a_bad_image_and_not_the_end() -> None:
     assert bad == {0: "the file is not an image that can be read", 1: "the object is archived; restore it first"}
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     "failure", [refusal(503, "SlowDown"), refusal(500, "InternalError"), Answer(cut_after_bytes=0)]
 )

@@ -41,6 +41,7 @@ def test_few_lines_and_many_give_the_same() -> None:
     assert parse([]) == []
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     "line",
     [

@@ -152,6 +152,7 @@ def test_a_job_that_fails_has_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.not_quick
 def test_ctrl_c_stops_the_run_with_a_checkpoint_if_nobody_can_be_asked(client: Any, tmp_path: Path) -> None:
     write_config(run_store(str(tmp_path), "first"), config("s3://b/train", tmp_path, name="first", recipe="cifar10"))
     write_status(run_store(str(tmp_path), "first"), RunStatus(status="running"))
@@ -161,12 +162,14 @@ def test_ctrl_c_stops_the_run_with_a_checkpoint_if_nobody_can_be_asked(client: A
     assert client.stopped == ""
 
 
+@pytest.mark.not_quick
 def test_ctrl_c_before_the_run_is_there_stops_the_job(client: Any, tmp_path: Path) -> None:
     interrupt_during_the_log(client, until=lambda: bool(client.stopped))
     assert submit(tmp_path, "--name", "first") == 0
     assert client.stopped == "job1"
 
 
+@pytest.mark.not_quick
 def test_who_is_asked_may_leave_the_run_running(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_trial_that_cannot_even_start_fails_alone_and_says_why(
     assert result.status == "finished"
 
 
+@pytest.mark.not_quick
 def test_a_stopped_sweep_starts_no_further_trial_and_a_resumed_one_those_that_are_not_over(
     images: Path, tmp_path: Path, train_with: Callable[[Accuracy], Trainer]
 ) -> None:
