@@ -1,10 +1,11 @@
-"""Files of this machine that a job on a cluster needs: the user's code, no images, no secrets."""
+"""Files of this machine that a job on a cluster needs: what the user's code imports, and what --include names."""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,49 +13,57 @@ from pathspec import GitIgnoreSpec
 
 from raytrain.config import TrainConfig
 from raytrain.config.user_function import names_own_function
-from raytrain.data.labels.listing import SUFFIXES
 from raytrain.errors import UsageError, flag
 
 _MAX_BYTES = 100 * 1024**2  # Ray's limit
-_FOLDERS_LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", ".aws", ".ssh", ".ray"}
-_LEFT_OUT = GitIgnoreSpec.from_lines(
-    ["/runs/", ".env*", ".netrc", "credentials*", "id_rsa*", "id_ed25519*", "*.pem", "*.key"]
+_SECRET_NAMES = (
+    *(".*", "*credential*", "*secret*", "*password*", "*service*account*", "*token*.json", "id_rsa*", "id_dsa*"),
+    *("id_ecdsa*", "id_ed25519*", "*kubeconfig*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx"),
+    *("*.jks", "*.keystore", "*.kdbx", "*.ppk", "*.gpg", "*history"),
 )
+_SECRETS = GitIgnoreSpec.from_lines(_SECRET_NAMES)
+_PRIVATE_KEY, _MAX_KEY_BYTES = b"PRIVATE KEY-----", 1024**2
+_FOLDERS_LEFT_OUT = {"venv", "node_modules", "__pycache__"}
 Rules = tuple[tuple[Path, GitIgnoreSpec], ...]
 """The .gitignore files that count, each with its folder, the outermost first."""
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Files below ``folder``, by their paths relative to it."""
+    """Files below ``folder``, by their paths relative to it; ``left_out`` says what was not taken, each with why."""
 
     folder: Path
     paths: tuple[Path, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
-    def num_bytes(self) -> int:
-        """Their sizes together."""
-        return sum((self.folder / path).stat().st_size for path in self.paths)
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {path.as_posix(): (self.folder / path).stat().st_size for path in self.paths}
 
     def copy_to(self, folder: Path) -> None:
         """Copy them, under the same paths."""
         for path in self.paths:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.folder / path, folder / path)
+            shutil.copyfile(self.folder / path, folder / path, follow_symlinks=False)
 
 
-def job_files(config: TrainConfig) -> JobFiles:
-    """Everything in the folders of the user's functions, but images, what a .gitignore names, and likely secrets."""
+def job_files(config: TrainConfig, include: Sequence[str] = ()) -> JobFiles:
+    """What the user's functions import from below the current folder, and the files and folders in ``include``.
+
+    Raises UsageError if one of them is a link, outside of the current folder, or likely a secret, and if they are more
+    than Ray takes. In a folder, such files are left out, and so is what a .gitignore names.
+    """
     current = Path.cwd().resolve()
-    functions = {option: getattr(config, option) for option in ("loop", "model")}
-    folders = {_folder(option, name) for option, name in functions.items() if names_own_function(name)}
-    found = {path for folder in folders if folder is not None for path in _files(current, folder)}
-    files = JobFiles(current, tuple(sorted(found)))
-    if files.num_bytes > _MAX_BYTES:
-        largest = max(files.paths, key=lambda path: (current / path).stat().st_size)
+    left_out: list[str] = []
+    found = {path for option, name in _functions(config) for path in _code(current, option, name)}
+    found |= {path for name in include for path in _included(current, name, left_out)}
+    files = JobFiles(current, tuple(sorted(found)), tuple(sorted(left_out)))
+    if (total := sum(files.sizes.values())) > _MAX_BYTES:
+        largest = max(files.sizes, key=files.sizes.__getitem__)
         raise UsageError(
-            f"The job needs files of {files.num_bytes / 1024**2:.0f} MiB, and Ray takes 100 MiB. "
-            f"The largest is {largest}; name what the loop does not need in a .gitignore."
+            f"The job needs files of {total / 1024**2:.0f} MiB, and Ray takes 100 MiB. The largest is {largest}; "
+            "include less, or put it into the bucket."
         )
     return files
 
@@ -71,39 +80,120 @@ def check_places(config: TrainConfig) -> None:
         )
 
 
-def _folder(option: str, name: str) -> Path | None:
-    """The folder with a function of the user's own, relative to the current one; None if a package has the function."""
+def _functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Option and value of each of the user's own functions."""
+    for option in ("loop", "model", "transforms", "track"):
+        given = getattr(config, option)
+        for name in given if isinstance(given, tuple) else (given,):
+            if names_own_function(name):
+                yield option, name
+
+
+def _code(root: Path, option: str, name: str) -> set[Path]:
+    """The file of a function and the files that it imports, deep, relative to ``root``. Imports nothing itself."""
     place = name.rpartition(":")[0]
-    if not place.endswith(".py"):
-        top = place.partition(".")[0]
-        return Path(top) if Path(top).is_dir() else Path() if Path(f"{top}.py").is_file() else None
+    is_file = place.endswith(".py")
+    if is_file:
+        _check_file(option, name, place)
+    places = (root, root / Path(place).parent) if is_file else (root,)
+    waiting = [Path(place)] if is_file else [*_modules(place, places, root)]
+    found: set[Path] = set()
+    while waiting:
+        if (path := waiting.pop()) not in found:
+            found.add(path)
+            _check_own(flag(option), root, path)
+            waiting += _imports(root, path, option, places)
+    return found
+
+
+def _check_file(option: str, name: str, place: str) -> None:
     if Path(place).is_absolute() or ".." in Path(place).parts:
         raise UsageError(f"{flag(option)} is {name}; submit from its folder, or from one above it.")
     if not Path(place).is_file():
         raise UsageError(f"{flag(option)}: there is no file {place}; its path is relative to the current folder.")
-    return Path(place).parent
 
 
-def _files(root: Path, folder: Path) -> Iterator[Path]:
-    """The files in ``folder``, deep, relative to ``root``, where ``folder`` is, too."""
-    for file in _walk(root / folder, _rules_above(root / folder, root)):
-        path = file.relative_to(root)
-        if not _LEFT_OUT.match_file(path.as_posix()) and not path.name.lower().endswith(SUFFIXES):
-            yield path
+def _imports(root: Path, path: Path, option: str, places: Iterable[Path]) -> Iterator[Path]:
+    """The files that the module at ``path`` imports anywhere in its code, with the packages around them."""
+    try:
+        nodes = list(ast.walk(ast.parse((root / path).read_bytes())))
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{flag(option)}: {path} cannot be read as Python ({error}).") from None
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                yield from _modules(each.name, places, root)
+        elif isinstance(node, ast.ImportFrom):
+            start = (root / path).parents[node.level - 1 : node.level] if node.level else places
+            for each in node.names:
+                yield from _modules(f"{node.module or ''}.{each.name}".lstrip("."), start, root)
 
 
-def _walk(folder: Path, inherited: Rules) -> Iterator[Path]:
-    """The files in ``folder``, deep, that no .gitignore leaves out; one counts for its folder and those below."""
+def _modules(name: str, places: Iterable[Path], root: Path) -> Iterator[Path]:
+    """The files in ``places`` of the module or the attribute ``name``, and of each package around it."""
+    if name.partition(".")[0] == "raytrain":
+        return  # travels by itself
+    parts = name.split(".")
+    for place in places:
+        for end in range(1, len(parts) + 1):
+            base = place.joinpath(*parts[:end])
+            files = (base / "__init__.py", base.with_name(f"{base.name}.py"))
+            yield from (file.relative_to(root) for file in files if file.is_file() and file.is_relative_to(root))
+
+
+def _included(root: Path, name: str, left_out: list[str]) -> Iterator[Path]:
+    """The file ``name``, or the files in the folder ``name``, relative to ``root``."""
+    path = Path(os.path.normpath(name))
+    if path.is_absolute() or ".." in path.parts or not os.path.lexists(root / path):
+        raise UsageError(f"--include: {name} is not in the current folder; what a job needs must be there.")
+    _check_own("--include", root, path)
+    if not (root / path).is_dir():
+        yield path
+        return
+    for file, why in _walk(root / path, _rules_above(root / path, root)):
+        if why is None:
+            yield file.relative_to(root)
+        else:
+            left_out.append(f"{file.relative_to(root)} ({why})")
+
+
+def _check_own(option: str, root: Path, path: Path) -> None:
+    """Raise UsageError if ``path`` is a link, or below one, or likely a secret."""
+    if (root / path).resolve() != root / path:
+        raise UsageError(f"{option}: {path} is a link, and links are not followed; copy here what the job needs.")
+    if path.name and any(_is_secret(root / part) for part in (path, *path.parents[:-1])):
+        raise UsageError(
+            f"{option}: {path} is hidden or likely a secret, and secrets are not sent; if it is none, rename it."
+        )
+
+
+def _is_secret(path: Path) -> bool:
+    if _SECRETS.match_file(path.name.lower()):
+        return True
+    return path.is_file() and path.stat().st_size <= _MAX_KEY_BYTES and _PRIVATE_KEY in path.read_bytes()
+
+
+def _walk(folder: Path, inherited: Rules) -> Iterator[tuple[Path, str | None]]:
+    """The files in ``folder``, deep, and why one (or a folder) is left out; a .gitignore counts from its folder on."""
     rules = (*inherited, *_rules_in(folder))
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
-        if entry.name in _FOLDERS_LEFT_OUT or _is_ignored(path, is_folder, rules):
-            continue
-        if is_folder:
+        why = _why_left_out(path, is_folder, rules)
+        if is_folder and why is None:
             yield from _walk(path, rules)
-        elif entry.is_file():
-            yield path
+        else:
+            yield path, why
+
+
+def _why_left_out(path: Path, is_folder: bool, rules: Rules) -> str | None:
+    if path.is_symlink():
+        return "a link"
+    if _is_secret(path):
+        return "hidden or likely a secret"
+    if path.name in _FOLDERS_LEFT_OUT or _is_ignored(path, is_folder, rules):
+        return "ignored"
+    return None if is_folder or path.is_file() else "not a file"
 
 
 def _rules_above(folder: Path, root: Path) -> Rules:

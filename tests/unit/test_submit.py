@@ -104,6 +104,24 @@ def test_the_command_goes_with_its_code_and_its_log_comes_back(
     assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "300"}
 
 
+def test_a_dry_run_lists_what_would_travel_with_sizes_and_sends_nothing(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "a.yaml").write_text("lr: 1")
+    (tmp_path / "conf" / "shadow").symlink_to("/etc/shadow")
+    (tmp_path / ".pypirc").write_text("hunter2")
+    command = ["train", "cifar10", "--data", "s3://b/x", "--storage", str(tmp_path), "--loop", "my_loop.py:loop"]
+    assert main(["submit", "--dry-run", "--include", "conf", "--", *command]) == 0
+    out = capsys.readouterr().out
+    assert "5 bytes  conf/a.yaml" in out and "20 bytes  my_loop.py" in out
+    assert "not sent        conf/shadow (a link)" in out and "pypirc" not in out
+    assert "Would be sent: 2 files (0.0 MB)" in out
+    assert not hasattr(client, "submitted")
+    assert main(["submit", "--dry-run", "--json", "--include", "conf", "--", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == {"conf/a.yaml": 5, "my_loop.py": 20}
+
+
 def test_a_run_without_a_name_gets_one_with_which_it_can_be_stopped(client: Any, tmp_path: Path) -> None:
     assert submit(tmp_path) == 0
     name = client.submitted["metadata"]["raytrain_run"]

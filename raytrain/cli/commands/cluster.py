@@ -6,14 +6,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from raytrain.cli.command import Address, CommandResult, Storage
 from raytrain.errors import UsageError
+from raytrain.runs.redact import one_line, printable
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
-    from raytrain.launch.ray.submit import Submission
+    from raytrain.launch.job_files import JobFiles
 
 
 def doctor(
@@ -53,19 +54,28 @@ JobServerAddress = Annotated[
 def submit(
     command: Annotated[Positional[tuple[str, ...]], arg(help="After --: the command, train or sweep.", metavar="…")],
     address: JobServerAddress = None,
+    include: Annotated[
+        tuple[str, ...], arg(help="Files and folders that your code needs besides what it imports.")
+    ] = (),
+    dry_run: Annotated[
+        FlagCreatePairsOff[bool], arg(help="List the files that would be sent, and send nothing.")
+    ] = False,
 ) -> CommandResult:
-    """Train on a cluster from here: send it a command with the code of your own that it needs, and follow it.
+    """Train on a cluster from here: send it a command with the code of your own that it imports, and follow it.
 
     Ctrl-C stops the run with a checkpoint, or leaves it running: you are asked.
 
     Example: raytrain submit --address http://HEAD:8265 -- train cifar10 --data s3://bucket/train --storage s3://bucket/runs
     """
     config = _options(command)
-    from raytrain.launch.ray.submit import DETACHED, follow_job
+    from raytrain.launch.ray.submit import DETACHED, files_to_send, follow_job
     from raytrain.launch.ray.submit import submit as send
 
-    sent = send(command, config, address)
-    _note(f"Sent {_size(sent)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
+    files = files_to_send(config, include)
+    if dry_run:
+        return _listed(files)
+    sent = send(command, config, files, address)
+    _note(f"Sent {_size(files)} as job {sent.job} to {sent.server.address}. The run is called {sent.name}.")
     status = follow_job(sent, _show, _note, _wants_to_detach)
     left = f"Run {sent.name} goes on. Stop it with `raytrain stop {sent.name} --storage {sent.storage}`."
     text = left if status == DETACHED else f"Job {sent.job}: {status.lower()}."
@@ -86,16 +96,23 @@ def _options(words: Sequence[str]) -> TrainConfig:
     return parse(words, known).keywords["config"]
 
 
-def _size(sent: Submission) -> str:
-    files = sent.files
+def _listed(files: JobFiles) -> CommandResult:
+    from rich.text import Text
+
+    lines = [f"{size:>12,} bytes  {path}" for path, size in files.sizes.items()]
+    lines += [f"    not sent        {each}" for each in files.left_out]
+    document = {"folder": str(files.folder), "files": files.sizes, "left_out": files.left_out}
+    return CommandResult(Text("\n".join(map(one_line, [*lines, f"Would be sent: {_size(files)}."]))), document)
+
+
+def _size(files: JobFiles) -> str:
+    left_out = f", {len(files.left_out)} left out (--dry-run lists them)" if files.left_out else ""
     if not files.paths:
-        return "the command, without files of your own,"
-    return f"{len(files.paths)} files ({files.num_bytes / 1e6:.1f} MB) of {files.folder}"
+        return f"the command, without files of your own{left_out}"
+    return f"{len(files.paths)} files ({sum(files.sizes.values()) / 1e6:.1f} MB) of {files.folder}{left_out}"
 
 
 def _show(text: str) -> None:
-    from raytrain.runs.redact import printable
-
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 

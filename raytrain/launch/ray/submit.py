@@ -31,25 +31,28 @@ _LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Submission:
-    """A command that was sent: its job and its run, and the files that went with it."""
+    """A command that was sent: its job and its run."""
 
     server: JobServer
     job: str
     name: str
     storage: str
-    files: JobFiles
 
 
-def submit(words: Sequence[str], config: TrainConfig, address: str | None) -> Submission:
-    """Send the command ``words``, whose options are ``config``, to the job server at ``address``."""
+def files_to_send(config: TrainConfig, include: Sequence[str]) -> JobFiles:
+    """The files that a command with these options needs on a cluster. Raises UsageError if it cannot run there."""
     if config.address is not None:
         raise UsageError("--address is the job server's; give it before the --, and none after it.")
     check_places(config)
-    files = job_files(config)
+    return job_files(config, include)
+
+
+def submit(words: Sequence[str], config: TrainConfig, files: JobFiles, address: str | None) -> Submission:
+    """Send the command ``words``, whose options are ``config``, with ``files`` to the job server at ``address``."""
     server = JobServer(job_server_url(address))
     name = config.name or new_name(config.recipe)
     named = words if config.name else [*words, "--name", name]
-    return Submission(server, server.submit(named, files, name), name, config.storage, files)
+    return Submission(server, server.submit(named, files, name), name, config.storage)
 
 
 def follow_job(
