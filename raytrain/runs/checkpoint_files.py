@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from raytrain.config import TrainConfig
@@ -54,23 +55,34 @@ def _difference(name: str, theirs: Any, mine: Any) -> str:
     return f"{name.replace('_', ' ')} {theirs}, and this run has {mine}"
 
 
-_CHECKPOINT = re.compile(re.escape(CHECKPOINTS) + r"step-(\d{9})\.pt")
+_CHECKPOINT = re.compile(re.escape(CHECKPOINTS) + r"step-(\d{9})(?:-(\d+))?\.pt")
 
 
-def checkpoint_path(step: int) -> str:
-    """Path of the checkpoint after ``step`` completed steps, relative to the run."""
-    return f"{CHECKPOINTS}step-{step:09d}.pt"
+def checkpoint_path(step: int, takeover: int = 0) -> str:
+    """Path of the checkpoint after ``step`` completed steps, relative to the run.
+
+    Owners since ``takeover``, the number of one that took over the run, use names of their own: what the one before
+    still writes or deletes is none of theirs.
+    """
+    return f"{CHECKPOINTS}step-{step:09d}{f'-{takeover}' if takeover else ''}.pt"
+
+
+def step_and_takeover(path: str) -> tuple[int, int]:
+    """The inverse of :func:`checkpoint_path`."""
+    found = _CHECKPOINT.fullmatch(path)
+    assert found is not None
+    return int(found[1]), int(found[2] or 0)
 
 
 def list_checkpoints(store: Store) -> list[StoredObject]:
-    """The run's checkpoints, oldest first."""
+    """The run's checkpoints, oldest first; those since a takeover are newer than all before it."""
     found = (stored for stored in store.list(CHECKPOINTS) if _CHECKPOINT.fullmatch(stored.path))
-    return sorted(found, key=lambda stored: stored.path)
+    return sorted(found, key=lambda stored: step_and_takeover(stored.path)[::-1])
 
 
 def newest_checkpoint(store: Store) -> str | None:
     """Path of the newest checkpoint; None if there is none."""
-    return max((found.path for found in list_checkpoints(store)), default=None)
+    return next((found.path for found in reversed(list_checkpoints(store))), None)
 
 
 def best_checkpoint(store: Store) -> str | None:
@@ -81,7 +93,8 @@ def best_checkpoint(store: Store) -> str | None:
 
 def best_scored_checkpoint(store: Store) -> tuple[float, str] | None:
     """Score and path of the best checkpoint; the score is that of ``--best``, negative if it is a loss, or -inf."""
-    return max(((_score(store, found.path), found.path) for found in list_checkpoints(store)), default=None)
+    newest_first = (found.path for found in reversed(list_checkpoints(store)))
+    return max(((_score(store, path), path) for path in newest_first), key=itemgetter(0), default=None)
 
 
 def require_checkpoint(store: Store, run: str) -> str:
@@ -96,8 +109,8 @@ def require_checkpoint(store: Store, run: str) -> str:
 
 def newest_step(store: Store) -> int:
     """The step from which the run would resume: that of its newest checkpoint, 0 without one."""
-    names = (_CHECKPOINT.search(stored.path) for stored in store.list(CHECKPOINTS))
-    return max((int(found[1]) for found in names if found), default=0)
+    newest = newest_checkpoint(store)
+    return step_and_takeover(newest)[0] if newest else 0
 
 
 def stored_thresholds(store: Store, checkpoint: str, num_classes: int) -> list[float] | None:

@@ -50,7 +50,7 @@ _OWN = re.compile(
             *map(re.escape, [CONFIG, CLAIM, CLASSES, MANIFEST, TEST_MANIFEST, IMAGES, EVALUATION, STATUS, MACHINES]),
             *map(re.escape, [MACHINE_HISTORY, SUMMARY, SWEEP, STOP_REQUEST]),
             *(rf"{re.escape(name)}(\.\d{{6}})?" for name in (METRICS, SKIPPED, EVENTS)),
-            rf"{CHECKPOINTS}step-\d{{9}}\.pt(\.json)?",
+            rf"{CHECKPOINTS}step-\d{{9}}(-\d+)?\.pt(\.json)?",
             rf"{LOGS}(driver|worker-\d+)-\w+\.(out|err|log)",
             rf"{TRACE}\d{{9,}}-\d{{9,}}-\d{{5,}}\.parquet",
             rf"{TRACKERS}[A-Za-z0-9_.-]+\.json",

@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -18,9 +17,7 @@ from pathlib import Path
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.runs.documents import CLAIM, CONFIG
-from raytrain.storage.clouds.cloud import Cloud
-from raytrain.storage.credentials import LentCredentials
-from raytrain.storage.store import ObjectChanged, Store, StoredObject
+from raytrain.storage.store import ObjectChanged, Store
 
 RENEW_EVERY_S = 5.0  # seconds between two renewals of a claim
 LEASE_S = 30.0  # seconds without a renewal after which an owner counts as dead
@@ -32,12 +29,16 @@ _held: set[str] = set()  # the tokens of the claims that this process holds
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The content of ``claim.json``. ``fence`` counts the owners of the run, ``renewed`` the renewals of this one."""
+    """The content of ``claim.json``. ``fence`` counts the owners of the run, ``renewed`` the renewals of this one.
+
+    ``takeover`` is the number of the last owner that followed one which had not released the run; 0 if there is none.
+    """
 
     token: str
     fence: int
     renewed: int = 0
     released: bool = False
+    takeover: int = 0
     host: str = ""
     machine: str = ""
     pid: int = 0
@@ -45,7 +46,7 @@ class Claim:
     @property
     def owner(self) -> Owner:
         """Whom the claim names."""
-        return Owner(self.token, self.fence)
+        return Owner(self.token, self.fence, self.takeover)
 
     def to_json(self) -> bytes:
         """The claim as JSON."""
@@ -78,9 +79,9 @@ class RunClaim:
         return self._claim.owner
 
     @property
-    def owned_store(self) -> OwnedStore:
+    def owned_store(self) -> Store:
         """The run's place in storage, as only its owner may write to it. Can be sent to other processes."""
-        return OwnedStore(self._store.url, self._store.cloud, self._store, self.owner)
+        return self._store.guarded(self.owner)
 
     def renew(self) -> bool:
         """Renew the claim; whether this process still owns the run."""
@@ -119,9 +120,11 @@ def claim_run(store: Store, name: str) -> RunClaim:
     before = _read(store)
     if before is not None and not before.released and not _is_known_dead(before):
         before = _outlive(store, before, name)
+    fence, takeover = (before.fence + 1, before.takeover) if before else (1, 0)
     claim = Claim(
         token=secrets.token_hex(16),
-        fence=1 if before is None else before.fence + 1,
+        fence=fence,
+        takeover=fence if before and not before.released else takeover,
         host=socket.gethostname(),
         machine=_machine(),
         pid=os.getpid(),
@@ -212,84 +215,23 @@ def _machine() -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who owns a run: a random token, and the number of the owner, counted from the run's first one."""
+    """Who owns a run, the guard of its store: a random token, and the number of the owner, counted from the first."""
 
     token: str
     fence: int
+    takeover: int = 0  # see Claim
+    path: str = CLAIM
 
-    def check(self, store: Store) -> None:
-        """Raise OwnerChanged unless the claim in the run's ``store`` names this owner."""
-        try:
-            found = json.loads(store.get(CLAIM))
-        except FileNotFoundError:
+    def check(self, content: bytes | None, url: str) -> None:
+        """Raise OwnerChanged unless the claim of the run in ``url`` has this ``content`` and names this owner."""
+        if content is None:
             raise OwnerChanged(
-                f"{store.url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
+                f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
                 "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
-            ) from None
+            )
+        found = json.loads(content)
         if (found["token"], found["fence"]) != (self.token, self.fence):
             raise OwnerChanged(
-                f"Process {found['pid']} on {found['host']} took over the run in {store.url}, because this process had "
+                f"Process {found['pid']} on {found['host']} took over the run in {url}, because this process had "
                 "not been heard of; this one has stopped and deleted nothing, so let the other one train."
             )
-
-
-@dataclass(frozen=True)
-class OwnedStore(Store):
-    """The ``store`` of a run, to which only ``owner`` may write: others get OwnerChanged for writing and deleting."""
-
-    url: str
-    cloud: Cloud | None
-    store: Store
-    owner: Owner
-
-    def get(self, path: str, etag: str = "") -> bytes:
-        return self.store.get(path, etag)
-
-    def get_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        return self.store.get_range(path, start, num_bytes)
-
-    def put(self, path: str, data: bytes) -> None:
-        self.owner.check(self.store)
-        self.store.put(path, data)
-
-    def put_file(self, path: str, file: Path) -> None:
-        self.owner.check(self.store)
-        self.store.put_file(path, file)
-
-    def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        self.owner.check(self.store)
-        self.store.put_if(path, data, expected)
-
-    def has_conditional_puts(self) -> bool:
-        return self.store.has_conditional_puts()
-
-    def append(self, path: str, data: bytes) -> None:
-        self.owner.check(self.store)
-        self.store.append(path, data)
-
-    def truncate(self, path: str, num_bytes: int) -> None:
-        self.owner.check(self.store)
-        self.store.truncate(path, num_bytes)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        return self.store.list(prefix)
-
-    def delete(self, path: str) -> None:
-        self.owner.check(self.store)
-        self.store.delete(path)
-
-    def remove_if_empty(self) -> None:
-        self.owner.check(self.store)
-        self.store.remove_if_empty()
-
-    def exists(self, path: str) -> bool:
-        return self.store.exists(path)
-
-    def with_lent_credentials(self, lent: LentCredentials) -> OwnedStore:
-        return dataclasses.replace(self, store=self.store.with_lent_credentials(lent))
-
-    def fail_fast(self) -> OwnedStore:
-        return dataclasses.replace(self, store=self.store.fail_fast())
-
-    def check_readable(self) -> None:
-        self.store.check_readable()

@@ -33,8 +33,8 @@ from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, required
 from raytrain.storage.disk_cache import DiskCache
 from raytrain.storage.hedged_requests import threads
-from raytrain.storage.request_errors import http_status
-from raytrain.storage.store import ObjectChanged, Store, StoredObject
+from raytrain.storage.request_errors import http_status, names_no_bucket
+from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta, UpdateVersion
@@ -46,6 +46,9 @@ T = TypeVar("T")
 _log = logging.getLogger("raytrain")
 
 _PART_BYTES = 5 << 20  # larger objects are uploaded in parts, several at a time
+_DOCUMENT_BYTES = 16 << 20  # an owner writes as much in one request, if nobody else has written meanwhile
+_OWNERS_REQUEST_S = 15.0  # half a lease: after that, another process may be the owner
+_MAX_CHANGES = 20
 _NOT_IMPLEMENTED = 501
 _UNUSABLE_NAME = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # no file could have it: a//b, a/../b
 
@@ -61,6 +64,8 @@ class BucketStore(Store):
     """Distinguishes stores with different credentials, in every process that a store is sent to."""
     retry_policy: RetryPolicy = DEFAULT
     multipart: bool = False  # upload in parts, each of which obstore retries
+    request_s: float | None = None  # most that a request may take; None: half an hour
+    guard: Guard | None = field(default=None, compare=False)
     disk: DiskCache | None = field(default=None, compare=False)
     """Keeps what was read. Stores that differ in it share their connections."""
 
@@ -80,15 +85,48 @@ class BucketStore(Store):
         return self._call(path, lambda client: _part(client, path, start, num_bytes))
 
     def put(self, path: str, data: bytes) -> None:
-        store = dataclasses.replace(self, multipart=True) if len(data) > _PART_BYTES else self
-        store._call(path, lambda client: client.put(path, data, chunk_size=_PART_BYTES))
+        if self.guard is not None and len(data) <= _DOCUMENT_BYTES:
+            self._owners_store(len(data))._call(path, lambda client: self._put_as_owner(client, path, data))
+        else:
+            self._upload(path, data, multipart=len(data) > _PART_BYTES)
 
     def put_file(self, path: str, file: Path) -> None:
-        store = dataclasses.replace(self, multipart=True)
-        store._call(path, lambda client: client.put(path, file, chunk_size=_PART_BYTES))
+        self._upload(path, file, multipart=True)
+
+    def _upload(self, path: str, content: bytes | Path, multipart: bool) -> None:
+        def put(client: ObjectStore) -> None:
+            self._check_owner(client)
+            client.put(path, content, chunk_size=_PART_BYTES)
+
+        dataclasses.replace(self, multipart=multipart)._call(path, put)
+
+    def _put_as_owner(self, client: ObjectStore, path: str, data: bytes) -> None:
+        """Write an object; whoever becomes the owner after the check, and writes it, is not overwritten."""
+        for _ in range(_MAX_CHANGES):
+            version = _version_now(client, path)  # before the check
+            self._check_owner(client)
+            if _put_unless_changed(client, path, data, version):
+                return
+        raise ObjectChanged(f"{self.url}/{path}")
+
+    def _check_owner(self, client: ObjectStore) -> None:
+        if self.guard is None:
+            return
+        try:
+            _, content = _content(client.get(self.guard.path))
+        except FileNotFoundError as error:
+            if names_no_bucket(error):
+                raise
+            content = None
+        self.guard.check(content, self.url)
+
+    def _owners_store(self, num_bytes: int = 0) -> BucketStore:
+        """The store for a small write or a deletion, which is not to arrive when the lease is over."""
+        brief = self.guard is not None and num_bytes < _PART_BYTES // 5
+        return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if brief else self
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        if not self._call(path, lambda client: _put_if(client, path, data, expected)):
+        if not self._call(path, lambda client: _put_if(client, path, data, expected, self._check_owner)):
             raise ObjectChanged(f"{self.url}/{path}")
 
     def has_conditional_puts(self) -> bool:
@@ -100,8 +138,12 @@ class BucketStore(Store):
             self.delete(name)
 
     def delete(self, path: str) -> None:
+        def delete(client: ObjectStore) -> None:
+            self._check_owner(client)
+            client.delete(path)
+
         with suppress(FileNotFoundError):
-            self._call(path, lambda client: client.delete(path))
+            self._owners_store()._call(path, delete)
 
     def exists(self, path: str) -> bool:
         try:
@@ -124,6 +166,9 @@ class BucketStore(Store):
                 f"{self.url}/{prefix}".rstrip("/"),
                 unusable[0],
             )
+
+    def guarded(self, guard: Guard) -> BucketStore:
+        return dataclasses.replace(self, guard=guard)
 
     def kept_on(self, disk: DiskCache | None) -> BucketStore:
         return dataclasses.replace(self, disk=disk)
@@ -199,7 +244,7 @@ def _client(store: BucketStore) -> BucketClient:
 
 @lru_cache(maxsize=32)
 def _cached_client(store: BucketStore) -> BucketClient:
-    return BucketClient(store.url, store.cloud, store.credentials, multipart=store.multipart)
+    return BucketClient(store.url, store.cloud, store.credentials, multipart=store.multipart, request_s=store.request_s)
 
 
 _client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
@@ -219,22 +264,35 @@ def _part(client: ObjectStore, path: str, start: int, num_bytes: int) -> bytes:
         return bytes(client.get(path).bytes())[start : start + num_bytes]
 
 
-def _put_if(client: ObjectStore, path: str, data: bytes, expected: bytes | None) -> bool:
+def _put_if(
+    client: ObjectStore, path: str, data: bytes, expected: bytes | None, check_owner: Callable[[ObjectStore], None]
+) -> bool:
     """Write an object if its content is ``expected``; whether it holds ``data`` now."""
     try:
         got = client.get(path)
-        version, found = _version(got), bytes(got.bytes())
+        version, found = _version(got.meta), bytes(got.bytes())
     except FileNotFoundError:
         version, found = None, None
+    check_owner(client)
     if found == data:
         return True
     return found == expected and _put_unless_changed(client, path, data, version)
 
 
-def _version(got: GetResult) -> UpdateVersion:
+def _version_now(client: ObjectStore, path: str) -> UpdateVersion | None:
+    """The version of an object; None if there is none."""
+    try:
+        return _version(client.head(path))
+    except FileNotFoundError as error:
+        if names_no_bucket(error):
+            raise
+        return None
+
+
+def _version(meta: ObjectMeta) -> UpdateVersion:
     """What tells an object from one that replaced it: its ETag, and in Google's cloud its generation."""
-    version: UpdateVersion = {"e_tag": got.meta["e_tag"]}
-    if (generation := got.meta["version"]) is not None:
+    version: UpdateVersion = {"e_tag": meta["e_tag"]}
+    if (generation := meta["version"]) is not None:
         version["version"] = generation
     return version
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from raytrain.errors import StorageError
+from raytrain.errors import OwnerChanged, StorageError
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialCache, CredentialSource
 from raytrain.storage.request_errors import (
@@ -78,11 +78,14 @@ class UnusableNames(StorageError):
 class BucketClient:
     """A process's client for ``url``, replaced when its credentials are refused; ``multipart``: parts are retried."""
 
-    def __init__(self, url: str, cloud: Cloud, credentials: CredentialSource, *, multipart: bool) -> None:
+    def __init__(
+        self, url: str, cloud: Cloud, credentials: CredentialSource, *, multipart: bool, request_s: float | None = None
+    ) -> None:
         self._url = url
         self._cloud = cloud
         self._source = credentials
         self._multipart = multipart
+        self._request_s = request_s
         self._lock = threading.Lock()
         self._credentials = CredentialCache(credentials)
         self._client = self._connect()
@@ -105,6 +108,8 @@ class BucketClient:
         url = f"{self._url}/{path}".rstrip("/")
         try:
             yield
+        except OwnerChanged:
+            raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
@@ -121,11 +126,14 @@ class BucketClient:
 
     def _connect(self) -> ObjectStore:
         bucket, root = bucket_and_root(self._url)
+        options = client_options(self._cloud)
+        if self._request_s is not None:
+            options["timeout"] = timedelta(seconds=self._request_s)
         return _OBSTORE_CLASSES[self._cloud.name](
             bucket,
             prefix=root.rstrip("/") or None,
             config=self._cloud.obstore_config(bucket),
-            client_options=client_options(self._cloud),
+            client_options=options,
             retry_config=RETRIES if self._multipart else _NO_RETRIES,
             credential_provider=self._credentials,
         )

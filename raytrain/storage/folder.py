@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -9,14 +10,14 @@ import stat
 import uuid
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.locks import FileLock, file_lock
-from raytrain.storage.store import ObjectChanged, Store, StoredObject
+from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
 # put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
@@ -39,6 +40,7 @@ class FolderStore(Store):
 
     url: str
     cloud = None
+    guard: Guard | None = field(default=None, compare=False)
 
     def get(self, path: str, etag: str = "") -> bytes:
         data = self.get_range(path, 0, -1)
@@ -61,17 +63,19 @@ class FolderStore(Store):
     def put(self, path: str, data: bytes) -> None:
         file = self._file(path)
         unfinished = f"{file}.{uuid.uuid4().hex}.part"
+        self._check_owner()
         with self._explained(path):
             os.makedirs(os.path.dirname(file), exist_ok=True)
             try:
                 _write_to_disk(unfinished, data)
-                os.replace(unfinished, file)
+                with self._as_owner():
+                    os.replace(unfinished, file)
             except BaseException:
                 Path(unfinished).unlink(missing_ok=True)
                 raise
 
     def put_file(self, path: str, file: Path) -> None:
-        with self._explained(path):
+        with self._explained(path), self._as_owner():
             os.replace(file, self._file(path))
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
@@ -89,11 +93,11 @@ class FolderStore(Store):
             return lock.exclusive
 
     def append(self, path: str, data: bytes) -> None:
-        with self._explained(path), open(self._file(path), "ab") as file:
+        with self._explained(path), self._as_owner(), open(self._file(path), "ab") as file:
             file.write(data)
 
     def truncate(self, path: str, num_bytes: int) -> None:
-        with self._explained(path), suppress(FileNotFoundError):
+        with self._explained(path), self._as_owner(), suppress(FileNotFoundError):
             os.truncate(self._file(path), num_bytes)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
@@ -102,18 +106,22 @@ class FolderStore(Store):
                 yield from self._walk(folder, set())
 
     def delete(self, path: str) -> None:
-        with self._explained(path):
+        with self._explained(path), self._as_owner():
             Path(self._file(path)).unlink(missing_ok=True)
 
     def exists(self, path: str) -> bool:
         with self._explained(path):
             return os.path.isfile(self._file(path))
 
+    def guarded(self, guard: Guard) -> FolderStore:
+        return dataclasses.replace(self, guard=guard)
+
     def check_readable(self) -> None:
         with self._explained(""):
             os.scandir(self.url).close()
 
     def remove_if_empty(self) -> None:
+        self._check_owner()
         with suppress(OSError):  # it is not empty
             os.rmdir(self.url)
 
@@ -122,6 +130,21 @@ class FolderStore(Store):
             return self.get(path)
         except FileNotFoundError:
             return None
+
+    def _check_owner(self) -> None:
+        if self.guard is not None:
+            self.guard.check(self._content(self.guard.path), self.url)
+
+    @contextmanager
+    def _as_owner(self) -> Generator[None]:
+        """Write as the owner, whom nobody replaces meanwhile: that needs the same lock."""
+        self._check_owner()  # first without the lock, whose file would make the folder of a run that was deleted
+        if self.guard is None:
+            yield
+            return
+        with self._locked(self.guard.path):
+            self._check_owner()
+            yield
 
     @contextmanager
     def _locked(self, path: str) -> Generator[FileLock]:

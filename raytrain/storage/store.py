@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import LentCredentials
@@ -29,6 +29,23 @@ class ObjectChanged(Exception):
     """An object was replaced after it was listed or read."""
 
 
+class Guard(Protocol):
+    """Who may write to a store, as one of its objects says it. Can be pickled."""
+
+    @property
+    def path(self) -> str:
+        """The object that says it."""
+        ...
+
+    @property
+    def takeover(self) -> int:
+        """Part of the names that an earlier owner, whose last request may still be under way, does not use."""
+        ...
+
+    def check(self, content: bytes | None, url: str) -> None:
+        """Raise OwnerChanged if the ``content`` names another; None: the object is gone from the store ``url``."""
+
+
 class Store(ABC):
     """A local folder or a prefix of a bucket. Paths are relative to ``url``. Can be pickled, and contains no secret.
 
@@ -38,6 +55,8 @@ class Store(ABC):
 
     url: str  # ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, or the absolute path of a folder
     cloud: Cloud | None  # where the bucket is reached; None for a folder
+    guard: Guard | None
+    """Whose store it is. Each try of a write or a deletion checks it, right before; None: anybody may write."""
 
     @abstractmethod
     def get(self, path: str, etag: str = "") -> bytes:
@@ -87,6 +106,15 @@ class Store(ABC):
     @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether the object exists."""
+
+    @abstractmethod
+    def guarded(self, guard: Guard) -> Store:
+        """The same store, which only its owner can write to.
+
+        In a folder nobody takes over between the check and the write. In a bucket, a write that arrives later than
+        another owner's write to the same object is refused, if the server has conditional writes and the object has at
+        most 16 MiB; larger ones are to have ``guard.takeover`` in their names.
+        """
 
     def kept_on(self, disk: DiskCache | None) -> Store:
         """The same store that keeps on a disk what :meth:`get` gives, for objects that don't change or have an ETag."""

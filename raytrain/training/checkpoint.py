@@ -22,7 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointWritten, Event
-from raytrain.runs.checkpoint_files import Identity, best_checkpoint, checkpoint_path, list_checkpoints
+from raytrain.runs.checkpoint_files import (
+    Identity,
+    best_checkpoint,
+    checkpoint_path,
+    list_checkpoints,
+    step_and_takeover,
+)
 from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
@@ -140,6 +146,9 @@ class Checkpoints:
         self, store: Store, identity: Identity, keep: int, on_saved: Callable[[Event], None] = lambda event: None
     ) -> None:
         self.store = store
+        self.newest: str | None = None
+        """Path of the last one that was loaded or written."""
+        self._takeover = store.guard.takeover if store.guard else 0
         self._identity = identity
         self._keep = keep
         self._on_saved = on_saved
@@ -195,6 +204,7 @@ class Checkpoints:
         """Read a checkpoint; raises UsageError if it is of another model, other classes, data, batch size or seed."""
         checkpoint = read_checkpoint(self.store, path)
         self._identity.check(checkpoint.identity, path)
+        self.newest = path
         return checkpoint
 
     def _write_all(self) -> None:
@@ -207,7 +217,7 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
         before()
         progress = checkpoint.progress
-        path = checkpoint_path(progress.step)
+        path = checkpoint_path(progress.step, self._takeover)
         if self._is_first:
             _check_readable(checkpoint.state)
             self._is_first = False
@@ -217,12 +227,15 @@ class Checkpoints:
         note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
         self.store.put(path + ".json", json.dumps(note).encode())
         self._delete_old(path)
+        self.newest = path
         self._on_saved(CheckpointWritten(path, progress.step))
 
     def _delete_old(self, newest: str) -> None:
+        """Delete those of later steps, which are damaged or another owner's, and of the others all but a few."""
+        step, _ = step_and_takeover(newest)
         paths = [found.path for found in list_checkpoints(self.store)]
-        self._delete(path for path in paths if path > newest)  # damaged: the run resumed from one before them
-        paths = [path for path in paths if path <= newest]
+        self._delete(path for path in paths if step_and_takeover(path)[0] > step)
+        paths = [path for path in paths if step_and_takeover(path)[0] <= step]
         self._delete(set(paths) - {*paths[-self._keep :], best_checkpoint(self.store)})
 
     def _delete(self, paths: Iterable[str]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.runs.checkpoint_files import checkpoint_path
 from raytrain.runs.outcome import DIVERGED_HINT, Progress, StopReason
 
 
@@ -108,11 +107,6 @@ class CheckpointSchedule:
     def due_at_end(self, step: int) -> bool:
         """Whether a run that ends after ``step`` completed steps still needs its last checkpoint."""
         return step not in (self.saved_step or 0, self._diverged and self._diverged[0])
-
-    @property
-    def newest_path(self) -> str | None:
-        """Path of the newest checkpoint; None if the run has no checkpoint."""
-        return None if self.saved_step is None else checkpoint_path(self.saved_step)
 
     @property
     def divergence(self) -> str | None:

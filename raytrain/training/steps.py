@@ -190,7 +190,7 @@ class Steps:
         if self._models.trained and self._schedule.due_at_end(self.progress.step):
             self._save()
         self._checkpoints.close()
-        checkpoint = self._schedule.newest_path
+        checkpoint = self._checkpoints.newest
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
         status = "stopped" if self.progress.step < self._plan.num_steps else "finished"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,17 @@ from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.launch.prepare import check_places, prepare
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.runs import ownership as claims
-from raytrain.runs.checkpoint_files import Identity
+from raytrain.runs.checkpoint_files import Identity, checkpoint_path, newest_checkpoint, newest_step
 from raytrain.runs.documents import CLAIM, CONFIG, METRICS, STATUS, new_name, run_store
-from raytrain.runs.history import History
+from raytrain.runs.history import History, read_metrics
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress
-from raytrain.runs.ownership import Claim, RunClaim, claim_run
+from raytrain.runs.ownership import Claim, Owner, RunClaim, claim_run
 from raytrain.runs.status import read_status
 from raytrain.storage.open import open_store
 from raytrain.storage.store import ObjectChanged, Store
 from raytrain.training.checkpoint import Checkpoints
+from tests.helpers.faulty_s3 import faulty_s3
 from tests.helpers.small_runs import config, loop_with
 from tests.helpers.snapshots import snapshot
 from tests.helpers.waiting import wait_for
@@ -408,5 +411,119 @@ def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: P
 def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:
     owner = claim_run(run_store(s3_url, "run"), "run")
     with pytest.raises(OwnerChanged, match="is gone"):
-        owner.owner.check(open_store(f"{s3_url}/other"))
+        open_store(f"{s3_url}/other").guarded(owner.owner).put(STATUS, b"{}")
     owner.close()
+
+
+OTHER_MOMENTS = [0, 2, 5, 6, 8, 12, 13, 14, 15, 16, 18]
+
+
+def row(step: int, loss: float = 1.0) -> MetricRow:
+    return MetricRow(kind="step", step=step, epoch=1, metrics={"loss": loss})
+
+
+class NextOwner:
+    """Takes the run over from its newest checkpoint on, and trains further."""
+
+    def __init__(self, store: Store) -> None:
+        self.claim = claim_run(store, "run")
+        self.step = newest_step(store)
+        self.history = History(self.claim.owned_store)
+        self.history.rewind(self.step)
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step += 1
+            self.history.record(row(self.step, loss=2.0))
+            self.history.flush()
+            write_checkpoint(self.claim, self.step)
+            write_status(self.claim, self.step)
+
+    def close(self) -> None:
+        self.history.close()
+        self.claim.close()
+
+
+def write_steps(owner: RunClaim, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        write_metrics(owner, step)
+        write_checkpoint(owner, step)
+        write_status(owner, step)
+
+
+@pytest.mark.parametrize("moment", [10, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_MOMENTS)])
+@pytest.mark.parametrize("server", ["moto", "rclone"])
+def test_a_request_that_arrives_after_a_takeover_destroys_nothing(
+    server: str, moment: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request number ``moment`` of the first owner's third step is held until the next one has trained on."""
+    url = request.getfixturevalue({"moto": "moto_url", "rclone": "s3_url"}[server])
+    store = run_store(url, "run")
+    number, held, taken_over, armed = itertools.count(), threading.Event(), threading.Event(), threading.Event()
+    what: list[str] = []
+
+    def hold(sent: BaseHTTPRequestHandler, body: bytes) -> None:
+        if armed.is_set() and next(number) == moment:
+            what.append(f"{sent.command} {sent.path}")
+            held.set()
+            taken_over.wait(60)
+
+    with faulty_s3(os.environ["AWS_ENDPOINT_URL"], interfere=hold) as proxy, ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as environment:
+            environment.setenv("AWS_ENDPOINT_URL", proxy.url)
+            first = stalled(claim_run(run_store(url, "run"), "run"))
+        store.put(CONFIG, b"{}")
+        write_steps(first, 1, 2)
+        from_elsewhere(store)
+        armed.set()
+        late = pool.submit(write_steps, first, 3, 3)
+        assert held.wait(60)
+        second = NextOwner(store)
+        second.train(3)
+        before = contents(store)
+        taken_over.set()
+        with suppress(OwnerChanged):
+            late.result()
+        if server == "moto":  # of the others, the next write repairs what a late one has replaced
+            assert {path: data for path, data in contents(store).items() if path in before} == before, what
+        second.train(1)
+        second.close()
+    rows = [(found.step, found.metrics["loss"]) for found in read_metrics(store)]
+    assert [step for step, _ in rows] == list(range(1, second.step + 1)), what
+    assert [loss for _, loss in rows[-4:]] == [2.0] * 4, what
+    assert newest_checkpoint(store) == checkpoint_path(second.step, takeover=second.claim.owner.takeover), what
+
+
+@pytest.mark.parametrize("moment", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 12)))])
+def test_in_a_folder_nobody_takes_over_between_the_check_and_the_write(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = run_store(str(tmp_path), "run")
+    first = stalled(claim_run(store, "run"))
+    store.put(CONFIG, b"{}")
+    write_steps(first, 1, 2)
+    from_elsewhere(store)
+    number, held, let_go = itertools.count(), threading.Event(), threading.Event()
+    check = Owner.check
+
+    def held_check(owner: Owner, content: bytes | None, url: str) -> None:
+        check(owner, content, url)
+        if owner == first.owner and next(number) == moment:
+            held.set()
+            let_go.wait(2 * LEASE_S)  # the next owner may be waiting for this write
+
+    monkeypatch.setattr(Owner, "check", held_check)
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(write_steps, first, 3, 3)
+        assert held.wait(60)
+        claiming = pool.submit(claim_run, store, "run")
+        claiming.add_done_callback(lambda _: let_go.set())
+        claiming.result().close()
+        second = NextOwner(store)
+        second.train(3)
+        before = contents(store)
+        with suppress(OwnerChanged):
+            late.result()
+        assert contents(store) == before
+        second.close()
+    assert [found.step for found in read_metrics(store)] == list(range(1, second.step + 1))
