@@ -104,7 +104,7 @@ class Archive:
         type = column.type
         if pa.types.is_struct(type) and type.get_field_index("bytes") >= 0:
             type = type.field("bytes").type
-        if not (pa.types.is_binary(type) or pa.types.is_large_binary(type)):
+        if type not in (pa.binary(), pa.large_binary(), pa.binary_view()):
             raise UsageError(
                 f"The column {column.name!r} of {self.name} holds values of type {column.type}, and the bytes of image "
                 "files are expected; write those into it, or use image files with a label file (--labels)."

@@ -66,6 +66,14 @@ def test_parquet_of_bytes_and_names(images: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "packed") == {f"one/{key}": value for key, value in found.items()}
 
 
+def test_parquet_of_views_as_other_writers_have_them(images: Path, tmp_path: Path) -> None:
+    files = unique(images)
+    labels = pa.array(["cat", "dog"] * 3, pa.string_view())
+    pq.write_table(pa.table({"image": pa.array(files, pa.binary_view()), "label": labels}), tmp_path / "a.parquet")
+    packed(tmp_path / "a.parquet", tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == dict(zip(files, labels.to_pylist(), strict=True))
+
+
 def test_parquet_as_hugging_face_writes_it(images: Path, tmp_path: Path) -> None:
     found = files_of(images)
     names = ["red", "green", "blue"]

@@ -143,8 +143,8 @@ def _lfs_pointers(store: Store, images: Sequence[StoredObject]) -> set[str]:
 def _no_images(listing: Listing) -> UsageError:
     if not listing.left_out:
         refuse_file(listing.url)
-    left_out = {reason: count for reason, count in listing.counts.items() if reason != HIDDEN}
-    suffixes = Counter(left_out)
+    suffixes = Counter({reason: count for reason, count in listing.counts.items() if reason != HIDDEN})
+    suffixes = suffixes or Counter(listing.counts)
     others = ", ".join(f"{count:,} {reason}" for reason, count in suffixes.most_common(4))
     found = f"but {others}" if others else "nor other files"
     kinds = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
