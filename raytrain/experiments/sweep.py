@@ -94,7 +94,8 @@ def sweep(
         runs = trials_of(planned, prepared.config, prepared.name)
         (check_trials if config.resume else check_names_free)(runs)
         placement = _place(prepared.config, join(), len(runs))
-        loop or load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
+        if loop is None:
+            load_optional("--loop", config.loop)  # raises UsageError if no trial could load it
         session = _Session(prepared, planned, runs, placement, loop, early_stopping=early_stopping)
         with signals or StopSignals() as signals, session:
             return session.watch(signals, view, started_at)

@@ -179,7 +179,7 @@ def prepare(
     claim, first_step = _own(config, store)
     return PreparedRun(
         config=config,
-        name=config.name,
+        name=config.name or "",
         store=claim.owned_store,
         data=data,
         first_step=first_step,

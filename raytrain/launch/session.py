@@ -46,12 +46,14 @@ class Launch(Protocol):
 
     def start(self) -> Monitor:
         """Start the workers, and what they read and report to."""
+        ...
 
     def look(self, snapshot: Snapshot) -> None:
         """Do what is to be done about twice a second."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the processes of the workers have ended; returns whether they have."""
+        ...
 
     def failure(self) -> str | None:
         """Why they ended, if they have ended without saying so themselves."""

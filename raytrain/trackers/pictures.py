@@ -1,5 +1,7 @@
 """Images of the last evaluation with captions, and the confusion matrix, drawn for trackers."""
 
+# matplotlib is typed in parts only.
+# pyright: basic
 from __future__ import annotations
 
 import base64

@@ -36,9 +36,11 @@ class BatchSource(Protocol):
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         """The worker's local batches from ``first_step`` (counted from 0) to the end of the plan."""
+        ...
 
     def test(self) -> Iterator[LocalBatch]:
         """The worker's slice of the test images. Each image is on one worker."""
+        ...
 
 
 class Reporter(Protocol):
@@ -61,6 +63,8 @@ class Reporter(Protocol):
 
     def stop_requested(self) -> bool:
         """Whether somebody asked the run to stop."""
+        ...
 
     def checkpoint_requested(self) -> bool:
         """Whether a checkpoint should be written now. True once for each request."""
+        ...
