@@ -20,7 +20,7 @@ from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.parser import parse
 from raytrain.errors import RaytrainError, option_name
 from raytrain.runs.documents import plain
-from raytrain.runs.redact import one_line, printable
+from raytrain.runs.redact import one_line, printable, redact
 
 _MORE = """
 raytrain COMMAND --help explains one. --json prints a command's result as JSON,
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if debug:
-            print(printable(traceback.format_exc()), file=sys.stderr)
+            print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return _print_error(error, as_json="--json" in argv)
     _print_outcome(outcome, as_json="--json" in argv)
     return outcome.exit_code
@@ -106,7 +106,7 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
 
 def _print_error(error: Exception, as_json: bool) -> int:
     """Print one sentence to standard error and, if asked for, JSON to standard output; returns the exit code."""
-    sentence = str(error) if isinstance(error, RaytrainError) else _unexpected(error)
+    sentence = redact(str(error) if isinstance(error, RaytrainError) else _unexpected(error))
     print(f"raytrain: {one_line(sentence)}", file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps({**getattr(error, "summary", {}), "status": "failed", "error": sentence}), flush=True)
@@ -116,6 +116,6 @@ def _print_error(error: Exception, as_json: bool) -> int:
 def _unexpected(error: Exception) -> str:
     """One sentence for an unforeseen error; the traceback goes to a file, because the run may have taken hours."""
     with tempfile.NamedTemporaryFile("w", prefix="raytrain-", suffix=".log", delete=False) as log:
-        traceback.print_exception(error, file=log)
+        log.write(redact("".join(traceback.format_exception(error))))
     message = (str(error).strip().splitlines() or ["no message"])[-1]
     return f"unexpected {type(error).__name__}: {message} (the traceback is in {log.name}; --debug shows it here)"
