@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from raytrain.data.labels.folders import is_test, is_training
-from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
+from raytrain.data.labels.label_file import JOINED, LabelColumns, LabelTable, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
@@ -79,9 +79,12 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
 def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
     """The images with the table's labels, which are their own from now on."""
     if table.classes is not None:
-        raise UsageError(
-            f"Images of {table.url} have several classes, which shards cannot hold; pack the images with any one "
-            "class, and train on the shards with --labels."
+        texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
+        table = replace(table, labels=np.array(texts, object), classes=None)
+        _log.warning(
+            "Shards hold one text per image, such as %r; train on them with --labels %s and the same columns.",
+            max(texts, key=len),
+            table.url,
         )
     splits = sorted(set(table.splits) - {""})
     if len(splits) > 1 and labels.split is None:

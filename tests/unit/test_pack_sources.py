@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from raytrain.data.images.image_reader import read_contents
-from raytrain.data.labels.label_file import LabelColumns
-from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.labels.label_file import LabelColumns, read_label_file
+from raytrain.data.labels.labelled_images import labelled
+from raytrain.data.labels.manifest import build_manifest, list_images
 from raytrain.datasets.pack import Labelling, PackResult, pack
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
@@ -291,3 +292,20 @@ def test_a_table_with_splits_is_packed_split_by_split(images: Path, tmp_path: Pa
         packed(images, tmp_path / "packed")
     packed(images, tmp_path / "packed", labels=Labelling(split="train"))
     assert sorted(contents(tmp_path / "packed")) == keys[4:]
+
+
+def test_images_with_several_classes_are_packed_and_trained_on_with_the_same_file(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = sorted(str(path.relative_to(images)) for path in images.rglob("*.png"))
+    file = tmp_path / "labels.csv"
+    rows = [f"{key},{('cat|dog', 'cat', '')[place % 3]}" for place, key in enumerate(keys)]
+    file.write_text("\n".join(["path,label", *rows]))
+    columns = LabelColumns(separator="|")
+    result = packed(images, tmp_path / "packed", labels=Labelling(str(file), columns))
+    assert result.num_images == len(keys)
+    assert f"such as 'cat|dog'; train on them with --labels {file}" in caplog.text
+    shards = open_store(str(tmp_path / "packed"))
+    read, _ = labelled(list_images(shards), read_label_file(str(file), columns, [shards.url]))
+    assert len(read) == len(keys) and read.classes == ("cat", "dog")
+    assert read.class_counts().tolist() == [sum(name in row.partition(",")[2] for row in rows) for name in read.classes]

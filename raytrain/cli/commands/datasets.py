@@ -55,7 +55,11 @@ def pack(
         str | None, arg(help="Column with the path of each image; by default key, path, file_name, file or image.")
     ] = None,
     label_column: Annotated[
-        str | None, arg(help="Column with the class; by default label, class, target or category.")
+        tuple[str, ...],
+        arg(help="Column with the class; by default label, class, target or category. Several hold 0 and 1."),
+    ] = (),
+    label_separator: Annotated[
+        str | None, arg(help="Separates the classes of an image that may have several, as in cat|dog.")
     ] = None,
     split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None,
     max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01,
@@ -68,7 +72,7 @@ def pack(
     from raytrain.datasets.pack import Labelling
     from raytrain.datasets.pack import pack as pack_shards
 
-    columns = LabelColumns(key=key_column, label=(label_column,) if label_column else ())
+    columns = LabelColumns(key=key_column, label=label_column, separator=label_separator)
     labelling = Labelling(labels, columns, split, max_bad_fraction)
     return CommandResult(None, asdict(pack_shards(source, destination, labels=labelling)))
 
