@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raytrain.config import TrainConfig
 from raytrain.config.network import Precision
 from raytrain.errors import UsageError
@@ -114,10 +116,7 @@ def _free_bytes(folder: str) -> int:
 def available_bytes() -> int:
     """Memory that can be taken without swapping, within the limit of the container."""
     limits = [_read_number(Path(path).read_text()) for path in _LIMITS if os.access(path, os.R_OK)]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append(1024 * int(line.split()[1]))
-    return min(limit for limit in limits if limit is not None)
+    return min(limit for limit in [*limits, psutil.virtual_memory().available] if limit is not None)
 
 
 def _read_number(text: str) -> int | None:

@@ -120,6 +120,7 @@ def test_a_run_that_is_over_or_unknown_cannot_be_stopped(tmp_path: Path) -> None
         assert status_of(server, "/api/stop?run=run", "POST") == 409
         assert status_of(server, "/api/stop?run=other", "POST") == 404
         assert status_of(server, "/api/curves?run=run&first=a&last=b") == 400
+        assert status_of(server, f"/api/curves?run=run&first=-{'9' * 4000}&last={'9' * 4000}") == 200
 
 
 def test_the_browser_is_told_to_run_nothing_but_the_page(tmp_path: Path) -> None:

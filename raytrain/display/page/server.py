@@ -30,6 +30,7 @@ _UPDATE_EVERY_S = 0.5
 _KEEP_ALIVE_S = 10.0
 _SLOWEST_WRITE_S = 30.0  # a viewer that takes longer is gone; its page would reconnect
 _LAST_WORDS_S = 2.0
+_STEP_DIGITS = 18  # as many as fit into 64 bits
 _LAST_QUESTIONS_S = 1.0  # after the last words a page still asks for the last evaluation
 _STATIC = files("raytrain.display.page") / "static"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -184,7 +185,7 @@ class PageServer:
     async def _curves(self, request: web.Request) -> web.Response:
         """A part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
         try:
-            first, last = int(request.query.get("first", "")), int(request.query.get("last", ""))
+            first, last = (int(request.query.get(name, "")[:_STEP_DIGITS]) for name in ("first", "last"))
         except ValueError:
             raise web.HTTPBadRequest from None
         curves = await asyncio.to_thread(self._feed(request).between, first, last)

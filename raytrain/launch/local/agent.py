@@ -83,7 +83,7 @@ class _Agent(LocalElasticAgent):
 def _killed(workers: list[Worker]) -> dict[int, str]:
     """Rank of each worker that a signal has killed, and the signal's name."""
     killed: dict[int, str] = {}
-    for worker in workers:
+    for worker in workers if hasattr(os, "waitid") else []:  # macOS has it since Python 3.13
         try:
             state = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
