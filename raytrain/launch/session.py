@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult, failure_sentence, successful
 from raytrain.trackers.tracking import Tracking
 
+_logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 _ABORTED_WITHIN_S = 5.0
 _STATUS_AFTER: dict[object, str] = {
@@ -124,6 +126,8 @@ class RunSession:
     def _outcome(self, ending: Ending, snapshot: Snapshot) -> Outcome:
         """What the workers said, or why they could not say anything."""
         reason = ending.reason
+        if trace := getattr(ending.error, "trace", None):
+            _logger.debug("the loop failed: %s", trace)
         if reason is None and ending.outcome is not None:
             return ending.outcome
         if reason is None and snapshot.status == "starting" and snapshot.stop_request is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 
 import torch
@@ -94,7 +95,7 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     except Exception as error:
         if run.progress.step > first_step or may_pass(error):
             raise
-        raise LoopFailed(_first_step_failed(spec, error)) from error
+        raise LoopFailed(_first_step_failed(spec, error), traceback.format_exc()) from error
     return run.finish()
 
 

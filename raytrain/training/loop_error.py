@@ -17,7 +17,17 @@ _TEXT_CHARS = 120
 
 
 class LoopFailed(RaytrainError):
-    """A loop raised an exception before its first step was complete: another start would end the same way."""
+    """A loop raised an exception before its first step was complete: another start would end the same way.
+
+    ``trace`` is the exception's traceback, which travels with this to the process that started the run.
+    """
+
+    def __init__(self, sentence: str, trace: str) -> None:
+        super().__init__(sentence, trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 def describe(error: BaseException) -> str:

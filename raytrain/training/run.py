@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -203,7 +204,8 @@ class Run:
             self.steps.optimizer_steps()
         with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rate:
             if closure is not None:
-                optimizer.step(lambda: self._computed_again(optimizer, closure, clip_norm))
+                compute: Any = partial(self._computed_again, optimizer, closure, clip_norm)
+                optimizer.step(compute)
                 self.steps.optimizer_steps()
             else:
                 if clip_norm is not None:

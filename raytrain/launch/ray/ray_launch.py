@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +23,7 @@ from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
 from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes
 from raytrain.launch.ray.on_each_node import check_shared
 from raytrain.launch.ray.trainer import TrainerThread
-from raytrain.launch.ray.worker import Surroundings, pickle_by_value, work
+from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import RowCursor, Snapshot, Status
 from raytrain.runs.metric_row import SkippedImage
@@ -84,8 +85,7 @@ class RayLaunch:
         self._cluster = cluster
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)
         self._spec = spec.with_functions()
-        pickle_by_value(self._spec.loop)
-        pickle_by_value(self._spec.transforms)
+        self._functions = pickle_functions(self._spec, with_imports=not cluster.is_own)
         self._shared: SharedImages | None = group and group.images
         reading = self.config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step
         shared_feed = self._shared and self._shared.feed
@@ -116,7 +116,9 @@ class RayLaunch:
             if self._owns_feed:
                 self._feed.connect(coordinator, credentials)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
-            spec = dataclasses.replace(self._spec, store=prepared.store.with_lent_credentials(credentials))
+            spec = dataclasses.replace(
+                self._spec, loop=None, transforms=None, store=prepared.store.with_lent_credentials(credentials)
+            )
             here = self._surroundings(coordinator)
             self._trainer = TrainerThread(
                 lambda: work(spec, here),
@@ -186,6 +188,8 @@ class RayLaunch:
             weights=self._weights,
             train_order=self._feed.orders.get("train"),
             test_order=self._feed.orders.get("test"),
+            functions=self._functions,
+            path=tuple(sys.path),
             threads=self._placement.threads,
             folder=os.getcwd() if self._cluster.is_own else None,
             coordinator=coordinator,

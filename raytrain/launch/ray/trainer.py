@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import re
 import threading
 import time
@@ -23,6 +24,7 @@ from raytrain.launch.ray.hardware import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER_CALLBACK, FIXED_SCALING_POLICY
 from raytrain.monitor.events import WorkerFailed
 
+_logger = logging.getLogger(__name__)
 _OWN = re.compile(r"^raytrain\.errors\.\w+: ")
 
 
@@ -147,6 +149,7 @@ class TrainerThread:
             self._trainer.fit()
             self.ended.set_result(None)
         except BaseException as error:
+            _logger.debug("the workers failed: %s", error)  # with the traceback of each
             self.ended.set_exception(error)
 
 

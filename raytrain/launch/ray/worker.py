@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import logging
 import os
+import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ray
@@ -37,19 +41,44 @@ from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.training.assembly import make_run, train_run
+from raytrain.training.loop_error import describe, may_pass
 from raytrain.training.run_spec import RunSpec
 
 
-def pickle_by_value(function: Callable[..., object] | None) -> None:
-    """Have the module that a function of the user's is defined in travel with it."""
-    module = inspect.getmodule(getattr(function, "func", function))
-    if module is None or module.__name__ == "__main__" or not (file := getattr(module, "__file__", None)):
-        return  # pickled by value anyway
-    installed = (*set(sysconfig.get_paths().values()), *raytrain.__path__)
-    if not any(Path(file).is_relative_to(folder) for folder in installed):
-        ray.cloudpickle.register_pickle_by_value(module)  # pyright: ignore
+def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
+    """The loop and the transforms of a run, with the modules of the user's that they are defined in.
+
+    ``with_imports`` says that the workers may have no copy of the files beside these, so that what was imported from
+    there travels, too.
+    """
+    functions = spec.loop, spec.transforms
+    for function in functions:
+        module = inspect.getmodule(getattr(function, "func", function))
+        if module is not None and (file := _users_file(module)):
+            beside = list(sys.modules.values()) if with_imports else []
+            folder = file.parents[module.__name__.count(".")]
+            others = [each for each in beside if (its := _users_file(each)) and its.is_relative_to(folder)]
+            for each in (module, *others):
+                if each.__name__ != "__main__":  # which is pickled by value anyway
+                    ray.cloudpickle.register_pickle_by_value(each)  # pyright: ignore
+    return ray.cloudpickle.dumps(functions)
 
 
+def _users_file(module: ModuleType) -> Path | None:
+    """The file of a module that is not installed."""
+    file = getattr(module, "__file__", None)
+    is_installed = file is None or module.__name__.partition(".")[0] in _installed_packages()
+    if is_installed or any(Path(file).is_relative_to(folder) for folder in _INSTALLED):
+        return None
+    return Path(file)
+
+
+@cache
+def _installed_packages() -> Collection[str]:
+    return importlib.metadata.packages_distributions().keys()  # also those that are installed where they are written
+
+
+_INSTALLED = (*set(sysconfig.get_paths().values()), *raytrain.__path__)
 _POLL_S = 20.0
 
 
@@ -62,6 +91,8 @@ class Surroundings:
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
     train_order: CacheOrder | None  # in which the training images are kept; None if they are streamed
     test_order: CacheOrder | None
+    functions: bytes  # the pickled loop and transforms of the spec, which may need the folders of path
+    path: tuple[str, ...]  # where the driver looks for modules: some workers have the same folders
     threads: int
     folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
     coordinator: CoordinatorHandle
@@ -74,6 +105,9 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     torch.set_num_threads(here.threads)
     if here.folder is not None:
         os.chdir(here.folder)  # a loop or a model may read files by relative paths
+    sys.path.extend(folder for folder in here.path if folder not in sys.path)  # a loop may import what is beside it
+    loop, transforms = ray.cloudpickle.loads(here.functions)
+    spec = replace(spec, loop=loop, transforms=transforms)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = spec.config
     device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
@@ -86,6 +120,8 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     except RaytrainError as error:
         ray.get(here.coordinator.give_up.remote(error))  # the driver ends the run
         raise
+    except Exception as error:
+        raise error if may_pass(error) else RaytrainError(describe(error)) from error
     if dist.is_initialized():
         dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:
