@@ -127,7 +127,7 @@ def trained_by_torch(make: Made, folder: str) -> list[Tensor]:
             value.backward()
             return value
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # pyright: ignore
         seen.append(
             torch.cat(
                 [

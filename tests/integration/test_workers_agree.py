@@ -25,6 +25,7 @@ class Centred(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.flat = nn.Flatten()
+        self.centre: Tensor
         self.register_buffer("centre", torch.zeros(3 * 8 * 8))
         self.head = nn.Linear(3 * 8 * 8, num_classes)
 
@@ -40,6 +41,7 @@ class Queue(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
+        self.queue: Tensor
         self.register_buffer("queue", torch.zeros(16, 3 * 8 * 8))
         self.head = nn.Linear(3 * 8 * 8, num_classes)
 
@@ -69,13 +71,13 @@ def queue(run: Run) -> None:
 
 def head_drawn_again(run: Run) -> None:
     """A worker's generators draw numbers of its own, so the new weights differ."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes))
+    head = nn.Linear(3 * 8 * 8, run.num_classes)
 
     def renew(step: int) -> None:
         if step == 1:
-            nn.init.normal_(model[1].weight)
+            nn.init.normal_(head.weight)
 
-    train(run, model, renew)
+    train(run, nn.Sequential(nn.Flatten(), head), renew)
 
 
 def own_step(run: Run) -> None:

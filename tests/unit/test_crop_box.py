@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,10 @@ def test_images_are_resized_as_asked_for(cropping: Cropping) -> None:
     file = io.BytesIO()
     noise.save(file, "PNG")
     (crop,) = cropping.crops(np.arange(1), 0)
-    resized = noise.resize((16, 20), Image.Resampling.BICUBIC, crop((40, 30), (20, 16))[:4])
+    left, top, right, bottom = crop((40, 30), (20, 16))[:4]
+    x, y = math.floor(left), math.floor(top)  # only whole pixels that the box touches are seen
+    seen = noise.crop((x, y, math.ceil(right), math.ceil(bottom)))
+    resized = seen.resize((16, 20), Image.Resampling.BICUBIC, (left - x, top - y, right - x, bottom - y))
     assert (decode(file.getvalue(), ImageShape(20, 16, 3), crop) == np.asarray(resized)).all()
 
 

@@ -201,7 +201,7 @@ def test_the_printed_lines_give_the_numbers_of_predict(
         pixels = Image.fromarray(detail).resize(size, Image.Resampling.BICUBIC)
         exif = Image.Exif()
         exif[0x0112] = 6 if number % 5 == 4 else 1
-        pixels.save(tmp_path / f"{number}.jpg", quality=90, **({"exif": exif} if number % 5 == 4 else {}))
+        pixels.save(tmp_path / f"{number}.jpg", quality=90, exif=exif if number % 5 == 4 else b"")
         files.append(tmp_path / f"{number}.jpg")
     config = cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3), resize=resizing, interpolation="bicubic")
     make_run("runs", config)
