@@ -8,12 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,3 +110,24 @@ def test_a_port_in_use_is_refused_before_a_cluster_starts(runs: Path, capsys: py
 def test_a_run_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "second", "--storage", str(tmp_path)]) == 2
     assert "'second'" in capsys.readouterr().err
+
+
+def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from raytrain.launch.ray import model_server
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/run"
+        assert model_server._answering("127.0.0.1", server.server_port, "run") == url
+        server.shutdown()

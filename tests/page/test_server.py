@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
-from raytrain.display.page.watched_runs import StoredRuns, WatchedRuns
+from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import STOP_REQUEST, SWEEP, write_json
@@ -207,3 +207,24 @@ def test_a_sweep_or_a_study_is_all_of_its_runs(tmp_path: Path) -> None:
     assert names_of(str(tmp_path), "alone") == ["alone"]
     with pytest.raises(UsageError, match="There is no run 'none'"):
         names_of(str(tmp_path), "none")
+
+
+@pytest.mark.parametrize("value", ["9" * 4000, "9" * 5000, "-" + "9" * 4000, "1e9", "%00", "%FF", "%D9%A1", ""])
+def test_numbers_that_are_none_or_have_no_end_are_no_traceback(
+    tmp_path: Path, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_run(tmp_path, "run", [step_row(10, loss=2.0)])
+    with page(tmp_path) as server:
+        for query in (f"first={value}&last=20", f"first=0&last={value}"):
+            assert status_of(server, f"/api/curves?run=run&{query}") in (200, 400)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["%00", "%FF", "..", "%2F", "x" * 5000, "run%0A", "", "a%2F..%2Frun", "%F0%9F%98%80"])
+def test_names_that_are_none_are_no_traceback(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    store_run(tmp_path, "run", [step_row(10, loss=2.0)])
+    with HomeRuns(str(tmp_path)) as runs, PageServer(runs, port=0) as server:
+        for path in ("documents", "machines", "curves", "stop", "open"):
+            method = "POST" if path in ("stop", "open") else "GET"
+            assert status_of(server, f"/api/{path}?run={name}&first=0&last=1", method) in (400, 404, 405, 409)
+    assert not caplog.records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -251,6 +252,17 @@ def test_another_version_of_ray_is_said_at_once() -> None:
     wanted = f"has Ray 2.40.0, and this raytrain needs {ray.__version__}"
     with served({"ray_version": "2.40.0"}) as address, pytest.raises(UsageError, match=wanted):
         JobServer(address)
+
+
+def test_a_forwarded_port_is_not_reached_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "elsewhere")
+    with served({"ray_version": ray.__version__}) as address:
+        assert JobServer(address).address == address
+        assert JobServer(address.replace("127.0.0.1", "localhost"))
+    assert os.environ["no_proxy"].startswith("elsewhere,127.0.0.1")
 
 
 @contextlib.contextmanager

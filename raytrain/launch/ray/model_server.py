@@ -32,6 +32,7 @@ _MAX_BYTES = 64 << 20  # of one image file
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S = 30.0
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the cluster is near
 
 
 class Replica:
@@ -118,7 +119,7 @@ def _answering(host: str, port: int, run: str) -> str:
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
     try:
-        urllib.request.urlopen(url, timeout=_ANSWERS_WITHIN_S).close()
+        _WITHOUT_PROXY.open(url, timeout=_ANSWERS_WITHIN_S).close()
     except (urllib.error.URLError, TimeoutError) as error:
         raise UsageError(
             f"Nothing answers at {url} ({getattr(error, 'reason', error)}): Ray Serve listens on the head of the "

@@ -23,6 +23,7 @@ from raytrain.launch.ray.private_api import ENABLE_TOKEN, JOB_SERVER_REQUEST
 from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
 from raytrain.runs.outcome import StopReason
+from raytrain.storage.clouds.cloud import is_loopback
 from raytrain.storage.temporary_files import TemporaryFolder
 
 DETACHED = "DETACHED"
@@ -227,6 +228,9 @@ def _connect(address: str) -> Any:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    if is_loopback(address):  # such as a forwarded port; Ray's client takes HTTP_PROXY
+        others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        os.environ["no_proxy"] = f"{others},{urlsplit(address).hostname}".lstrip(",")
     try:
         try:
             return JobSubmissionClient(address)

@@ -37,6 +37,12 @@ class CloudSentences:
     by_code: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences for its own codes of what went wrong
 
 
+def is_loopback(url: str) -> bool:
+    """Whether the server of a URL is on this machine."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class Cloud(ABC):
     """A cloud, as the process that opened a store was configured to reach it. Can be pickled; contains no secret."""
 
@@ -47,8 +53,7 @@ class Cloud(ABC):
     @property
     def is_loopback(self) -> bool:
         """Whether it is a server on this machine, which no proxy reaches."""
-        host = urlsplit(self.endpoint_url or "").hostname or ""
-        return host in ("localhost", "::1") or host.startswith("127.")
+        return is_loopback(self.endpoint_url or "")
 
     @classmethod
     @abstractmethod
