@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.placement import cores
 from raytrain.runs.metric_row import SkippedImage
+from raytrain.storage.bucket_client import take_num_retries
 from raytrain.storage.locks import file_lock
 from raytrain.storage.store import Store
 
@@ -90,7 +91,12 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
         remaining, offset = remaining[written:], offset + written
 
 
-OnSkipped = Callable[[list[SkippedImage]], None]
+class ImageReporter(Protocol):
+    """Hears of images that cannot be used, and how many requests for images failed and were sent again."""
+
+    def skip(self, images: list[SkippedImage]) -> object: ...
+    def retried(self, num_requests: int) -> object: ...
+
 
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
 _MAX_THREADS = 8  # more of them would keep the loop from the interpreter
@@ -106,14 +112,14 @@ class MachineBatches:
         rank: int,
         loads: Sequence[float],
         cache: ImageCache,
-        on_skipped: OnSkipped,
+        reporter: ImageReporter,
         *,
         isolated: bool,
     ) -> None:
         data = data.kept_on(cache.disk)
         test_plan = data.test_plan(len(loads))
-        train = _ImageSet(data.train_store, data.train, data.train_format, isolated, on_skipped)
-        test = _ImageSet(data.test_store, data.test, data.test_format, isolated, on_skipped)
+        train = _ImageSet(data.train_store, data.train, data.train_format, isolated, reporter)
+        test = _ImageSet(data.test_store, data.test, data.test_format, isolated, reporter)
         folder = Path(cache.folder)
         self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.train)
         self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
@@ -144,7 +150,7 @@ class _ImageSet:
     manifest: Manifest
     format: ImageFormat
     isolated: bool
-    on_skipped: OnSkipped
+    reporter: ImageReporter
 
     @property
     def rows_per_block(self) -> int:
@@ -155,10 +161,12 @@ class _ImageSet:
         wanted = self.manifest.select(samples % len(self.manifest))
         crops = self.format.cropping.crops(samples, epoch)
         images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, crops)
+        if retries := take_num_retries():
+            self.reporter.retried(retries)
         labels = wanted.labels.astype(np.int64)
         labels[list(bad)] = -1
         if bad:
-            self.on_skipped([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
+            self.reporter.skip([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
         return Block(images, labels, samples)
 
 

@@ -180,13 +180,18 @@ class _Counter:
         with self._lock:
             self.value += 1
 
+    def take(self) -> int:
+        with self._lock:
+            value, self.value = self.value, 0
+            return value
+
 
 _retries = _Counter()
 
 
-def num_retries() -> int:
-    """How many requests this process has retried so far."""
-    return _retries.value
+def take_num_retries() -> int:
+    """How many requests this process has retried since the last call."""
+    return _retries.take()
 
 
 def with_retries(operation: Callable[[], T], policy: RetryPolicy) -> T:

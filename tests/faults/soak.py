@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -145,18 +145,19 @@ def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
         yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], head, proxy, folder, environment)
 
 
-def endless_faults() -> Iterator[Callable[[Soaked], bool]]:
+def endless_faults(only: Sequence[str] | None) -> Iterator[Callable[[Soaked], bool]]:
     """Yield faults forever, in rounds that contain each of them once."""
+    chosen = [fault for fault in WHAT_IT_DOES if only is None or fault.__name__ in only]
     while True:
-        yield from random.sample(list(WHAT_IT_DOES), len(WHAT_IT_DOES))
+        yield from random.sample(chosen, len(chosen))
 
 
-def soak(new_run: Callable[[int], Soaked], minutes: float) -> int:
+def soak(new_run: Callable[[int], Soaked], minutes: float, only: Sequence[str] | None) -> int:
     """Train one run after another until ``minutes`` after the first one have passed; return the exit code."""
     first = new_run(0)
     suffer(first, iter(()))
     verdict, undisturbed = judge(first, None)
-    verdicts, faults = [verdict], endless_faults()
+    verdicts, faults = [verdict], endless_faults(only)
     time.sleep(SETTLED_S)
     usual, before, deadline = working(first.head), lasting(first.head), time.monotonic() + 60 * minutes
     while time.monotonic() < deadline:
@@ -206,11 +207,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=[fault.__name__ for fault in WHAT_IT_DOES])
     chosen = parser.parse_args()
     random.seed(chosen.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Run the cleanup.
     with tempfile.TemporaryDirectory(prefix="soak-") as name, scene(Path(name)) as new_run:
-        return soak(new_run, chosen.minutes)
+        return soak(new_run, chosen.minutes, chosen.only)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import psutil
 
 import raytrain
 from raytrain.monitor.stop_request import request_stop
+from raytrain.runs.documents import CLAIM, run_store
 from raytrain.runs.outcome import StopReason
 from tests.helpers.faulty_s3 import FaultyS3
 from tests.helpers.ray_head import Head
@@ -159,6 +162,30 @@ def stopped_and_resumed(run: Soaked) -> bool:
     return True
 
 
+def taken_over(run: Soaked) -> bool:
+    """Freeze the driver until another one has taken the run over; the first one must end when it goes on."""
+    frozen, store = run.driver, run_store(STORAGE, run.name)
+    if not store.exists(CLAIM):
+        return False
+    before = store.get(CLAIM)
+    frozen.send_signal(signal.SIGSTOP)
+    run.begin("--resume")
+    is_taken = wait_until(lambda: run.over or _token(store.get(CLAIM)) != _token(before))
+    frozen.send_signal(signal.SIGCONT)
+    try:
+        frozen.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        run.problems.append("the driver that lost the run trains on")
+        frozen.kill()
+    if frozen.wait() == 0:
+        run.problems.append("the driver that lost the run does not say so")
+    return is_taken and not run.over
+
+
+def _token(claim: bytes) -> str:
+    return json.loads(claim)["token"]
+
+
 def s3_troubled(run: Soaked) -> bool:
     run.proxy.fraction = _TROUBLED_FRACTION
     time.sleep(_TROUBLE_S)
@@ -179,6 +206,7 @@ WHAT_IT_DOES: dict[Callable[[Soaked], bool], str] = {
     coordinator_killed: "continues by itself",
     driver_killed: "continues with --resume",
     stopped_and_resumed: "stops; continues with --resume on another number of workers",
+    taken_over: "the new driver continues; the one that was frozen stops and says why",
     s3_troubled: "continues by itself",
     loop_raised: "continues by itself",
 }

@@ -48,7 +48,6 @@ def whole_steps(storage: str) -> list[int]:
 # Data behind a failing network.
 
 
-@pytest.mark.parametrize("backend", ["ray"], indirect=True)
 @pytest.mark.parametrize(("fraction", "seed", "max_requests_per_read"), [(0.05, 0, 1.2), (0.5, 5, 3.0)])
 def test_failed_s3_requests_are_retried_and_counted(
     backend: str,
@@ -82,9 +81,10 @@ def test_failed_s3_requests_are_retried_and_counted(
     assert_same_weights(result, undisturbed)
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     num_reads = 324 + NUM_IMAGES - 81  # Each training image in 4 epochs, each test image once.
-    assert result.num_retries == proxy.num_requests_for(".png") - num_reads > 0
+    num_more = proxy.num_requests_for(".png") - num_reads  # also for answers that are slow, which is no retry
+    assert 0 < result.num_retries <= num_more and (backend == "local" or result.num_retries == num_more)
     assert proxy.num_requests_for(".png") <= max_requests_per_read * num_reads
-    assert proxy.max_at_once <= NUM_READING_TASKS * MAX_THREADS
+    assert backend == "local" or proxy.max_at_once <= NUM_READING_TASKS * MAX_THREADS
 
 
 # A failing disk.

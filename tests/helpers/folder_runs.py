@@ -76,8 +76,8 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     train = None if resolved.crops_originals else CacheOrder(spec.plan, Cursor(), _ROWS_PER_BLOCK)
     test = CacheOrder(spec.test_plan, Cursor(), _ROWS_PER_BLOCK)
     cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), train, test, disk=None)
-    source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, lambda skipped: None, isolated=False)
     recorder = recorder or Recorder(run.stop_after)
+    source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, recorder, isolated=False)
     part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
     train_run(spec, part)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder

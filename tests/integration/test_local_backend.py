@@ -85,6 +85,17 @@ def processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def test_the_path_of_the_temporary_folder_may_be_long(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert raytrain.train(options(data, tmp_path, workers=1, epochs=1)).status == "finished"
+    assert list(long.glob("raytrain-*")) == []
+
+
 def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
     before = processes()  # those of other tests
 

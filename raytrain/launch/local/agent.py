@@ -120,7 +120,7 @@ def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: SocketReporte
     loads = config.worker_load or (1.0,) * here.num_workers
     was_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
     isolated = config.resume or was_restarted  # an image may have ended the run, or its workers, before
-    source = MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter.skip, isolated=isolated)
+    source = MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter, isolated=isolated)
     weights = load_initial_weights(spec, here.first_step)
     if rank == 0:
         reporter.checked()
@@ -166,6 +166,9 @@ class SocketReporter:
 
     def skip(self, images: list[SkippedImage]) -> None:
         self._call("skip", images)
+
+    def retried(self, num_requests: int) -> None:
+        self._call("retried", num_requests)
 
     def flush(self) -> None:
         self._call_slowly("flush")

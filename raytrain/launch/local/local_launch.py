@@ -56,7 +56,8 @@ class LocalLaunch:
         )
         with ExitStack() as opened:
             folder = opened.enter_context(TemporaryFolder())
-            calls = CallServer(folder, self._coordinator)
+            is_long = len(os.fsencode(folder)) > _MAX_SOCKET_FOLDER
+            calls = CallServer(opened.enter_context(TemporaryFolder("/tmp")) if is_long else folder, self._coordinator)
             opened.callback(calls.close)
             cache = (self._shared and self._shared.cache) or image_cache(
                 self.config, prepared.data, prepared.first_step, opened
@@ -106,6 +107,7 @@ class LocalLaunch:
 
 
 _AGENT = "raytrain.launch.local.agent"
+_MAX_SOCKET_FOLDER = 90  # bytes; the path of a socket may have 104, on Linux 108
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.private_api import is_repeated_task
 from raytrain.runs.metric_row import SkippedImage
-from raytrain.storage.bucket_client import num_retries
+from raytrain.storage.bucket_client import take_num_retries
 from raytrain.storage.store import Store
 
 
@@ -98,10 +98,9 @@ def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool)
     assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
-    retries_before = num_retries()
     reader = ImageReader(images.store, *images.format, isolated)
     pixels, bad = reader.read(wanted, images.format.cropping.crops(samples, epoch))
-    if retries := num_retries() - retries_before:
+    if retries := take_num_retries():
         images.coordinator.retried.remote(retries)
     if bad:
         labels[list(bad)] = -1
