@@ -31,6 +31,7 @@ from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
 from raytrain.experiments.compare import compare_records, last_row
 from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.logs import StoredLog
 from raytrain.runs.metric_row import own_metrics
 from raytrain.runs.outcome import TrainResult, train_command
@@ -95,18 +96,19 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
 
 def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None) -> dict[str, object]:
     measured = {"test accuracy": result.test_accuracy, "test loss": result.test_loss}
-    last = [f"{name} {value:.4f}" for name, value in measured.items() if value is not None]
+    last = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
+    newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
-    steps = f"{result.steps:,} steps, {result.epochs:g} epochs, {result.samples_seen:,} images"
+    steps = f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs, {result.samples_seen:,} images"
     shown: dict[str, object] = {
         "name": result.name,
         "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
         "time": format_duration(result.seconds) + startup,
-        "last": ", ".join([*last, f"in {result.checkpoint}" if result.checkpoint else "no checkpoint"]),
+        "last": newest + (f"; measured last: {last}" if last else ""),
     }
     if best is not None:
-        score = f"{config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}, in " if math.isfinite(best[0]) else ""
-        shown["best"] = f"{score}{best[1]}, which the commands below use"
+        score = f"; {config.best_metric.replace('_', ' ')} {abs(best[0]):.4f}" if math.isfinite(best[0]) else ""
+        shown["best"] = f"{best[1]}, which the commands below use{score}"
     kept = ("num_skipped", "num_retries", "stop_reason", "error", "run_dir")
     rest = shown_summary(result.summary())
     return {**shown, **{name: rest[name] for name in kept if rest[name]}}

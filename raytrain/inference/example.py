@@ -8,15 +8,17 @@ from typing import Any
 from raytrain.inference.classifier import Classifier
 
 _DRAFT = """\
-width, height = image.size[:: -1 if image.getexif().get(274, 1) > 4 else 1]  # as it is shown
+width, height = image.size[:: -1 if image.getexif().get(274, 1) > 4 else 1]
 {scale}
-image.draft("{mode}", [math.ceil(side * min(1, scale) - 1e-6) for side in image.size])  # JPEGs are decoded smaller
+size = [math.ceil(side * min(1, scale) - 1e-6) for side in image.size]
+image.draft("{mode}", size)
 image = ImageOps.exif_transpose(image).convert("{mode}")
 """
 _SCALES = {
     "stretch": "scale = max({w} / width, {h} / height)",
     "crop": "scale = max({w} / width, {h} / height) / {fraction:g}",
-    "pad": "inside = [max(1, round(side * min({w} / width, {h} / height))) for side in (width, height)]\n"
+    "pad": "scale = min({w} / width, {h} / height)\n"
+    "inside = [max(1, round(side * scale)) for side in (width, height)]\n"
     "scale = max(inside[0] / width, inside[1] / height)",
 }
 _RESIZE = {
@@ -26,11 +28,13 @@ part = {fraction:g} * min(image.width / {w}, image.height / {h})
 left, top = (image.width - {w} * part) / 2, (image.height - {h} * part) / 2
 x, y, right, bottom = int(left), int(top), left + {w} * part, top + {h} * part
 image = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
-image = image.resize(({w}, {h}), Image.Resampling.{interpolation}, (left - x, top - y, right - x, bottom - y))
+box = left - x, top - y, right - x, bottom - y
+image = image.resize(({w}, {h}), Image.Resampling.{interpolation}, box)
 """,
     "pad": """\
+image = image.resize(inside, Image.Resampling.{interpolation})
 black = Image.new("{mode}", ({w}, {h}))
-black.paste(image.resize(inside, Image.Resampling.{interpolation}), (({w} - inside[0]) // 2, ({h} - inside[1]) // 2))
+black.paste(image, (({w} - inside[0]) // 2, ({h} - inside[1]) // 2))
 image = black
 """,
 }
@@ -38,12 +42,14 @@ _RUN = {
     ".onnx": """\
 session = onnxruntime.InferenceSession({file!r})
 logits = session.run(None, {{"images": np.asarray(image)[{axes}]}})[0][0]
-classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+about = session.get_modelmeta().custom_metadata_map
+classes = json.loads(about["classes"])
 """,
     ".pt2": """\
 files = {{"classes.json": ""}}
 model = torch.export.load({file!r}, extra_files=files).module()
-logits = model(torch.from_numpy(np.array(image)[{axes}])).detach().numpy()[0]
+pixels = torch.from_numpy(np.array(image)[{axes}])
+logits = model(pixels).detach().numpy()[0]
 classes = json.loads(files["classes.json"])
 """,
     ".safetensors": """\
@@ -52,7 +58,8 @@ logits = model(torch.from_numpy(pixels.transpose(0, 3, 1, 2).astype(np.float32))
 """,
 }
 _SOFTMAX = """\
-scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+scores = np.exp(logits - logits.max())
+scores /= scores.sum()
 """
 _SIGMOID = """\
 scores = 1 / (1 + np.exp(-logits))

@@ -206,6 +206,7 @@ def test_the_printed_lines_give_the_numbers_of_predict(
     config = cifar10(mean=(0.5, 0.5, 0.4), std=(0.2, 0.2, 0.3), resize=resizing, interpolation="bicubic")
     make_run("runs", config)
     lines = raytrain.export("run", f"model.{suffix}", storage="runs").example
+    assert max(map(len, lines.splitlines())) <= 80  # a terminal does not wrap them
     classifier = raytrain.load("run", storage="runs")
     expected = classifier.classify_all(files)
     for file, scores in zip(files, expected, strict=True):

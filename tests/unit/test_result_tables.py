@@ -35,7 +35,7 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
     config = cifar10(data="my images", workers=2, flip="none", image_size=(8, 9))
     seen = text(result_page(config, train_result(status="stopped"))).replace("\n", " ")
     assert "status stopped after 12 steps, 3 epochs, 96 images on 2 workers" in seen
-    assert "last test accuracy 0.9700, in checkpoints/step-000000012.pt" in seen and "time 00:01:01" in seen
+    assert "last checkpoints/step-000000012.pt; measured last: test accuracy 0.9700" in seen and "time 00:01:01" in seen
     options = "--data 'my images' --name first --image-size 8 9 --flip none --workers 2"
     assert set(options.split()) <= set(seen.split())
     assert "Resume with raytrain train cifar10" in seen and seen.endswith("--resume")
@@ -45,7 +45,7 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
 def test_a_result_names_the_best_checkpoint_and_what_to_do_with_it() -> None:
     config = cifar10(data="images", storage="my runs", best="loss")
     seen = text(result_page(config, train_result(), (-0.25, "checkpoints/step-000000008.pt")))
-    assert "best loss 0.2500, in checkpoints/step-000000008.pt, which the commands below use" in seen
+    assert "best checkpoints/step-000000008.pt, which the commands below use; loss 0.2500" in seen
     commands = [line.partition("raytrain ")[2] for line in seen.partition("Try next")[2].splitlines() if line]
     assert [parse(shlex.split(command), COMMANDS).func.__name__ for command in commands] == [
         *("show", "evaluate", "predict", "export", "serve")
