@@ -227,3 +227,14 @@ def test_it_ends_when_it_has_no_process_and_nobody_is_connected() -> None:
 def test_no_two_forked_processes_draw_the_same_ids_of_tasks_and_objects() -> None:
     drawn = subprocess.run([sys.executable, "-c", FORK_TWO], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert len(set(drawn.split())) == 4
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_it_waits_passively_for_other_threads_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    without = fork_client._start_variables()
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "passive")
+    assert fork_client._start_variables()["OMP_WAIT_POLICY"] == (given or "passive")
+    assert without["OMP_WAIT_POLICY"] == "passive"
