@@ -22,6 +22,7 @@ ImageSize = tuple[PositiveInt, PositiveInt]
 Resize = Literal["stretch", "crop", "pad"]
 CropFraction = Annotated[float, Interval(gt=0, le=1)]
 Interpolation = Literal["bilinear", "bicubic"]
+Resizer = Literal["pillow", "cykooz"]
 
 DEFAULT_SIZE: Size = (224, 224)
 
@@ -49,6 +50,9 @@ class NetworkOptions:
     """crop: fraction of the shorter side of an image that is seen; by default as timm's weights want it, or 0.875."""
     interpolation: Interpolation | None = None
     """How pixels are computed if an image is resized; by default as timm's weights want it, or bilinear."""
+    resizer: Literal["auto", Resizer] = "auto"
+    """Library that resizes JPEGs for training, bilinearly. auto: cykooz-resizer if all nodes have it, else Pillow,
+    which is slower; pixels differ by up to 1 of 255. Other images, such as those for testing, are resized by Pillow."""
     mean: tuple[float, ...] | None = None
     """Mean of each channel to subtract, in 0..1; by default as timm's weights want it, or of the training images."""
     std: tuple[Annotated[float, Interval(gt=0)], ...] | None = None

@@ -19,6 +19,7 @@ from raytrain.config.network import (
     NetworkOptions,
     Precision,
     Resize,
+    Resizer,
     check_network,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
@@ -120,6 +121,7 @@ class TrainConfig(
         mean: tuple[float, ...],
         std: tuple[float, ...],
         fastest_precision: Precision = "float32",
+        fastest_resizer: Resizer = "pillow",
     ) -> ResolvedConfig:
         """The options of a run that starts, with everything decided. Raises UsageError if loads and workers differ."""
         if self.worker_load is not None and len(self.worker_load) != num_workers:
@@ -134,6 +136,8 @@ class TrainConfig(
             options["device"] = device
         if self.precision == "auto":
             options["precision"] = fastest_precision
+        if self.resizer == "auto":
+            options["resizer"] = fastest_resizer
         options["workers"] = self.workers if self.elastic_workers else num_workers
         return ResolvedConfig(**options)
 
@@ -166,3 +170,4 @@ class ResolvedConfig(TrainConfig):
     resize: Resize = "stretch"
     crop_fraction: CropFraction = 0.875
     interpolation: Interpolation = "bilinear"
+    resizer: Resizer = "pillow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -141,12 +142,15 @@ def evaluation_format(config: TrainConfig) -> ImageFormat:
 def training_format(config: TrainConfig) -> ImageFormat:
     """How images are decoded for training: at random parts, or with a margin if random crops are cut later."""
     shape, cropping = evaluation_format(config)
+    resizer = "pillow" if config.resizer == "auto" else config.resizer
+    cropping = dataclasses.replace(cropping, resizer=resizer)
     if not config.random_resized_crop:
         return ImageFormat(shape, cropping)
     height, width = (round(side * (config.cache_side or 1)) for side in shape.size)
     crop_seed = config.seed if config.crops_originals else None
     return ImageFormat(
-        ImageShape(height, width, config.channels), Cropping(crop_seed=crop_seed, interpolation=cropping.interpolation)
+        ImageShape(height, width, config.channels),
+        Cropping(crop_seed=crop_seed, interpolation=cropping.interpolation, resizer=resizer),
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.network import Precision, timm_name
+from raytrain.config.network import Precision, Resizer, timm_name
+from raytrain.data.images.decode import fastest_resizer
 from raytrain.errors import UsageError, flag
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.monitor.snapshot import View
@@ -93,9 +94,13 @@ class PreparedRun:
             self.log.copy()
 
     def resolve(
-        self, num_workers: int, device: str, fastest_precision: Callable[[str], Precision] = fastest_precision
+        self,
+        num_workers: int,
+        device: str,
+        fastest_precision: Callable[[str], Precision] = fastest_precision,
+        fastest_resizer: Callable[[], Resizer] = fastest_resizer,
     ) -> ResolvedConfig:
-        """The options with everything decided. ``fastest_precision`` is only called if it is up to us."""
+        """The options with everything decided. The last two are only called if it is up to us."""
         resolved = self.config.resolve(
             name=self.name,
             num_workers=num_workers,
@@ -103,6 +108,7 @@ class PreparedRun:
             mean=self.data.mean,
             std=self.data.std,
             fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
+            fastest_resizer=fastest_resizer() if self.config.resizer == "auto" else "pillow",
         )
         if resolved.batch_size > (num_images := len(self.data.train)):
             sentence = "--batch-size is %s for %s training images: each step takes all of them, and is an epoch."
@@ -346,5 +352,6 @@ def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         precision=before.precision if config.precision == "auto" else config.precision,
+        resizer=before.resizer if config.resizer == "auto" else config.resizer,
         **{option: getattr(before, option) for option in kept if getattr(config, option) is None},
     )

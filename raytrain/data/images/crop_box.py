@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytrain.config.network import Interpolation, Resize, Size
+from raytrain.config.network import Interpolation, Resize, Resizer, Size
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
 
 _AREA, _ASPECT, _TOP, _LEFT, NUM_CROP_DRAWS = range(5)
@@ -29,6 +29,7 @@ class CropBox(NamedTuple):
     height: int
     width: int
     interpolation: Interpolation = "bilinear"
+    resizer: Resizer = "pillow"
 
     @property
     def scale(self) -> float:
@@ -52,6 +53,7 @@ class Cropping:
     crop_fraction: float = 1.0
     crop_seed: int | None = None
     interpolation: Interpolation = "bilinear"
+    resizer: Resizer = "pillow"
 
     @property
     def crop(self) -> Crop:
@@ -61,22 +63,23 @@ class Cropping:
             "crop": partial(_centre, fraction=self.crop_fraction),
             "pad": _pad,
         }
-        return partial(parts[self.resize], interpolation=self.interpolation)
+        return partial(parts[self.resize], interpolation=self.interpolation, resizer=self.resizer)
 
     def crops(self, samples: Int64s, epoch: int) -> list[Crop]:
         """The crop of each of ``samples``, int64 (n,), in ``epoch``."""
         if self.crop_seed is None:
             return [self.crop] * len(samples)
         all_draws = crop_draws(self.crop_seed, epoch, samples)
-        return [partial(_random_box, draws=draws, interpolation=self.interpolation) for draws in all_draws]
+        box = partial(_random_box, interpolation=self.interpolation, resizer=self.resizer)
+        return [partial(box, draws=draws) for draws in all_draws]
 
 
 STRETCHED = Cropping()
 
 
-def stretch(image: Size, output: Size, interpolation: Interpolation = "bilinear") -> CropBox:
-    """All of the image."""
-    return CropBox(0, 0, image[1], image[0], *output, interpolation)
+def stretch(image: Size, output: Size, **how: Any) -> CropBox:
+    """All of the image. ``how``: the interpolation and the resizer of the box."""
+    return CropBox(0, 0, image[1], image[0], *output, **how)
 
 
 def crop_draws(seed: int, epoch: int, samples: Int64s) -> Floats:
@@ -101,20 +104,20 @@ def crop_boxes(image: Size, draws: Floats) -> Floats:
     return np.stack([left, top, left + box_width, top + box_height], axis=1)
 
 
-def _random_box(image: Size, output: Size, draws: Floats, interpolation: Interpolation) -> CropBox:
+def _random_box(image: Size, output: Size, draws: Floats, **how: Any) -> CropBox:
     left, top, right, bottom = crop_boxes(image, draws[None])[0].tolist()
-    return CropBox(left, top, right, bottom, *output, interpolation)
+    return CropBox(left, top, right, bottom, *output, **how)
 
 
-def _centre(image: Size, output: Size, fraction: float, interpolation: Interpolation) -> CropBox:
+def _centre(image: Size, output: Size, fraction: float, **how: Any) -> CropBox:
     """The ``fraction`` of the largest box in the image that has the shape of the output."""
     scale = fraction * min(image[0] / output[0], image[1] / output[1])
     height, width = output[0] * scale, output[1] * scale
     top, left = (image[0] - height) / 2, (image[1] - width) / 2
-    return CropBox(left, top, left + width, top + height, *output, interpolation)
+    return CropBox(left, top, left + width, top + height, *output, **how)
 
 
-def _pad(image: Size, output: Size, interpolation: Interpolation) -> CropBox:
+def _pad(image: Size, output: Size, **how: Any) -> CropBox:
     scale = min(output[0] / image[0], output[1] / image[1])
     height, width = (max(1, round(side * scale)) for side in image)
-    return CropBox(0, 0, image[1], image[0], height, width, interpolation)
+    return CropBox(0, 0, image[1], image[0], height, width, **how)

@@ -8,12 +8,15 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from raytrain.config.network import Resizer
 from raytrain.data.images.crop_box import STRETCHED, Crop, CropBox, Cropping, stretch
+from raytrain.errors import UsageError
 
 
 class ImageHeader(NamedTuple):
@@ -55,6 +58,10 @@ _COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: thr
 _EXIF = b"Exif\0\0"
 _ORIENTATION = 0x0112  # the tag of EXIF
 _ROUNDING = 1e-6  # pixels
+_NO_RESIZER = (
+    "--resizer cykooz: this node has no cykooz-resizer, with which the run began; install it there (`pip install "
+    "cykooz-resizer`), or resume with --resizer pillow, which changes pixels by 1 of 255."
+)
 
 
 class BadImage(ValueError):
@@ -148,9 +155,42 @@ def _cut(pixels: Pixels, box: CropBox, shape: ImageShape) -> Pixels:
     from PIL import Image
 
     top, left = math.floor(box.top), math.floor(box.left)
-    seen = np.ascontiguousarray(pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)])
-    image = Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen)
-    return _resize(image, _moved(box, left, top), shape)
+    seen = pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)]
+    box = _moved(box, left, top)
+    if box.resizer == "cykooz" and box.interpolation == "bilinear":  # its bicubic pixels differ from Pillow's by 2
+        return _centred(_resize_fast(seen, box), shape)
+    seen = np.ascontiguousarray(seen)
+    return _resize(Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen), box, shape)
+
+
+def fastest_resizer() -> Resizer:
+    """The fastest library for resizing images that this Python has."""
+    return "cykooz" if find_spec("cykooz_resizer") else "pillow"
+
+
+def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
+    """Resize the ``box`` of decoded pixels, uint8 (H, W, C), bilinearly and in a third of Pillow's time."""
+    height, width, channels = pixels.shape
+    try:
+        import cykooz_resizer as cykooz
+    except ImportError:
+        raise UsageError(_NO_RESIZER) from None
+
+    kind = cykooz.PixelType.U8 if channels == 1 else cykooz.PixelType.U8x3
+    left, top = max(box.left, 0.0), max(box.top, 0.0)
+    # A little less than all: a sum that rounds up is outside of the image.
+    seen = min(box.right, width) - left - _ROUNDING, min(box.bottom, height) - top - _ROUNDING
+    output = cykooz.ImageData(box.width, box.height, kind)
+    cykooz.Resizer().resize(
+        cykooz.ImageData(width, height, kind, pixels.tobytes()),
+        output,
+        cykooz.ResizeOptions(
+            cykooz.ResizeAlg.convolution(cykooz.FilterType.bilinear),
+            use_alpha=False,
+            crop_box=cykooz.CropBox(left, top, *seen),
+        ),
+    )
+    return np.frombuffer(output.get_buffer(), np.uint8).reshape(box.height, box.width, channels)
 
 
 def _moved(box: CropBox, left: int, top: int) -> CropBox:
@@ -159,18 +199,23 @@ def _moved(box: CropBox, left: int, top: int) -> CropBox:
 
 
 def _resize(image: Any, box: CropBox, shape: ImageShape) -> Pixels:
-    """Resize the ``box`` of an image of Pillow, and centre it on black if it is smaller than ``shape``."""
+    """The ``box`` of an image of Pillow, resized by Pillow."""
     from PIL import Image
 
     inside = (max(box.left, 0), max(box.top, 0), min(box.right, image.width), min(box.bottom, image.height))
     if image.size != (box.width, box.height) or inside != (0, 0, *image.size):
         image = image.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
-    pixels = np.asarray(image, dtype=np.uint8).reshape(box.height, box.width, shape.channels)
+    return _centred(np.asarray(image, dtype=np.uint8).reshape(box.height, box.width, shape.channels), shape)
+
+
+def _centred(pixels: Pixels, shape: ImageShape) -> Pixels:
+    """Pixels on black, if they are fewer than ``shape``."""
+    height, width = pixels.shape[:2]
     if pixels.shape[:2] == shape.size:
         return pixels
     output = np.zeros((*shape.size, shape.channels), np.uint8)
-    top, left = (shape.height - box.height) // 2, (shape.width - box.width) // 2
-    output[top : top + box.height, left : left + box.width] = pixels
+    top, left = (shape.height - height) // 2, (shape.width - width) // 2
+    output[top : top + height, left : left + width] = pixels
     return output
 
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from raytrain.config.network import Precision
+from raytrain.config.network import Precision, Resizer
+from raytrain.data.images.decode import fastest_resizer
 from raytrain.launch.placement import Hardware, common_precision, fastest_precision
 from raytrain.launch.ray.on_each_node import run_on_each_node
 from raytrain.launch.ray.private_api import object_store_use
@@ -56,6 +57,12 @@ def fastest_on_nodes(device: str) -> Precision:
     """The fastest precision that trains well on all nodes of the connected cluster that have such a device."""
     nodes = run_on_each_node(lambda node: fastest_precision(device), _TIMEOUT_S)
     return common_precision(each.result for each in nodes if device == "cpu" or each.node.gpus >= 1)
+
+
+def fastest_resizer_on_nodes() -> Resizer:
+    """The fastest library for resizing images that all nodes of the connected cluster have."""
+    found = {each.result for each in run_on_each_node(lambda node: fastest_resizer(), _TIMEOUT_S)}
+    return "cykooz" if found == {"cykooz"} else "pillow"
 
 
 _ANSWER_WITHIN_S = 10.0

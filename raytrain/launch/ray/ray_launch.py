@@ -14,13 +14,13 @@ from ray.exceptions import RayActorError
 
 from raytrain.errors import CoordinatorLost
 from raytrain.launch.coordinator import Ending
-from raytrain.launch.placement import fastest_precision, place
+from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials, start_coordinator, stop_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
-from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes
+from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.on_each_node import check_shared
 from raytrain.launch.ray.trainer import TrainerThread
 from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
@@ -79,8 +79,8 @@ class RayLaunch:
         self._placement = group.placement if group else place(prepared.config, found)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         self.num_workers = self._placement.num_workers
-        fastest = fastest_precision if found.num_nodes == 1 else fastest_on_nodes
-        self.config = prepared.resolve(self.num_workers, self._placement.device, fastest)
+        fastest = () if found.num_nodes == 1 else (fastest_on_nodes, fastest_resizer_on_nodes)
+        self.config = prepared.resolve(self.num_workers, self._placement.device, *fastest)
         self._prepared = prepared
         self._cluster = cluster
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)

@@ -1,0 +1,67 @@
+"""The library that resizes JPEGs for training: decided once, kept, and within 1 of 255 of Pillow."""
+
+import dataclasses
+import io
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raytrain.config.network import Interpolation
+from raytrain.data.dataset import evaluation_format, training_format
+from raytrain.data.images.crop_box import Cropping
+from raytrain.data.images.decode import ImageShape, decode, fastest_resizer
+from raytrain.errors import UsageError
+from raytrain.launch import prepare
+from raytrain.recipes import cifar10
+
+needs_cykooz = pytest.mark.skipif(fastest_resizer() == "pillow", reason="cykooz-resizer has no wheel for this machine")
+
+
+def photo(mode: str = "RGB") -> bytes:
+    """A JPEG of 211 × 157 pixels."""
+    small = np.random.default_rng(0).integers(0, 256, (20, 27, 3), np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(small).resize((211, 157), Image.Resampling.BICUBIC).convert(mode).save(written, "JPEG", quality=95)
+    return written.getvalue()
+
+
+@needs_cykooz
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("shape", [ImageShape(96, 96, 3), ImageShape(300, 224, 1), ImageShape(157, 211, 3)], ids=str)
+def test_both_libraries_resize_alike(shape: ImageShape, interpolation: Interpolation) -> None:
+    data = photo("L" if shape.channels == 1 else "RGB")
+    for cropping in (
+        Cropping(interpolation=interpolation),
+        Cropping("crop", 0.875, interpolation=interpolation),
+        Cropping("pad", interpolation=interpolation),
+        *(Cropping(crop_seed=seed, interpolation=interpolation) for seed in range(20)),
+    ):
+        slow, fast = (
+            decode(data, shape, dataclasses.replace(cropping, resizer=resizer).crops(np.arange(1), 0)[0])
+            for resizer in ("pillow", "cykooz")
+        )
+        assert np.abs(slow.astype(int) - fast).max() <= 1
+
+
+def test_only_images_for_training_are_resized_by_another_library_than_pillow() -> None:
+    for options in (cifar10(resizer="cykooz"), cifar10(resizer="cykooz", random_resized_crop=True)):
+        assert training_format(options).cropping.resizer == "cykooz"
+        assert evaluation_format(options).cropping.resizer == "pillow"
+    assert training_format(cifar10()).cropping.resizer == "pillow"
+
+
+@pytest.mark.parametrize("given", ["auto", "pillow"])
+def test_a_resumed_run_keeps_its_library(given: str) -> None:
+    before = cifar10(resizer="cykooz")
+    now = cifar10(resizer=given)
+    assert prepare._resumed(now, before).resizer == ("cykooz" if given == "auto" else "pillow")
+    decided = {"name": "a", "num_workers": 1, "device": "cpu", "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    assert now.resolve(**decided, fastest_resizer="cykooz").resizer == ("cykooz" if given == "auto" else "pillow")
+
+
+def test_a_node_without_the_library_ends_the_run_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cykooz_resizer", None)
+    with pytest.raises(UsageError, match=r"no cykooz-resizer.*--resizer pillow"):
+        decode(photo(), ImageShape(32, 32, 3), Cropping(resizer="cykooz").crop)
