@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,13 +12,13 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -131,3 +132,38 @@ def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: p
         url = f"http://127.0.0.1:{server.server_port}/run"
         assert model_server._answering("127.0.0.1", server.server_port, "run") == url
         server.shutdown()
+
+
+def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raytrain.launch.ray import model_server
+
+    monkeypatch.setattr(model_server, "_MAX_HELD_BYTES", 100)
+    replica = model_server.Replica(
+        cast(Any, SimpleNamespace(load_predictor=lambda *_: None, store=None, format=SimpleNamespace(shape=(8, 8, 3)))),
+        1,
+    )
+    monkeypatch.setattr(replica, "_decode", len)
+    monkeypatch.setattr(replica, "_classify", lambda size: asyncio.sleep(0, {"size": size}))
+
+    async def scenario() -> None:
+        rest = asyncio.Event()
+        slow = asyncio.create_task(replica(posted(b"x" * 80, rest)))
+        await asyncio.sleep(0)
+        refused = await replica(posted(b"y" * 30))
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        rest.set()
+        assert (await slow).status_code == 200
+        assert (await replica(posted(b"y" * 90))).status_code == 200  # what was held is free again, refused or not
+
+    asyncio.run(scenario())
+
+
+def posted(content: bytes, rest: asyncio.Event | None = None) -> Any:
+    """A request whose body ends once ``rest`` is set."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        yield content
+        if rest is not None:
+            await rest.wait()
+
+    return SimpleNamespace(method="POST", stream=stream)

@@ -29,10 +29,15 @@ from raytrain.launch.predict_request import ServedModel
 from raytrain.launch.ray.trainer import root_cause
 
 _MAX_BYTES = 64 << 20  # of one image file
+_MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
 _ANSWERS_WITHIN_S = 30.0
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the cluster is near
+
+
+class _Refused(Exception):
+    """An HTTP status, and why a request gets it."""
 
 
 class Replica:
@@ -45,6 +50,7 @@ class Replica:
         for _ in range(num_threads):
             self._decoders.put(DecodeProcess(model.format.shape))
         self._threads = ThreadPoolExecutor(num_threads)
+        self._held_bytes = 0
 
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
@@ -53,14 +59,29 @@ class Replica:
             return JSONResponse(about)
         if request.method != "POST":
             return JSONResponse({"error": "POST an image file"}, status_code=405, headers={"Allow": "GET, POST"})
-        content = await _body(request)
-        if content is None:
-            return JSONResponse({"error": f"the file has more than {_MAX_BYTES >> 20} MiB"}, status_code=413)
         try:
-            image = await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, content)
+            image = await self._image(request)
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
+        except _Refused as refused:
+            status, why = refused.args
+            return JSONResponse({"error": why}, status, {"Retry-After": "1"} if status == 503 else None)
         return JSONResponse(await self._classify(image))
+
+    async def _image(self, request: Request) -> Pixels:
+        """The image that was posted. Raises BadImage, and _Refused if its file, or all that are held, are too large."""
+        content = bytearray()
+        try:
+            async for chunk in request.stream():
+                content += chunk
+                self._held_bytes += len(chunk)
+                if len(content) > _MAX_BYTES:
+                    raise _Refused(413, f"the file has more than {_MAX_BYTES >> 20} MiB")
+                if self._held_bytes > _MAX_HELD_BYTES:
+                    raise _Refused(503, f"files of {_MAX_HELD_BYTES >> 20} MiB are being read already; try again")
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, bytes(content))
+        finally:
+            self._held_bytes -= len(content)
 
     def _decode(self, content: bytes) -> Pixels:
         """Decode a file of a stranger in a process beside this one, which may be killed by it."""
@@ -127,13 +148,3 @@ def _answering(host: str, port: int, run: str) -> str:
             "set --host and --port."
         ) from None
     return url
-
-
-async def _body(request: Request) -> bytes | None:
-    """What was posted; None if it is too large."""
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _MAX_BYTES:
-            return None
-    return bytes(content)
