@@ -174,5 +174,12 @@ def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:
     checkpoint = read_checkpoint(store, path)
     classes = checkpoint.identity.classes
     classifier = Classifier(config, classes, path, stored_thresholds(store, path, len(classes)))
-    classifier.network.load_state_dict(checkpoint.weights or {})
+    try:
+        classifier.network.load_state_dict(checkpoint.weights or {})
+    except RuntimeError as error:
+        difference = " ".join(str(error).split())[:120]
+        raise UsageError(
+            f"The weights of {run} are not those of --model {config.model}: its loop trained another network "
+            f"({difference}); train with --model file.py:function that builds it, and run.build_model() in the loop."
+        ) from None
     return classifier.eval()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raytrain.config import TrainConfig
 from raytrain.launch import placement as fastest
 from raytrain.launch.placement import Gpu
 from raytrain.launch.prepare import check_places, prepare
@@ -144,3 +145,17 @@ def test_the_cost_is_measured_and_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     assert precision._slowdown("bfloat16") > 0
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "precision"), [(16, "cpu", "float32"), (17, "cpu", "bfloat16"), (16, "cuda", "bfloat16")]
+)
+def test_auto_avoids_bfloat16_on_a_cpu_for_images_that_shrink_to_a_pixel(
+    size: int, device: str, precision: str
+) -> None:
+    options = TrainConfig(batch_size=8, image_size=(size, 64), precision="auto", device=device)
+    half = (0.5,) * 3
+    resolved = options.resolve(
+        name="run", num_workers=1, device=device, mean=half, std=half, fastest_precision="bfloat16"
+    )
+    assert resolved.precision == precision
