@@ -15,6 +15,7 @@ from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, Placement, place
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.hardware import cluster_hardware
+from raytrain.launch.ray.private_api import missing
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3, credential_method
 from raytrain.storage.open import open_store
@@ -86,6 +87,7 @@ def diagnose(data: str | None, storage: str, address: str | None) -> DoctorRepor
         too_few_data_cpus(found, placement),
         folder_on_many_nodes(run_store, found.num_nodes),
         different_nvidia_drivers(nodes),
+        *missing(),
     )
     return DoctorReport(
         data=data_store and data_store.url,

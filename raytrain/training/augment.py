@@ -56,10 +56,11 @@ class Augment:
             pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
-        draws = torch.from_numpy(uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)).to(pixels.device)
+        draws = uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)
         if self.config.flip == "alternating":
-            draws[:, _FLIP] = torch.from_numpy(_alternating_draws(self.config.seed, epoch, samples))
-        return self._normalise(*self._flip_and_shift(pixels, draws))
+            draws[:, _FLIP] = _alternating_draws(self.config.seed, epoch, samples)
+        on_device = torch.from_numpy(draws).to(pixels.device, non_blocking=True)  # otherwise the host waits for a GPU
+        return self._normalise(*self._flip_and_shift(pixels, on_device))
 
     def evaluate(self, images: Tensor) -> Tensor:
         """Resize and normalise the images."""
@@ -75,7 +76,7 @@ class Augment:
         """The pixels, of the same dtype, and a mask, bool (B, 1, H, W), of those that come from inside the image."""
         height, width = pixels.shape[2:]
         reach = self.config.translate
-        shifts = (draws[:, (_DOWN, _RIGHT)] * (2 * reach + 1)).long() - reach  # (B, 2), uniform in -reach..reach
+        shifts = (draws[:, _DOWN : _RIGHT + 1] * (2 * reach + 1)).long() - reach  # (B, 2), uniform in -reach..reach
         y = torch.arange(height, device=pixels.device) - shifts[:, :1]  # (B, H): source row
         x = torch.arange(width, device=pixels.device) - shifts[:, 1:]  # (B, W): source column
         inside = _within(y, height)[:, None, :, None] & _within(x, width)[:, None, None, :]
@@ -113,7 +114,7 @@ def _crop(pixels: Tensor, draws: Floats, config: ResolvedConfig) -> Tensor:
     zero = np.zeros_like(left)
     across = [(right - left) / width, zero, (left + right) / width - 1]  # -1 and 1 are the edges of the image
     down = [zero, (bottom - top) / height, (top + bottom) / height - 1]
-    boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels)  # (B, 2, 3)
+    boxes = torch.from_numpy(np.stack([across, down]).transpose(2, 0, 1)).to(pixels, non_blocking=True)  # (B, 2, 3)
     grid = F.affine_grid(boxes, [*pixels.shape[:2], *config.full_image_size], align_corners=False)
     crops = F.grid_sample(pixels, grid, mode=config.interpolation, padding_mode="border", align_corners=False)
     return crops.clamp(0, 255)  # bicubic goes beyond

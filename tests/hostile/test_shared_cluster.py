@@ -202,9 +202,8 @@ print(sorted(seen))
 def test_a_cluster_of_a_runs_own_is_reached_from_this_machine_only(images: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", LOCAL_RUN, str(images), str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
-        words, env={**environment, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=300
-    )
+    environment |= {"PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": "1"}  # a fork server of its own, for its own children
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     seen: list[tuple[str, str]] = eval(done.stdout.splitlines()[-1])
     assert {process for _, process in seen} >= {"gcs_server", "raylet"}

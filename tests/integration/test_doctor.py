@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from PIL import Image
 from rich.console import Console
 
@@ -27,6 +28,7 @@ from raytrain.diagnostics.node_probe import Disk, Node, ProbeRequest, probe_node
 from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Gpu, Hardware
+from raytrain.launch.ray import private_api
 from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.storage.open import open_store
 from tests.helpers import fake_nvml
@@ -235,6 +237,13 @@ def test_another_version_on_a_node_is_a_failure(tmp_path: Path, reporting: Calla
     assert failure.sentence == f"torch is 1.0 on the node but {here} here; install the same version."
 
 
+def test_what_this_ray_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = private_api.Improvement("workers start slowly", ("ray:no_such_thing",))
+    monkeypatch.setattr(private_api, "IMPROVEMENTS", (lacking,))
+    warning = Finding(f"Ray {ray.__version__} lacks ray.no_such_thing, so workers start slowly.")
+    assert warning in diagnose(None, str(tmp_path), None).warnings
+
+
 def test_a_wrong_clock_and_a_full_disk_are_reported(tmp_path: Path, reporting: Callable[..., None]) -> None:
     reporting(clock_s=(time.time() + 100, time.time() + 101), disk=Disk(10**9, 50 * 10**9))
     report = diagnose(None, str(tmp_path), None)
@@ -296,7 +305,8 @@ def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
         from raytrain.storage.open import open_store
-        from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
+        from raytrain.launch.ray import private_api
+from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
         from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
         node = ClusterNode("127.0.0.1", "0", 1, 0, 1, 1)
         assert probe_node(ProbeRequest(storage=open_store({str(tmp_path)!r})), node).writable

@@ -37,6 +37,21 @@ def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str
         looked.check()
 
 
+def test_workers_that_a_busy_machine_starts_late_may_wait_as_long(
+    table: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity_check, "_PLACED_WITHIN_S", 40.0)
+    looks = iter([100.0, 105.0, 145.0])
+    looked = wanted()
+    monkeypatch.setattr(capacity_check.time, "monotonic", lambda: next(looks))
+    monkeypatch.setattr(looked._throttle, "due", lambda name, every_s: True)
+    table["1f" + OURS] = {"state": "PENDING"}
+    looked.check()
+    looked.check()
+    with pytest.raises(UsageError, match="no room for 2 workers"):
+        looked.check()
+
+
 def test_gpus_of_a_type_are_named(table: dict[str, dict[str, str]]) -> None:
     looked = capacity_check.CapacityCheck(Placement(2, 2, "cuda", 1.0, 0.5, 0.25, 1, accelerator_type="L4"), 2)
     table["1f" + OURS] = {"state": "PENDING"}

@@ -238,3 +238,15 @@ def test_it_waits_passively_for_other_threads_unless_the_user_says_otherwise(
     monkeypatch.setenv("OMP_WAIT_POLICY", given or "passive")
     assert fork_client._start_variables()["OMP_WAIT_POLICY"] == (given or "passive")
     assert without["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_a_raytrain_that_was_sent_with_a_job_is_served_and_not_the_one_that_is_installed(tmp_path: Path) -> None:
+    sent = tmp_path / "raytrain" / "launch" / "ray"
+    sent.mkdir(parents=True)
+    for folder in (sent, sent.parent, sent.parent.parent):
+        (folder / "__init__.py").touch()
+    (sent / "fork_server.py").write_text(Path(fork_server.__file__).read_text())
+    (sent / "fork_client.py").write_text("raise SystemExit('this one was sent')")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, sent / "fork_server.py"], env=environment, capture_output=True, text=True)
+    assert "this one was sent" in done.stderr

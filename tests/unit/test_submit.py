@@ -80,7 +80,7 @@ def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedClie
 
     Client.logs = [list(LINES)]
     monkeypatch.setattr(job_server, "_connect", Client)
-    monkeypatch.setattr(job_server.JOB_SERVER_REQUEST.__class__, "load", lambda self: Client._do_request)
+    monkeypatch.setattr(type(job_server.JOB_SERVER_VERSION), "find", lambda self: (Client._do_request,))
     monkeypatch.setattr(job_server, "_RETRY_S", 0.01)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loop.py").write_text("def loop(run): pass\n")
@@ -248,8 +248,8 @@ def test_the_cluster_answers_but_not_its_job_server(monkeypatch: pytest.MonkeyPa
             JobServer("http://127.0.0.1:1")
 
 
-def test_another_version_of_ray_is_said_at_once() -> None:
-    wanted = f"has Ray 2.40.0, and this raytrain needs {ray.__version__}"
+def test_a_ray_that_is_too_old_is_said_at_once() -> None:
+    wanted = "has Ray 2.40.0, and raytrain needs 2.53 or newer"
     with served({"ray_version": "2.40.0"}) as address, pytest.raises(UsageError, match=wanted):
         JobServer(address)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -69,7 +71,9 @@ class _Agent(LocalElasticAgent):
             local_addr="localhost",
         )
         logs = DefaultLogsSpecs(log_dir=here.folder, redirects=Std.ALL, tee=Std.ALL)
-        super().__init__(spec=spec, logs_specs=logs, start_method="fork", shutdown_timeout=_SHUTDOWN_S)
+        known = inspect.signature(LocalElasticAgent).parameters  # torch 2.8 waits 30 s, and can't be told otherwise
+        patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in known else {}
+        super().__init__(spec=spec, logs_specs=logs, start_method="fork", **patience)
         self._call = Caller(here.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

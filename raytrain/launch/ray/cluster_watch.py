@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement, available_workers, device_kind, wanted
 from raytrain.launch.ray.hardware import cluster_hardware, worker_resources
-from raytrain.launch.ray.private_api import WORKER, autoscaler_problems
+from raytrain.launch.ray.private_api import autoscaler_problems, head_answers
 from raytrain.monitor.events import Event, HeadBack, HeadSilent
 from raytrain.runs.background import Background, Throttle
 from raytrain.runs.redact import one_line
@@ -24,23 +23,22 @@ _LOOK_EVERY_S = 5.0
 
 
 class CapacityCheck:
-    """Looks every few seconds, from 40 s after it was created, whether workers of ``placement`` find no room."""
+    """Looks every few seconds whether workers of ``placement`` have found no room for 40 s."""
 
     def __init__(self, placement: Placement, num_workers: int) -> None:
         self._placement = placement
         self._num_workers = num_workers
-        self._created = time.monotonic()
         self._throttle = Throttle()
-        self._waiting: set[str] = set()
+        self._since: dict[str, float] = {}  # when each placement group that waits was first seen
 
     def check(self) -> None:
-        """Raise UsageError if the same workers wait as at the last look: those that restart wait for a moment, too."""
-        if time.monotonic() - self._created < _PLACED_WITHIN_S or not self._throttle.due("look", _LOOK_EVERY_S):
+        """Raise UsageError if the same workers have waited too long: those that start or restart wait a moment, too."""
+        if not self._throttle.due("look", _LOOK_EVERY_S):
             return
-        waiting = _waiting_groups()
-        if waiting & self._waiting:
+        now, waiting = time.monotonic(), _waiting_groups()
+        if any(now - self._since[group] >= _PLACED_WITHIN_S for group in waiting & self._since.keys()):
             raise UsageError(self._sentence())
-        self._waiting = waiting
+        self._since = {group: self._since.get(group, now) for group in waiting}
 
     def _sentence(self) -> str:
         free = ray.available_resources()
@@ -139,12 +137,3 @@ class HeadWatch:
     def close(self) -> None:
         """Ask no more."""
         self._ask.close()
-
-
-def head_answers(timeout_s: float) -> bool:
-    """Whether the head answers within ``timeout_s``."""
-    try:
-        WORKER.load().gcs_client.check_alive([], timeout=timeout_s)
-    except RayError:
-        return False
-    return True

@@ -12,17 +12,28 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import visible_gpus
 from raytrain.launch.ray.fork_client import keep_server, py_executable
 from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
-from raytrain.launch.ray.private_api import CURRENT_CLUSTER_FILE, ENABLE_TOKEN, GCS_CLIENT, on_loopback, set_variables
+from raytrain.launch.ray.private_api import (
+    ANSWER_AT_ONCE,
+    CURRENT_CLUSTER_FILE,
+    FORKED_PROCESSES,
+    LATE_VARIABLES,
+    check_version,
+    head_answers,
+    on_loopback,
+    set_variables,
+)
 from raytrain.runs.logs import STARTUP
 
 if TYPE_CHECKING:
     from raytrain.launch.ray.trainer import TrainerThread
+
+T = TypeVar("T")
 
 HEAD_AWAY_S = "900"
 """How long this process does without the head of a cluster that it joins; see ``cluster/`` for the other machines."""
@@ -198,6 +209,7 @@ class Connection:
             self.own.join()
             return
         if is_connected():
+            check_version()
             return
         STARTUP.info("joining the Ray cluster …")
         assert self._address is not None
@@ -254,6 +266,7 @@ def is_connected() -> bool:
 def _init(address: str) -> None:
     import ray
 
+    check_version()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -263,15 +276,14 @@ def _init(address: str) -> None:
 def _runtime_environment() -> dict[str, str] | None:
     """That of this process's job: its processes are forked, unless the job has a Python or a container of its own."""
     job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
-    command = py_executable() if job.keys() <= _SAME_PYTHON else None
+    can_fork = job.keys() <= _SAME_PYTHON and FORKED_PROCESSES.find() and LATE_VARIABLES.find()
+    command = py_executable() if can_fork else None
     return None if command is None else {"py_executable": command}
 
 
 def _is_alive() -> bool:
     """Whether the cluster that this process is in still works."""
     import ray
-
-    from raytrain.launch.ray.cluster_watch import head_answers
 
     return head_answers(_ANSWER_WITHIN_S) and any(node["Alive"] for node in ray.nodes())
 
@@ -312,14 +324,30 @@ def _check_answers(address: str) -> None:
 
 def _ask(address: str) -> None:
     """Return once a cluster has answered, which may ask for this machine's token; raises RayError if none does."""
+    if found := ANSWER_AT_ONCE.find():
+        with_token(lambda: found[0](address=address))
+
+
+def with_token(ask: Callable[[], T]) -> T:
+    """What ``ask`` returns. If that needs a token, this machine's is shown from now on.
+
+    Ray itself does so for a cluster that it finds, not for a plain ``HOST:PORT``. Raises AuthenticationError if there
+    is no token, or another one.
+    """
     from ray.exceptions import AuthenticationError
 
     try:
-        GCS_CLIENT.load()(address=address)
+        return ask()
     except AuthenticationError:
-        if "RAY_AUTH_MODE" in os.environ or not ENABLE_TOKEN.load()(warn_if_disabled=False):
+        if "RAY_AUTH_MODE" in os.environ:
             raise
-        GCS_CLIENT.load()(address=address)
+    set_variables({"RAY_AUTH_MODE": "token"})
+    try:
+        return ask()
+    except AuthenticationError:
+        del os.environ["RAY_AUTH_MODE"]
+        set_variables({})
+        raise
 
 
 def _not_a_cluster(address: str) -> UsageError:

@@ -56,7 +56,7 @@ def keep_server() -> contextlib.AbstractContextManager[Any]:
 
 
 def ray_program() -> str:
-    """The program of Ray's that this Python has; see ``WORKER_PROGRAM`` in ``private_api.py``."""
+    """The program of Ray's that this Python has; see ``FORKED_PROCESSES`` in ``private_api.py``."""
     ray = find_spec("ray")
     assert ray is not None
     assert ray.origin is not None

@@ -16,9 +16,13 @@ A client that sends nothing keeps the server for as long as it is connected.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are not Python's own
+    del sys.path[0]  # this folder, whose modules are not Python's own
+    _ROOT = str(Path(__file__).resolve().parents[3])
+    if _ROOT not in sys.path:  # this raytrain was sent with a job, and another one may be installed
+        sys.path.insert(0, _ROOT)
 
 import gc
 import json
@@ -29,12 +33,11 @@ import select
 import signal
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 from raytrain.launch.ray.fork_client import GO, READY, ray_program, user_of
 from raytrain.launch.ray.own_cluster import lean_imports
-from raytrain.launch.ray.private_api import read_variables, unseeded_ids
+from raytrain.launch.ray.private_api import LATE_VARIABLES, read_variables, unseeded_ids
 
 _IDLE_S = 15.0
 
@@ -139,6 +142,8 @@ def main() -> None:
     with socket.socket(fileno=int(descriptor)) as listener:
         if not os.path.samefile(ray_program(), program):
             raise ImportError(f"{program} is of another Ray")
+        if LATE_VARIABLES.find() is None:
+            raise ImportError(LATE_VARIABLES.lost)
         import_all()
         request = serve(listener)
     with request:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.launch.ray.private_api import LOOPBACK_ENVIRONMENT, set_variables, start_head
+from raytrain.launch.ray.private_api import loopback_environment, set_variables, start_head
 
 _LEFT_OUT = "rfc3987_syntax"
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -49,7 +49,6 @@ WITHOUT_EXTRAS = {
 }
 _OF_THE_CLUSTER = {
     **WITHOUT_EXTRAS,
-    **LOOPBACK_ENVIRONMENT,
     # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
     # CPUs.
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
@@ -69,7 +68,7 @@ class LocalCluster:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(driver_variables())
-        self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **environment})
+        self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **loopback_environment(), **environment})
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
         self._opened.callback(self._stderr.close)
         self._process = self._start()
@@ -164,8 +163,7 @@ def hold() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    head = start_head()  # it ends with this process
-    print(head.gcs_address, flush=True)
+    print(start_head(), flush=True)
     sys.stdin.read()
 
 

@@ -1,111 +1,156 @@
-"""Everything that raytrain uses of Ray which Ray does not document, in one list: what it is, and what it is for.
+"""Everything that raytrain uses of Ray which Ray does not document, in one list: what it is, and what is lost without.
 
-Ray may change these in any release, so ``pyproject.toml`` allows one minor version only, and a test loads each of them.
-Nothing is imported before it is used: ``ray.train`` alone takes seconds, and most processes need none of it.
+Ray may change these in any release. Each is an improvement: a Ray that lacks one trains without it, and `raytrain
+doctor` says what that costs. Nothing is imported before it is used: ``ray.train`` alone takes seconds, and most
+processes need none of it.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from types import SimpleNamespace
 from typing import Any
 
+from raytrain.errors import UsageError
+
+OLDEST, NEWEST_TESTED = (2, 53), (2, 60)
+_LOG = logging.getLogger("raytrain")
+
 
 @dataclass(frozen=True)
-class PrivateApi:
-    """Something undocumented: ``name`` (dotted, below ``module``), and what it is used for."""
+class Improvement:
+    """What needs undocumented ``names`` of Ray, each ``module:name``, and what is the case if one is missing."""
 
-    module: str
-    name: str
-    purpose: str
+    lost: str
+    names: tuple[str, ...]
 
-    def load(self) -> Any:
-        """The thing itself; raises ImportError that says what this version of Ray lacks."""
-        try:
-            return reduce(getattr, self.name.split("."), importlib.import_module(self.module))
-        except (ImportError, AttributeError) as error:
-            import ray
+    def find(self) -> tuple[Any, ...] | None:
+        """The things themselves; None if this Ray lacks one."""
+        found = [_load(name) for name in self.names]
+        return None if _MISSING in found else tuple(found)
 
-            raise ImportError(
-                f"Ray {ray.__version__} has no {self.module}.{self.name}, which raytrain uses to {self.purpose}."
-            ) from error
+    def missing(self) -> str | None:
+        """The sentence about what this Ray lacks of it, and what is lost; None if that is nothing."""
+        import ray
+
+        lacking = [name.replace(":", ".") for name in self.names if _load(name) is _MISSING]
+        return f"Ray {ray.__version__} lacks {' and '.join(lacking)}, so {self.lost}." if lacking else None
 
 
-NODE_ID_LABEL = PrivateApi("ray._raylet", "RAY_NODE_ID_KEY", "place an actor on the driver's node")
-GCS_CLIENT = PrivateApi(
-    "ray._raylet", "GcsClient", "ask a cluster for an answer at once, where ray.init tries for minutes"
+_MISSING = object()
+
+
+def _load(name: str) -> Any:
+    module, _, inside = name.partition(":")
+    try:
+        return reduce(_member, inside.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return _MISSING
+
+
+def _member(owner: Any, name: str) -> Any:
+    fields: dict[str, Any] = getattr(owner, "__dataclass_fields__", {})  # those without a default are no attributes
+    return fields[name] if name in fields else getattr(owner, name)
+
+
+ANSWER_AT_ONCE = Improvement(
+    "an --address at which no cluster answers is noticed after minutes", ("ray._raylet:GcsClient",)
 )
-ENABLE_TOKEN = PrivateApi(
-    "ray._private.authentication.authentication_token_setup",
-    "maybe_enable_token_auth_if_token_available",
-    "show this machine's token to a cluster at a plain HOST:PORT, as Ray does only for one that it finds by itself",
+LATE_VARIABLES = Improvement(
+    "raytrain's settings have no effect in a process that imported Ray before, and Ray's processes are not forked",
+    (
+        "ray._raylet:Config.initialize",
+        "ray._private:ray_constants",
+        "ray._private.auto_init_hook:enable_auto_connect",
+    ),
 )
-READ_VARIABLES = PrivateApi(
-    "ray._raylet", "Config.initialize", "set variables in a process that has imported Ray, which reads them only once"
+SMALL_HEAD = Improvement(
+    "a Ray that raytrain starts has processes that no run needs, and starts seconds later",
+    ("ray._private.node:Node", "ray._private.parameter:RayParams"),
 )
-CONSTANTS = PrivateApi("ray._private", "ray_constants", READ_VARIABLES.purpose)
-CONNECTS_BY_ITSELF = PrivateApi("ray._private.auto_init_hook", "enable_auto_connect", READ_VARIABLES.purpose)
-NODE = PrivateApi(
-    "ray._private.node", "Node", "start a cluster on this machine without the processes that show and scale it"
+PREEMPTION = Improvement(
+    "a machine that will be taken away causes no checkpoint: the run resumes from the one before",
+    (
+        "ray.train.v2._internal.execution.context:get_train_context",
+        "ray.train.v2._internal.execution.context:TrainContext.preemption_context",
+    ),
 )
-NODE_PARAMETERS = PrivateApi("ray._private.parameter", "RayParams", NODE.purpose)
-TRAIN_CONTEXT = PrivateApi(
-    "ray.train.v2._internal.execution.context",
-    "get_train_context",
-    "see an announced preemption without the barrier that ray.train.get_preemption_info is",
+FEWER_PROCESSES = Improvement(
+    "each run starts up to three processes that it does not need",
+    (
+        "ray.train.torch:TorchTrainer._create_default_callbacks",
+        "ray.train.torch:TorchTrainer._initialize_and_run_controller",
+    ),
 )
-CONTROLLER_CALLBACK = PrivateApi(
-    "ray.train.v2._internal.execution.callback",
-    "ControllerCallback",
-    "get the controller's handle, which is the only way to end workers that Ray Train would restart",
+CONTROLLER = Improvement(
+    "workers of an aborted run stay in a shared cluster until the process that started it ends",
+    ("ray.train.v2._internal.execution.callback:ControllerCallback",),
 )
-DEFAULT_CALLBACKS = PrivateApi(
-    "ray.train.torch",
-    "TorchTrainer._create_default_callbacks",
-    "leave out callbacks that each start a process no run here needs",
+PAUSE = Improvement(
+    "streaming takes a whole core of the driver's machine",
+    (
+        "ray.data._internal.execution.execution_callback:ExecutionCallback",
+        "ray.data:DataContext.custom_execution_callback_classes",
+    ),
 )
-RUN_CONTROLLER = PrivateApi(
-    "ray.train.torch",
-    "TorchTrainer._initialize_and_run_controller",
-    "give a run whose workers fit a policy that asks for no machines, which takes a process",
+WORKER = Improvement(
+    "an image that kills the process that reads it may kill the next one, and neither a head that does not answer nor "
+    "full object stores are reported",
+    ("ray._private.worker:global_worker",),
 )
-FIXED_SCALING_POLICY = PrivateApi(
-    "ray.train.v2._internal.execution.scaling_policy.fixed", "FixedScalingPolicy", RUN_CONTROLLER.purpose
+AUTOSCALER_STATUS = Improvement(
+    "why no more machines come is not said; `ray status` does", ("ray.experimental.internal_kv:_internal_kv_get",)
 )
-EXECUTION_CALLBACK = PrivateApi(
-    "ray.data._internal.execution.execution_callback",
-    "ExecutionCallback",
-    "give Ray Data's scheduling loop a pause, which otherwise takes a whole core",
+FORKED_PROCESSES = Improvement(
+    "each of Ray's processes imports Ray and torch itself, so that a run starts three times as slowly",
+    ("ray._private.workers.default_worker:__file__", "ray.actor:ActorClassID"),
 )
-REF_BUNDLES = PrivateApi(
-    "ray.data", "Dataset.iter_internal_ref_bundles", "pass blocks on by reference, without a copy in the driver"
-)
-WORKER = PrivateApi(
-    "ray._private.worker",
-    "global_worker",
-    "see that a task is repeated, because its process died, that the head of the cluster does not answer, and how full "
-    "the object stores are",
-)
-AUTOSCALER_STATUS = PrivateApi(
-    "ray._private.ray_constants", "DEBUG_AUTOSCALING_STATUS", "say why no more machines come, such as a cloud's quota"
-)
-WORKER_PROGRAM = PrivateApi(
-    "ray._private.workers.default_worker", "__file__", "fork Ray's processes from one that has imported what they need"
-)
-ACTOR_CLASS_ID = PrivateApi("ray.actor", "ActorClassID", WORKER_PROGRAM.purpose)
-JOB_SERVER_REQUEST = PrivateApi(
-    "ray.dashboard.modules.dashboard_sdk", "SubmissionClient._do_request", "ask a job server for its version of Ray"
+JOB_SERVER_VERSION = Improvement(
+    "submit notices a cluster whose Ray is too old only when the job has started",
+    ("ray.dashboard.modules.dashboard_sdk:SubmissionClient._do_request",),
 )
 
-PRIVATE_APIS = tuple(each for each in dict(globals()).values() if isinstance(each, PrivateApi))
+IMPROVEMENTS = tuple(each for each in dict(globals()).values() if isinstance(each, Improvement))
+
+
+@cache
+def check_version() -> None:
+    """Raise UsageError if this Ray is too old; warn, once, if it is newer than the newest one that was tested."""
+    import ray
+
+    version = minor_version(ray.__version__)
+    if version < OLDEST:
+        raise UsageError(f"Ray {ray.__version__} is too old; raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer.")
+    if version > NEWEST_TESTED:
+        _LOG.warning(
+            "Ray %s is newer than %d.%d, the newest that raytrain was tested with; it does without what this Ray "
+            "lacks, and `raytrain doctor` says what that is.",
+            ray.__version__,
+            *NEWEST_TESTED,
+        )
+
+
+def minor_version(version: str) -> tuple[int, int]:
+    """Major and minor version: ``2.60.0`` is (2, 60)."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def missing() -> list[str]:
+    """A sentence for each improvement that this Ray does not allow."""
+    return [sentence for each in IMPROVEMENTS if (sentence := each.missing())]
+
+
 _OBJECT_STORE = "object_store_memory"
+_AUTOSCALER_STATUS = b"__autoscaling_status"
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
 LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -116,7 +161,7 @@ def on_this_node() -> dict[str, str]:
     """The label selector of actors and tasks that must run on the node of this process."""
     import ray
 
-    return {NODE_ID_LABEL.load(): ray.get_runtime_context().get_node_id()}
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
@@ -128,15 +173,25 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 def read_variables() -> None:
     """Have Ray read this process's variables, which it otherwise does only when it is imported."""
-    READ_VARIABLES.load()("")
-    importlib.reload(CONSTANTS.load())
-    hook = importlib.import_module(CONNECTS_BY_ITSELF.module)
-    setattr(hook, CONNECTS_BY_ITSELF.name, os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0")
+    if found := LATE_VARIABLES.find():
+        read, constants, _ = found
+        read("")
+        importlib.reload(constants)
+        hook = importlib.import_module("ray._private.auto_init_hook")
+        hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
+
+
+def loopback_environment() -> dict[str, str]:
+    """Variables of a cluster that this process joins :func:`on_loopback`, if that has an effect here."""
+    return LOOPBACK_ENVIRONMENT if "ray" not in sys.modules or LATE_VARIABLES.find() else {}
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """While open, this process is a node of a cluster that was started with :data:`LOOPBACK_ENVIRONMENT`."""
+    """While open, this process is a node of a cluster that was started with :func:`loopback_environment`.
+
+    It may join a cluster of several machines afterwards.
+    """
     (name,) = LOOPBACK_ENVIRONMENT
     before = os.environ.get(name)
     set_variables(LOOPBACK_ENVIRONMENT)
@@ -154,58 +209,90 @@ def unseeded_ids() -> Iterator[None]:
     Ray seeds its generator once, at the first use. Processes forked later would all draw the same IDs for their tasks,
     and an actor that gets two tasks with one ID crashes.
     """
-    module = importlib.import_module(ACTOR_CLASS_ID.module)
-    id_type = ACTOR_CLASS_ID.load()
-    setattr(module, ACTOR_CLASS_ID.name, SimpleNamespace(from_random=lambda: id_type(os.urandom(id_type.size()))))
+    found = FORKED_PROCESSES.find()
+    if found is None:
+        raise ImportError(FORKED_PROCESSES.lost)
+    module, (_, id_type) = importlib.import_module("ray.actor"), found
+    module.ActorClassID = SimpleNamespace(  # pyright: ignore
+        from_random=lambda: id_type(os.urandom(id_type.size()))
+    )
     try:
         yield
     finally:
-        setattr(module, ACTOR_CLASS_ID.name, id_type)
+        module.ActorClassID = id_type  # pyright: ignore
 
 
-def start_head() -> Any:
-    """Start a cluster on this machine, at the ``gcs_address`` of what is returned. It ends with this process.
+def start_head() -> str:
+    """Start a cluster on this machine, which ends with this process; returns its address.
 
-    ``ray.init`` would start three more Python processes: a server for a dashboard even without a dashboard, one that
-    sends logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
+    ``ray.init`` starts three more Python processes: a server for a dashboard even without a dashboard, one that sends
+    logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
     """
-    node_type: Any = NODE.load()
+    found = SMALL_HEAD.find()
+    if found is None:
+        import ray
+
+        ray.init(include_dashboard=False, log_to_driver=False)
+        return ray.get_runtime_context().gcs_address
+    node_type: Any = found[0]
 
     class Head(node_type):
         def start_api_server(self, **_: Any) -> None:
             """Start none."""
 
-    parameters = NODE_PARAMETERS.load()(include_dashboard=False, include_log_monitor=False, no_monitor=True)
-    return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
+    parameters = found[1](include_dashboard=False, include_log_monitor=False, no_monitor=True)
+    return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
 
 
 def announced_preemption() -> Any:
     """What Ray Train has told this worker of nodes that will be taken away; None as long as there is nothing."""
-    return TRAIN_CONTEXT.load()().preemption_context.preemption_info
+    found = PREEMPTION.find()
+    return found and found[0]().preemption_context.preemption_info
 
 
 def is_repeated_task() -> bool:
     """Whether this task was begun before, by a process that died, or is repeated because its result was lost."""
     import ray
 
-    return ray.is_initialized() and WORKER.load().core_worker.get_current_task_attempt_number() > 0
+    found = ray.is_initialized() and WORKER.find()
+    with suppress(AttributeError):
+        return bool(found) and found[0].core_worker.get_current_task_attempt_number() > 0
+    return False
+
+
+def head_answers(timeout_s: float) -> bool:
+    """Whether the head of the cluster answers within ``timeout_s``; True if this Ray offers no way to ask it."""
+    from ray.exceptions import RayError
+
+    found = WORKER.find()
+    try:
+        with suppress(AttributeError):
+            if found:
+                found[0].gcs_client.check_alive([], timeout=timeout_s)
+    except RayError:
+        return False
+    return True
 
 
 def object_store_use(timeout_s: float) -> dict[str, tuple[int, int]]:
-    """The bytes that each node's object store holds, and has room for, by node ID; RayError without an answer."""
-    reply: Any = WORKER.load().gcs_client.get_all_resource_usage(timeout=timeout_s)
+    """The bytes that the object store of each node holds, and those that it has room for, by the node's ID.
+
+    The head knows them anyway, and answers in less than a millisecond. Raises RayError if it does not answer.
+    """
     uses: dict[str, tuple[int, int]] = {}
-    for node in reply.resource_usage_data.batch:
-        total = node.resources_total.get(_OBJECT_STORE, 0.0)
-        uses[node.node_id.hex()] = int(total - node.resources_available.get(_OBJECT_STORE, 0.0)), int(total)
+    found = WORKER.find()
+    with suppress(AttributeError):
+        reply: Any = found and found[0].gcs_client.get_all_resource_usage(timeout=timeout_s)
+        for node in reply.resource_usage_data.batch:
+            total = node.resources_total.get(_OBJECT_STORE, 0.0)
+            uses[node.node_id.hex()] = int(total - node.resources_available.get(_OBJECT_STORE, 0.0)), int(total)
     return uses
 
 
 def autoscaler_problems() -> list[str]:
     """Why machines do not start, in the cloud's words, for each type of them; empty if Ray's autoscaler knows none."""
-    from ray.experimental.internal_kv import _internal_kv_get  # pyright: ignore
-
-    written: bytes | None = _internal_kv_get(AUTOSCALER_STATUS.load().encode())
+    found = AUTOSCALER_STATUS.find()
+    written: bytes | None = found[0](_AUTOSCALER_STATUS) if found else None
     report: Any = json.loads(written or b"{}").get("autoscaler_report") or {}
     types = report.get("node_availability_summary", {}).get("node_availabilities", {}).values()
     problems = [(each["node_type"], each.get("unavailable_node_information")) for each in types]

@@ -22,7 +22,7 @@ from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials,
 from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
 from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.on_each_node import check_shared
-from raytrain.launch.ray.trainer import TrainerThread
+from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
 from raytrain.monitor.events import Event
 from raytrain.monitor.snapshot import RowCursor, Snapshot, Status
@@ -77,6 +77,7 @@ class RayLaunch:
         found = cluster_hardware()
         group = prepared.group
         self._placement = group.placement if group else place(prepared.config, found)
+        check_elastic(self._placement)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         self.num_workers = self._placement.num_workers
         fastest = () if found.num_nodes == 1 else (fastest_on_nodes, fastest_resizer_on_nodes)

@@ -19,7 +19,8 @@ import raytrain
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.launch.job_files import JobFiles, check_places, job_files
-from raytrain.launch.ray.private_api import ENABLE_TOKEN, JOB_SERVER_REQUEST
+from raytrain.launch.ray.connection import with_token
+from raytrain.launch.ray.private_api import JOB_SERVER_VERSION, OLDEST, minor_version
 from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.documents import new_name
 from raytrain.runs.outcome import StopReason
@@ -111,8 +112,8 @@ class JobServer:
     def __init__(self, address: str) -> None:
         self.address = address
         self._client = _connect(address)
-        answer = JOB_SERVER_REQUEST.load()(self._client, "GET", "/api/version")
-        _check_version(address, answer.json()["ray_version"])
+        if found := JOB_SERVER_VERSION.find():
+            _check_version(address, found[0](self._client, "GET", "/api/version").json()["ray_version"])
 
     def submit(self, words: Sequence[str], files: JobFiles, name: str) -> str:
         """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; returns the job's ID."""
@@ -224,7 +225,7 @@ def job_server_url(address: str | None) -> str:
 
 
 def _connect(address: str) -> Any:
-    """A client of the job server. If that asks for a token, this machine's is shown from now on."""
+    """A client of the job server."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -232,12 +233,7 @@ def _connect(address: str) -> Any:
         others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
         os.environ["no_proxy"] = f"{others},{urlsplit(address).hostname}".lstrip(",")
     try:
-        try:
-            return JobSubmissionClient(address)
-        except AuthenticationError:
-            if "RAY_AUTH_MODE" in os.environ or not ENABLE_TOKEN.load()(warn_if_disabled=False):
-                raise
-            return JobSubmissionClient(address)
+        return with_token(lambda: JobSubmissionClient(address))
     except AuthenticationError:
         raise UsageError(
             f"The cluster at {address} asks for a token, and this machine's is another one, or none; copy "
@@ -262,10 +258,8 @@ def _no_server(address: str, reason: str) -> UsageError:
 
 
 def _check_version(address: str, theirs: str) -> None:
-    import ray
-
-    if theirs.split(".")[:2] != ray.__version__.split(".")[:2]:
+    if minor_version(theirs) < OLDEST:
         raise UsageError(
-            f"The cluster at {address} has Ray {theirs}, and this raytrain needs {ray.__version__}; install the same "
-            "version there, as cluster/requirements.txt has it."
+            f"The cluster at {address} has Ray {theirs}, and raytrain needs {OLDEST[0]}.{OLDEST[1]} or newer; install "
+            "a newer one there, such as that of cluster/requirements.txt."
         )

@@ -17,11 +17,11 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.hardware import worker_resources
-from raytrain.launch.ray.private_api import CONTROLLER_CALLBACK, FIXED_SCALING_POLICY
+from raytrain.launch.ray.private_api import CONTROLLER
 from raytrain.monitor.events import WorkerFailed
 
 _logger = logging.getLogger(__name__)
@@ -48,12 +48,23 @@ def root_cause(error: BaseException) -> str:
 
 _HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
 _CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
+_RESIZE_EVERY = "elastic_resize_monitor_interval_s"
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
 _ABORTED_WITHIN_S = 10.0
 _NOTICED_WITHIN_S = 10.0  # Ray Train asks the workers every two seconds
 _CONTROLLER_STARTS_WITHIN_S = 60.0
 # A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
 _WORKERS_START_WITHIN_S = 180.0
+
+
+def check_elastic(placement: Placement) -> None:
+    """Raise UsageError if the number of workers may change, and this Ray can't change it."""
+    fewest, most = placement.min_workers, placement.num_workers
+    if fewest < most and not hasattr(ScalingConfig, _RESIZE_EVERY):
+        raise UsageError(
+            f"--workers is {fewest}..{most}, and Ray {ray.__version__} cannot change the number of workers of a run; "
+            "give one number, or use Ray 2.55 or newer."
+        )
 
 
 class TrainerThread:
@@ -77,20 +88,21 @@ class TrainerThread:
         self._coordinator = coordinator
         self._controller: Any = None
         fewest, most = placement.min_workers, placement.num_workers
+        resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_EVERY: _RESIZE_EVERY_S}
         self._trainer = _Trainer(
             work,
-            coordinator=coordinator,
             own_cluster=own_cluster,
+            grows=fewest < most,
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
                 use_gpu=placement.device == "cuda",
                 resources_per_worker=worker_resources(placement.device, placement.cpus, placement.accelerator_type),
-                elastic_resize_monitor_interval_s=_RESIZE_EVERY_S,
+                **resizing,
             ),
             run_config=RunConfig(
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=max_failures),
-                callbacks=[_FailureReporter(coordinator)],
+                callbacks=[_FailureReporter(coordinator), *_controller_reporters(coordinator)],
             ),
         )
 
@@ -154,51 +166,47 @@ class TrainerThread:
 
 
 class _Trainer(TorchTrainer):
-    """A TorchTrainer without the callbacks that start processes which no run here needs."""
+    """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
 
-    def __init__(self, *args: Any, coordinator: CoordinatorHandle, own_cluster: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, own_cluster: bool, grows: bool, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._coordinator = coordinator
+        self._grows = grows
         self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_CONTROLLER} if own_cluster else set())
 
-    def _create_default_callbacks(self) -> list[Any]:  # DEFAULT_CALLBACKS in private_api.py
+    def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
-        kept = [callback for callback in defaults if type(callback).__name__ not in self._left_out]
-        return [*kept, _ControllerReporter(self._coordinator)]
+        return [callback for callback in defaults if type(callback).__name__ not in self._left_out]
 
-    def _initialize_and_run_controller(self, **options: Any) -> Any:  # RUN_CONTROLLER in private_api.py
-        if not self.scaling_config.elasticity_enabled:
-            options["scaling_policy"] = _NeverGrows(self.scaling_config)
+    def _initialize_and_run_controller(self, **options: Any) -> Any:
+        """Ask nobody for machines: the workers fit, and a placement group that waits is a demand, too."""
+        policy = None if self._grows else options.get("scaling_policy")
+        for name in _ASKS_FOR_MACHINES:
+            if hasattr(policy, name):
+                setattr(policy, name, _do_nothing)
         return super()._initialize_and_run_controller(**options)
 
 
-_ControllerCallback: Any = CONTROLLER_CALLBACK.load()
-_FixedScalingPolicy: Any = FIXED_SCALING_POLICY.load()
+_ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
 
 
-class _NeverGrows(_FixedScalingPolicy):
-    """Asks for no machines: the workers fit at the start. Ray's policy starts a process for that and waits for it."""
-
-    def _send_resource_request(self) -> None:
-        pass
-
-    def _maybe_send_resource_request(self) -> None:
-        pass
-
-    def _cancel_resource_request(self) -> None:
-        pass
+def _do_nothing() -> None:
+    pass
 
 
-class _ControllerReporter(_ControllerCallback):
-    """Gives the coordinator the handle of the process that starts and watches the workers."""
+def _controller_reporters(coordinator: CoordinatorHandle) -> list[Any]:
+    """A callback of Ray Train's controller that gives the coordinator its handle: the process that starts workers."""
+    found = CONTROLLER.find()
+    if found is None:
+        return []
+    callback: Any = found[0]
 
-    def __init__(self, coordinator: CoordinatorHandle) -> None:
-        self._coordinator = coordinator
+    class Reporter(callback):
+        def after_controller_start(self, train_run_context: Any) -> None:
+            """Called by Ray Train, in the controller's process."""
+            # Put away, and in a list: whoever is given the handle itself imports all of Ray Train.
+            coordinator.set_controller.remote([ray.put(ray.get_runtime_context().current_actor)])
 
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Called by Ray Train, in the controller's process."""
-        # Put away, and in a list: whoever is given the handle itself imports all of Ray Train.
-        self._coordinator.set_controller.remote([ray.put(ray.get_runtime_context().current_actor)])
+    return [Reporter()]
 
 
 class _FailureReporter(UserCallback):

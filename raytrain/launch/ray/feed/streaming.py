@@ -27,7 +27,7 @@ from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, Worker
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
-from raytrain.launch.ray.private_api import EXECUTION_CALLBACK
+from raytrain.launch.ray.private_api import PAUSE
 from raytrain.launch.ray.trainer import root_cause
 
 _POLL_S = 10.0
@@ -134,7 +134,7 @@ def _by_pipelines(
     images: ImageSet, orders: Sequence[BlockOrder], cpus: DataCpus, turns: Iterator[BlockRef]
 ) -> Iterator[tuple[int, Any]]:
     while chunk := list(islice(turns, _BLOCKS_PER_EXECUTION)):
-        bundles = _pipeline(images, orders, chunk, cpus).iter_internal_ref_bundles()  # REF_BUNDLES in private_api.py
+        bundles = _pipeline(images, orders, chunk, cpus).iter_internal_ref_bundles()
         refs = (ref for bundle in bundles for ref in bundle.block_refs)
         for (which, _), ref in zip(chunk, refs, strict=True):
             yield which, ref
@@ -156,7 +156,8 @@ def _pipeline(
     return rows.map_batches(read_row, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
 
 
-_ExecutionCallback: Any = EXECUTION_CALLBACK.load()
+_found = PAUSE.find()
+_ExecutionCallback: Any = _found[0] if _found else object
 
 
 class _Pause(_ExecutionCallback):
@@ -175,6 +176,7 @@ def configure(context: DataContext, cpus: float, object_store_bytes: float | Non
     """Keep the order of rows, stay within ``cpus`` and ``object_store_bytes``, and keep quiet."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
     context.enable_progress_bars = False
-    context.custom_execution_callback_classes = [_Pause]
+    if _found:
+        context.custom_execution_callback_classes = [_Pause]
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ExecutionResources(cpu=cpus, object_store_memory=object_store_bytes)

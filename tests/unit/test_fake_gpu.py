@@ -1,0 +1,157 @@
+"""A step on a GPU, with tensors that are on one in name only: all stay there, and the host waits for none of them.
+
+torch's fake tensors have shapes, types and devices, and no values, so that this needs no GPU. What can't be tried that
+way: the backward, cuDNN's LSTM, and torchvision's transforms, which draw their random numbers on the host. In a step,
+the host waits for a GPU in two places: where it reads the totals of the step before, which were copied by then
+(``StepMetrics.read``), and in the step of torch's GradScaler, with ``--precision float16``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raytrain import recipes
+from raytrain.config import ResolvedConfig
+from raytrain.config.network import first_and_full_size
+from raytrain.recipes import RECIPES
+from raytrain.training.augment import Augment
+from raytrain.training.batch import Batch, mix_batch
+from raytrain.training.model import build_model
+from raytrain.training.optimisation import Loss
+from raytrain.training.protocols import Worker
+from raytrain.training.step_metrics import StepMetrics, StepTotals
+
+GPU = torch.device("cuda", 0)
+OF_UNKNOWN_SIZE = "nonzero", "masked_select", "unique"
+
+
+class HostWaits(TorchDispatchMode):
+    """Notes each operation for which the host waits until a GPU has done all that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._waits(str(func), args, kwargs or {}, result):
+            called = [each for each in traceback.extract_stack() if "/raytrain/" in each.filename]
+            self.found.append(f"{func} in {called[-1].filename}:{called[-1].lineno}" if called else str(func))
+        return result
+
+    def _waits(self, name: str, args: Any, kwargs: Any, result: Any) -> bool:
+        devices = [each.device.type for each in args if isinstance(each, Tensor)]
+        if name.startswith("aten._to_copy"):
+            return devices[0] != result.device.type and not kwargs.get("non_blocking")
+        if name.startswith("aten.copy_"):
+            return devices[0] != devices[1] and not (kwargs.get("non_blocking") or args[2:] == (True,))
+        if name.startswith("aten.index"):
+            indices = [each for each in args[1] if isinstance(each, Tensor)]
+            return devices[0] == "cuda" and any(each.dtype == torch.bool or not each.is_cuda for each in indices)
+        return "cuda" in devices and ("_local_scalar_dense" in name or any(each in name for each in OF_UNKNOWN_SIZE))
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)
+
+
+@contextlib.contextmanager
+def on_a_gpu() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Calls a function twice with fake tensors; the second time, the host must wait for nothing."""
+
+    def call(function: Callable[[], Any]) -> Any:
+        function()  # what is moved to the GPU once stays there
+        with HostWaits() as waits:
+            result = function()
+        assert waits.found == []
+        return result
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield call
+
+
+def config(**options: Any) -> ResolvedConfig:
+    asked = recipes.custom(data="images", model="resnet18", image_size=(32, 32), precision="float32", **options)
+    return asked.resolve(name="run", num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.2,) * 3)
+
+
+def batch(size: int = 4) -> Batch:
+    numbers = torch.zeros(size, dtype=torch.int64, device=GPU)
+    return Batch(torch.zeros(size, 3, 32, 32, device=GPU), numbers, numbers, numbers, 0, 0, size, (size,))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"flip": "none", "translate": 0},
+        {"flip": "random", "translate": 2},
+        {"flip": "alternating", "translate": 2},
+        {"random_resized_crop": True, "cache_side": 1.5},
+        {"channels_last": True, "flip": "random"},
+    ],
+    ids=str,
+)
+def test_images_are_augmented_where_they_are(options: dict[str, Any]) -> None:
+    augment = Augment(config(**options))
+    with on_a_gpu() as call:
+        images = torch.zeros((4, *augment.source_shape), dtype=torch.uint8, device=GPU)
+        trained = call(lambda: augment.train(images, np.arange(4), 0))
+        evaluated = call(lambda: augment.evaluate(images))
+    assert (trained.device, evaluated.device, trained.shape) == (GPU, GPU, (4, 3, 32, 32))
+
+
+@pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}], ids=str)
+def test_images_are_mixed_where_they_are(options: dict[str, float]) -> None:
+    with on_a_gpu() as call:
+        mixed = call(lambda: mix_batch(batch(), 10, 0, **options))
+    assert (mixed.images.device, mixed.targets.device) == (GPU, GPU)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"focal_gamma": 2.0}, {"labels": "labels.csv", "label_separator": "|"}],
+    ids=str,
+)
+@pytest.mark.parametrize("weights", [None, (1.0,) * 10])
+def test_the_loss_is_computed_where_the_logits_are(options: dict[str, Any], weights: tuple[float, ...] | None) -> None:
+    with on_a_gpu() as call:
+        targets = torch.zeros(4, 10, device=GPU) if "labels" in options else batch().targets
+        loss = Loss(config(**options), weights, GPU)
+        assert call(lambda: loss(torch.zeros(4, 10, device=GPU), targets)).device == GPU
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"custom", "digits-lstm"}))
+def test_the_networks_of_the_recipes_stay_on_the_gpu(recipe: str) -> None:
+    wanted = RECIPES[recipe](data="images")
+    with on_a_gpu() as call:
+        with GPU:
+            network = build_model(wanted.model, 10, wanted.channels, 0)
+        size = first_and_full_size(wanted.image_size)[1]
+        images = torch.zeros(4, wanted.channels, *size, device=GPU)
+        assert call(lambda: network(images)).device == GPU
+
+
+def test_what_a_loop_logs_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
+    with on_a_gpu() as call:
+        metrics = StepMetrics(Worker(0, 1, GPU), lambda row: None, 0)
+        metrics._host = torch.zeros(8, dtype=torch.float64)
+
+        def step() -> Tensor:
+            metrics.start(StepTotals(4))
+            metrics.log({"loss": torch.zeros((), device=GPU), "correct": torch.zeros((), device=GPU)}, counts=True)
+            return metrics.num_used()
+
+        assert call(step).device == GPU
