@@ -67,8 +67,7 @@ def test_another_token_is_told_instead_of_tried_again_and_again(note: Path, monk
         raise AuthenticationError("InvalidAuthToken")
 
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setattr(connection, "GCS_CLIENT", SimpleNamespace(load=lambda: refuse))
-    monkeypatch.setattr(connection, "ENABLE_TOKEN", SimpleNamespace(load=lambda: lambda **_: True))
+    monkeypatch.setattr(connection, "ANSWER_AT_ONCE", SimpleNamespace(find=lambda: (refuse,)))
     address = note.read_text().strip()
     with pytest.raises(UsageError, match=rf"{address} asks for a token, and this machine's token is another one"):
         connection._check_answers(address)

@@ -128,7 +128,7 @@ def test_images_are_mixed_where_they_are(options: dict[str, float]) -> None:
 def test_the_loss_is_computed_where_the_logits_are(options: dict[str, Any], weights: tuple[float, ...] | None) -> None:
     with on_a_gpu() as call:
         targets = torch.zeros(4, 10, device=GPU) if "labels" in options else batch().targets
-        loss = Loss(config(**options), weights, GPU)
+        loss = Loss(config(**options), 10, weights, GPU)
         assert call(lambda: loss(torch.zeros(4, 10, device=GPU), targets)).device == GPU
 
 
