@@ -142,13 +142,13 @@ def check_places(config: TrainConfig) -> TrainConfig:
     from raytrain.storage.open import open_store
 
     name = config.name or new_name(config.recipe)
+    data = [open_store(url) for url in (config.data, config.test_data) if url]  # refuses URLs before it writes
     open_store(config.storage).check_writable()
     store = run_store(config.storage, name)
     if not config.resume:
         _free_name(config.storage, name, store)
     _check_free(config, name, store)
-    for url in filter(None, (config.data, config.test_data)):
-        images = open_store(url)
+    for images in data:
         _check_apart(images, store)
         images.check_readable()
     config = dataclasses.replace(config, name=name)
