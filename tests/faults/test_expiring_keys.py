@@ -80,7 +80,6 @@ def revoke(run: raytrain.Run, batch: raytrain.Batch, issued: Path) -> None:
         (issued / "revoked").touch()
 
 
-@pytest.mark.parametrize("backend", ["ray"], indirect=True)
 def test_a_run_survives_expiring_credentials(
     backend: str, unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,13 +88,13 @@ def test_a_run_survives_expiring_credentials(
     result = raytrain.train(options(s3_url, f"{s3_url}-runs", backend), loop=loop)
     assert (result.status, result.steps, result.num_skipped) == ("finished", STEPS, 0)
     expired = [keys for keys in issuer.issued() if float(keys["expires"]) < time.time()]
-    assert len(expired) >= STEPS // STEPS_PER_KEY / 2 and result.seconds > 4 * LIFE_S
+    assert len(expired) >= STEPS // STEPS_PER_KEY / 2 and result.seconds > 2 * LIFE_S
     assert_same_weights(result, unhindered)
     assert raytrain.audit("run", storage=f"{s3_url}-runs").clean
     assert "failed" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["ray"], indirect=True)
+@pytest.mark.parametrize("backend", ["ray"], indirect=True)  # local workers ask the issuer, who refuses first
 def test_revoked_credentials_end_a_run_with_one_sentence_and_new_ones_resume_it(
     backend: str, unhindered: raytrain.TrainResult, issuer: Issuer, s3_url: str, tmp_path: Path
 ) -> None:

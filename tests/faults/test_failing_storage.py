@@ -48,7 +48,11 @@ def whole_steps(storage: str) -> list[int]:
 # Data behind a failing network.
 
 
-@pytest.mark.parametrize(("fraction", "seed", "max_requests_per_read"), [(0.05, 0, 1.2), (0.5, 5, 3.0)])
+@pytest.mark.parametrize(
+    ("backend", "fraction", "seed", "max_requests_per_read"),
+    [("local", 0.05, 0, 1.2), ("ray", 0.05, 0, 1.2), ("ray", 0.5, 5, 3.0)],
+    indirect=["backend"],
+)
 def test_failed_s3_requests_are_retried_and_counted(
     backend: str,
     fraction: float,

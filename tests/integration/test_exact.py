@@ -21,7 +21,7 @@ from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.storage.open import open_store
 from raytrain.training import assembly
 from raytrain.training.augment import Augment
@@ -107,6 +107,8 @@ class Recorder:
         self.started_after.append(step)
 
     def flush(self) -> None: ...
+    def skip(self, images: list[SkippedImage]) -> None: ...
+    def retried(self, num_requests: int) -> None: ...
     def measured(self, use: MachineUse) -> None: ...
 
     def event(self, event: Event) -> None:
