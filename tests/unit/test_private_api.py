@@ -26,6 +26,7 @@ from raytrain.launch.ray.private_api import (
 )
 
 PACKAGE = Path(__file__).parents[2] / "raytrain"
+pytestmark = pytest.mark.not_quick  # importing torch starts a process
 NAMES = [name for improvement in IMPROVEMENTS for name in improvement.names]
 
 
@@ -72,7 +73,6 @@ def test_a_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         check_version()
 
 
-@pytest.mark.not_quick
 def test_an_elastic_run_is_refused_if_this_ray_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.train import ScalingConfig
 
@@ -86,7 +86,6 @@ def test_an_elastic_run_is_refused_if_this_ray_has_none(monkeypatch: pytest.Monk
     check_elastic(dataclasses.replace(elastic, min_workers=4))
 
 
-@pytest.mark.not_quick
 def test_private_modules_of_ray_are_named_in_one_file() -> None:
     found = subprocess.run(
         ["grep", "-rlE", r"ray\._private|ray\._raylet|ray\.\w+(\.\w+)*\._internal", str(PACKAGE), "--include=*.py"],
