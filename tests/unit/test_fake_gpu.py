@@ -113,7 +113,7 @@ def test_images_are_augmented_where_they_are(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}], ids=str)
-def test_images_are_mixed_where_they_are(options: dict[str, float]) -> None:
+def test_images_are_mixed_where_they_are(options: dict[str, Any]) -> None:
     with on_a_gpu() as call:
         mixed = call(lambda: mix_batch(batch(), 10, 0, **options))
     assert (mixed.images.device, mixed.targets.device) == (GPU, GPU)
@@ -138,7 +138,7 @@ def test_the_networks_of_the_recipes_stay_on_the_gpu(recipe: str) -> None:
     with on_a_gpu() as call:
         with GPU:
             network = build_model(wanted.model, 10, wanted.channels, 0)
-        size = first_and_full_size(wanted.image_size)[1]
+        size = first_and_full_size(wanted.image_size or (32, 32))[1]
         images = torch.zeros(4, wanted.channels, *size, device=GPU)
         assert call(lambda: network(images)).device == GPU
 

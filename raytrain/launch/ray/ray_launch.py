@@ -7,6 +7,7 @@ import dataclasses
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import ray
@@ -80,8 +81,9 @@ class RayLaunch:
         check_elastic(self._placement)
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         self.num_workers = self._placement.num_workers
-        fastest = () if found.num_nodes == 1 else (fastest_on_nodes, fastest_resizer_on_nodes)
-        self.config = prepared.resolve(self.num_workers, self._placement.device, *fastest)
+        resolve = partial(prepared.resolve, self.num_workers, self._placement.device)
+        one_node = found.num_nodes == 1
+        self.config = resolve() if one_node else resolve(fastest_on_nodes, fastest_resizer_on_nodes)
         self._prepared = prepared
         self._cluster = cluster
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)

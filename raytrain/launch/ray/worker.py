@@ -22,6 +22,7 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 import raytrain
@@ -60,15 +61,16 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
             others = [each for each in beside if (its := _users_file(each)) and its.is_relative_to(folder)]
             for each in (module, *others):
                 if each.__name__ != "__main__":  # which is pickled by value anyway
-                    ray.cloudpickle.register_pickle_by_value(each)  # pyright: ignore
-    return ray.cloudpickle.dumps(functions)
+                    cloudpickle.register_pickle_by_value(each)  # pyright: ignore
+    return cloudpickle.dumps(functions)
 
 
 def _users_file(module: ModuleType) -> Path | None:
     """The file of a module that is not installed."""
-    file = getattr(module, "__file__", None)
-    is_installed = file is None or module.__name__.partition(".")[0] in _installed_packages()
-    if is_installed or any(Path(file).is_relative_to(folder) for folder in _INSTALLED):
+    file: str | None = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] in _installed_packages():
+        return None
+    if any(Path(file).is_relative_to(folder) for folder in _INSTALLED):
         return None
     return Path(file)
 
@@ -106,7 +108,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     if here.folder is not None:
         os.chdir(here.folder)  # a loop or a model may read files by relative paths
     sys.path.extend(folder for folder in here.path if folder not in sys.path)  # a loop may import what is beside it
-    loop, transforms = ray.cloudpickle.loads(here.functions)
+    loop, transforms = cloudpickle.loads(here.functions)
     spec = replace(spec, loop=loop, transforms=transforms)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = spec.config
