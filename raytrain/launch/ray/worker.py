@@ -62,7 +62,7 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
             for each in (module, *others):
                 if each.__name__ != "__main__":  # which is pickled by value anyway
                     cloudpickle.register_pickle_by_value(each)  # pyright: ignore
-    return cloudpickle.dumps(functions)
+    return cloudpickle.dumps(functions)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _users_file(module: ModuleType) -> Path | None:
