@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -41,6 +42,14 @@ def test_every_command_is_documented_and_every_documented_command_is_valid(
     for words in commands:
         if "--help" not in words:
             parse(words, COMMANDS)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "notebooks").glob("*.ipynb"))], ids=lambda page: page.name)
+def test_what_a_page_or_a_notebook_imports_exists(page: Path) -> None:
+    imports = re.findall(r"^[ \"]*from (raytrain[\w.]*) import ([\w, ]+)", page.read_text(), flags=re.MULTILINE)
+    for module, names in imports:
+        for name in names.split(","):
+            assert hasattr(importlib.import_module(module), name.split()[0]), f"{module} has no {name.strip()}"
 
 
 def documented_commands(page: Path) -> list[list[str]]:
