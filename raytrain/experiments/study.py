@@ -29,7 +29,17 @@ if TYPE_CHECKING:
 
 _NOT_STARTED = RunStatus(status="not started")
 # Unless the options decide them.
-_DECIDED_BY_RUN = {"device", "precision", "mean", "std", "image_size", "resize", "crop_fraction", "interpolation"}
+_DECIDED_BY_RUN = {
+    "device",
+    "precision",
+    "resizer",
+    "mean",
+    "std",
+    "image_size",
+    "resize",
+    "crop_fraction",
+    "interpolation",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def make_run(
 
 
 def train_run(spec: RunSpec, run: Run) -> Outcome:
-    """Train ``run`` to its end, or until somebody asks it to stop. The outcome is the same on every worker.
+    """Train ``run`` to its end, or until somebody asks it to stop. Worker 0 knows the checkpoint of the outcome.
 
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the user's
     own loop raised anything in the first step of this start.

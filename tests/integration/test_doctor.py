@@ -305,8 +305,7 @@ def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
         from raytrain.storage.open import open_store
-        from raytrain.launch.ray import private_api
-from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
+        from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
         from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
         node = ClusterNode("127.0.0.1", "0", 1, 0, 1, 1)
         assert probe_node(ProbeRequest(storage=open_store({str(tmp_path)!r})), node).writable

@@ -127,7 +127,7 @@ def test_flags_override_the_recipe(trained: list[TrainConfig]) -> None:
 def test_every_option_of_a_run_is_a_flag_with_its_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "140")  # wider, the boxes would stand side by side
+    monkeypatch.setenv("COLUMNS", "100")  # wider, the boxes would stand side by side
     with pytest.raises(SystemExit) as end:
         main(["train", "cifar10", "--help-all"])
     assert end.value.code == 0

@@ -276,7 +276,10 @@ def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.Im
 
     def make(manifest: Manifest) -> ingest.ImageSet:
         skipped: list[SkippedImage] = []
-        coordinator: Any = SimpleNamespace(skipped=skipped, skip=SimpleNamespace(remote=skipped.extend))
+        retried = SimpleNamespace(remote=lambda count: None)  # by what else this process has fetched
+        coordinator: Any = SimpleNamespace(
+            skipped=skipped, skip=SimpleNamespace(remote=skipped.extend), retried=retried
+        )
         packed = manifest.packing is not None
         return ingest.ImageSet(
             open_store(manifest.url), ImageFormat(SHAPE), manifest, len(manifest), packed, coordinator

@@ -115,7 +115,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
 
 
 def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: SocketReporter) -> Outcome:
-    """Train as one of the workers, or as the only one. The outcome is the same on all of them."""
+    """Train as one of the workers, or as the only one. Worker 0 knows the checkpoint of the outcome."""
     config, device = spec.config, _device(spec.config)
     if here.num_workers > 1:
         store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
