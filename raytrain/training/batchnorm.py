@@ -25,8 +25,9 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from raytrain.errors import UsageError
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -247,8 +248,12 @@ class _NormaliseTogether(torch.autograd.Function):
         return _normalise(x, weight, bias, mean, variance, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # for create_graph=True
+            raise UsageError(
+                "A gradient of gradients cannot pass batch norm that is joined over the workers; use a network without "
+                "batch norm, or --batch-norm aggregate."
+            )
         x, weight, mean, variance, total = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
         # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
