@@ -68,6 +68,10 @@ class Dataset:
         batch_size = _TEST_BATCH_PER_WORKER * num_workers
         return BatchPlan(len(self.test), batch_size, 1, 0, shuffle=False, shard_shuffle=self.test.shard_shuffle)
 
+    def read_by(self, config: ResolvedConfig) -> Dataset:
+        """The same images, decoded as a run with these options decided."""
+        return replace(self, train_format=training_format(config))
+
     def kept_on(self, disk: DiskCache | None) -> Dataset:
         """The same images, whose files are kept on a disk of each machine that reads them."""
         train_store, test_store = self.train_store.kept_on(disk), self.test_store.kept_on(disk)

@@ -19,7 +19,7 @@ Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig
 
 _SAME_FOR_ALL = {  # the options that decide what is read, where it is stored, and how trials are scheduled
     *("data", "test_data", "test_fraction", "channels", "max_bad_fraction"),
-    *("resize", "crop_fraction", "random_resized_crop", "cache_side", "transforms"),
+    *("resize", "crop_fraction", "resizer", "random_resized_crop", "cache_side", "transforms"),
     *("storage", "name", "resume", "address", "recipe", "loop", "keep_checkpoints", "log_every"),
     *("trace", "track", "tag", "note"),
     *("evaluate_every", "checkpoint_every"),

@@ -282,7 +282,7 @@ def _place(config: TrainConfig, found: Hardware, num_trials: int) -> Placement:
 def _resolved(trial: Trial, sweep: PreparedRun, device: str) -> ResolvedConfig:
     """The options of a trial as its run will have them, apart from the precision."""
     run = dataclasses.replace(sweep, config=trial.config, name=trial.name)
-    return run.resolve(1, device, lambda _: "float32")
+    return run.resolve(1, device, lambda _: "float32", lambda: "pillow")
 
 
 def _gpus_of_trials(config: TrainConfig, placement: Placement) -> Sequence[str | None]:

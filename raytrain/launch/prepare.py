@@ -108,7 +108,8 @@ class PreparedRun:
             mean=self.data.mean,
             std=self.data.std,
             fastest_precision=fastest_precision(device) if self.config.precision == "auto" else "float32",
-            fastest_resizer=fastest_resizer() if self.config.resizer == "auto" else "pillow",
+            # The runs of a group share decoded images.
+            fastest_resizer=fastest_resizer() if self.config.resizer == "auto" and not self.group else "pillow",
         )
         if resolved.batch_size > (num_images := len(self.data.train)):
             sentence = "--batch-size is %s for %s training images: each step takes all of them, and is an epoch."

@@ -3,6 +3,9 @@
 import dataclasses
 import io
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageShape, decode, fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch import prepare
-from raytrain.recipes import cifar10
+from raytrain.launch.local.local_launch import LocalLaunch
+from raytrain.launch.ray.feed.data_feed import DataFeed
+from raytrain.recipes import cifar10, custom
+from tests.helpers.small_runs import make_images
 
 needs_cykooz = pytest.mark.skipif(fastest_resizer() == "pillow", reason="cykooz-resizer has no wheel for this machine")
 
@@ -65,3 +71,22 @@ def test_a_node_without_the_library_ends_the_run_with_a_sentence(monkeypatch: py
     monkeypatch.setitem(sys.modules, "cykooz_resizer", None)
     with pytest.raises(UsageError, match=r"no cykooz-resizer.*--resizer pillow"):
         decode(photo(), ImageShape(32, 32, 3), Cropping(resizer="cykooz").crop)
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("found", ["cykooz", "pillow"])
+def test_a_run_reads_with_the_library_that_it_writes_down(tmp_path: Path, found: Any) -> None:
+    (tmp_path / "images").mkdir()
+    options = {"data": str(make_images(tmp_path / "images")), "storage": str(tmp_path), "name": "run"}
+    wanted = custom(**options, batch_size=8, learning_rate=0.1, workers=1, device="cpu")
+    with prepare.prepare(prepare.check_places(wanted)) as prepared:
+        started = prepared.resolve(1, "cpu", fastest_resizer=lambda: found)
+        feed = DataFeed(started, prepared.data, prepared.data.plan(started), prepared.data.test_plan(1), 0, 0)
+        decided = dataclasses.replace(prepared, config=started)
+        seen: list[Any] = []
+        agent: Any = SimpleNamespace(start_workers=lambda spec, here: seen.append(here.data), close=lambda: None)
+        launch = LocalLaunch(decided, agent)
+        launch.start()
+        launch.close(finished=True)
+    for data in (feed._data, *seen):
+        assert data.train_format.cropping.resizer == started.resizer == found

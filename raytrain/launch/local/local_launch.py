@@ -69,7 +69,7 @@ class LocalLaunch:
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
                 Surroundings(
-                    data=prepared.data,
+                    data=prepared.data.read_by(self.config),
                     first_step=prepared.first_step,
                     num_workers=self.num_workers,
                     cache=cache,

@@ -48,7 +48,7 @@ class DataFeed:
     ) -> None:
         choice = choose_cache(config, data, plan, first_step, object_store_bytes)
         self._config = config
-        self._data = data.kept_on(choice.disk)
+        self._data = data.read_by(config).kept_on(choice.disk)
         self._plan = plan
         self._test_plan = test_plan
         self._first_step = first_step
