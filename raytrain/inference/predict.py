@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import posixpath
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
+
+_SCHEME_AND_BUCKET = len(["s3:", "", "bucket"])
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,21 @@ def predict(
 
 def _open_images(data: str | Sequence[str]) -> tuple[Store, Manifest]:
     """The images below a folder or URL, or the files that are named, and the store that has them."""
-    if isinstance(data, str) and not data.lower().endswith(SUFFIXES):
+    if isinstance(data, str) and (os.path.isdir(data) or not data.lower().endswith(SUFFIXES)):
         images = open_store(data)
         return images, list_images(images)
     files = [data] if isinstance(data, str) else data
     if not files:
         raise UsageError("No image is named; give a folder, a URL, or image files.")
+    if folder := next((file for file in files if os.path.isdir(file)), None):
+        raise UsageError(f"{folder} is a folder, and image files are expected; give a folder by itself (--data).")
     paths = [file if "://" in file else str(Path(file).expanduser().absolute()) for file in files]
-    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths]).replace(":/", "://", 1)
-    images = open_store(folder)
-    return images, named_images(images, [path.removeprefix(folder).lstrip("/") for path in paths])
+    levels = takewhile(lambda names: len(set(names)) == 1, zip(*(path.split("/")[:-1] for path in paths), strict=False))
+    shared = [names[0] for names in levels]
+    if any("://" in path for path in paths) and len(shared) < _SCHEME_AND_BUCKET:
+        raise UsageError("The image files are not all in one bucket; predict those of each bucket by themselves.")
+    images = open_store("/".join(shared) or "/")
+    return images, named_images(images, ["/".join(path.split("/")[len(shared) :]) for path in paths])
 
 
 def _output_columns(table: pa.Table) -> pa.Table:

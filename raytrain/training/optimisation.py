@@ -25,11 +25,12 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
     """The optimizer of the trainable parameters of ``model``, at the peak learning rates."""
     rate, decay = config.learning_rate, config.weight_decay
     groups = parameter_groups(config, model, num_classes)
+    fused = not any(weight.is_complex() for weight in model.parameters())  # torch's fused kernels are for real numbers
     if config.optimizer == "sgd":
         momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
-        return torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=True, **momentum)
+        return torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=fused, **momentum)
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=True)
+        return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=fused)
     return _timm_optimizer(config.optimizer, groups, rate, decay)
 
 

@@ -125,6 +125,18 @@ def failing(run: Run, after: int = 1) -> None:
             raise RuntimeError(f"this loop never works\nwith batch {batch.step}")
 
 
+def speaking(run: Run) -> None:
+    print("here I am")
+    for _ in train_on(run):
+        pass
+
+
+def test_what_a_worker_of_a_short_run_prints_is_kept(data: Path, tmp_path: Path) -> None:
+    raytrain.train(options(data, tmp_path, workers=1, max_steps=1), loop=speaking)
+    logs = LogReader(open_store(f"{tmp_path}/run"), worker_log(0)).read()
+    assert [log.text for log in logs if log.stream == "out"] == ["here I am\n"]
+
+
 def train_on(run: Run) -> Iterator[Batch]:
     """The batches of a run, on each of which its network has been trained when the next one is asked for."""
     model = run.prepare(run.build_model())

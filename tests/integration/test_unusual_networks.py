@@ -98,18 +98,15 @@ def trained(make: Made, folder: str) -> list[Tensor]:
         else:
             loss()
             run.step(optimizer)
-        seen.append(
-            torch.cat(
-                [
-                    torch.view_as_real(each).flatten() if each.is_complex() else each.flatten()
-                    for each in model.parameters()
-                ]
-            )
-            .detach()
-            .clone()
-        )
+        seen.append(weights_of(model))
     run.finish()
     return seen
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    """A copy of all weights in a row; of complex ones, both parts."""
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in model.parameters()]
+    return torch.cat([each.detach().flatten() for each in real])  # a copy
 
 
 def trained_by_torch(make: Made, folder: str) -> list[Tensor]:
@@ -128,16 +125,7 @@ def trained_by_torch(make: Made, folder: str) -> list[Tensor]:
             return value
 
         optimizer.step(closure)  # pyright: ignore
-        seen.append(
-            torch.cat(
-                [
-                    torch.view_as_real(each).flatten() if each.is_complex() else each.flatten()
-                    for each in model.parameters()
-                ]
-            )
-            .detach()
-            .clone()
-        )
+        seen.append(weights_of(model))
         run.backward(other(batch.images.new_zeros(1, 1)).sum().to(torch.float64))
         run.step(nothing)
     run.finish()

@@ -62,9 +62,9 @@ class LocalLaunch:
             cache = (self._shared and self._shared.cache) or image_cache(
                 self.config, prepared.data, prepared.first_step, opened
             )
-            self._logs = WorkerLogs(prepared.store, folder)
-            self._logs.start()
-            opened.callback(self._logs.close)
+            logs = WorkerLogs(prepared.store, folder)
+            logs.start()
+            opened.callback(logs.close)
             opened.callback(self._agent.close)
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
@@ -95,9 +95,8 @@ class LocalLaunch:
         return None
 
     def end_workers(self) -> None:
-        """End all processes, and copy the rest of what they have printed."""
+        """End all processes. What they have printed is copied when all is closed: the run is written down by then."""
         self._agent.close()
-        self._logs.close()
         if self._shared is not None:
             self._coordinator.skip(self._shared.skipped_images())
 
