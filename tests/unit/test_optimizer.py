@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm.optim
@@ -35,6 +36,22 @@ resolved = options.resolve(name="run", num_workers=1, device="cpu", mean=data.me
 load_initial_weights(RunSpec.of(resolved, data, store, None, 1), 0)
 assert "torch._dynamo" not in sys.modules
 """
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_complex_weights_step_as_in_plain_pytorch(name: Literal["sgd", "adamw"]) -> None:
+    given = TrainConfig(batch_size=1, learning_rate=0.5, weight_decay=0.02, momentum=0.9, optimizer=name)
+    config = given.resolve(name="run", num_workers=1, device="cpu", mean=(0.0,) * 3, std=(1.0,) * 3)
+    ours, theirs = (nn.Linear(3, 2, dtype=torch.complex64) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    plain = {"sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=config.nesterov), "adamw": torch.optim.AdamW}[name]
+    optimizers = build_optimizer(config, ours, 2), plain(theirs.parameters(), lr=0.5, weight_decay=0.02)
+    for _ in range(2):
+        for network, optimizer in zip((ours, theirs), optimizers, strict=True):
+            network(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("lamb", timm.optim.Lamb), ("lion", timm.optim.Lion)])  # pyright: ignore[reportPrivateImportUsage]
