@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
@@ -19,9 +19,6 @@ from raytrain.config.user_function import names_own_function, stored_function_er
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import CONFIG
-
-if TYPE_CHECKING:
-    pass
 
 C = TypeVar("C")
 T = TypeVar("T")

@@ -144,5 +144,5 @@ def export(
     from raytrain.display.console import key_value_table
 
     document = raytrain.export(run, output, data=data, storage=storage, trust=trust).summary()
-    lines = Text(f"\nWithout raytrain:\n\n{document.get('example')}")
+    lines = Text(f"\nWithout raytrain:\n\n{document['example']}")
     return CommandResult(Group(key_value_table({**document, "example": None}), lines), document)
