@@ -38,7 +38,7 @@ class ScriptedClient:
     submitted: dict[str, Any]
     packed: list[str]
     message = ""
-    refusal: Exception | None = None
+    refusals: list[Exception]
     end = JobStatus.SUCCEEDED
     stopped = ""
 
@@ -49,11 +49,11 @@ class ScriptedClient:
         return SimpleNamespace(json=lambda: {"ray_version": ray.__version__})
 
     def submit_job(self, **submitted: Any) -> str:
-        if (refusal := type(self).refusal) is not None:
-            raise refusal
+        if self.refusals:
+            raise self.refusals.pop(0)
         type(self).submitted = submitted
         type(self).packed = sorted(path.name for path in Path(submitted["runtime_env"]["working_dir"]).rglob("*"))
-        return "job1"
+        return submitted["submission_id"]
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         connection = type(self).logs.pop(0)
@@ -78,8 +78,9 @@ def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedClie
     class Client(ScriptedClient):
         pass
 
-    Client.logs = [list(LINES)]
+    Client.logs, Client.refusals = [list(LINES)], []
     monkeypatch.setattr(job_server, "_connect", Client)
+    monkeypatch.setattr(job_server, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="1")))
     monkeypatch.setattr(type(job_server.JOB_SERVER_VERSION), "find", lambda self: (Client._do_request,))
     monkeypatch.setattr(job_server, "_RETRY_S", 0.01)
     monkeypatch.chdir(tmp_path)
@@ -99,7 +100,9 @@ def test_the_command_goes_with_its_code_and_its_log_comes_back(
     out, err = capsys.readouterr()
     assert out.startswith("".join(LINES))
     assert json.loads(out.splitlines()[-1])["status"] == "succeeded"
-    assert "Sent 1 files (0.0 MB)" in err and "as job job1 to http://head:8265. The run is called my-first." in err
+    assert (
+        "Sent 1 files (0.0 MB)" in err and "as job raytrain_1 to http://head:8265. The run is called my-first." in err
+    )
     assert client.submitted["entrypoint"].startswith("python -m raytrain train cifar10 --data s3://b/train")
     assert client.packed == ["my_loop.py"]
     assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "300"}
@@ -132,9 +135,26 @@ def test_a_run_without_a_name_gets_one_with_which_it_can_be_stopped(client: Any,
 def test_a_job_that_is_not_taken_has_a_sentence(
     client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client.refusal = OSError("Remote end closed connection")
+    client.refusals = [OSError("Remote end closed connection")]
     assert submit(tmp_path) == 2
     assert "http://head:8265 did not take the job (Remote end closed connection)." in capsys.readouterr().err
+
+
+def test_a_head_that_has_just_started_is_asked_again_with_the_same_job(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_agent = RuntimeError("Request failed with status code 500: No available agent to submit job.")
+    taken = RuntimeError("…status code 500: …\nValueError: Job with submission_id raytrain_1 already exists.")
+    for client.refusals in ([no_agent, no_agent], [no_agent, taken]):
+        client.logs = [list(LINES)]
+        assert submit(tmp_path) == 0
+        assert "as job raytrain_1 to http://head:8265" in capsys.readouterr().err
+    assert client.submitted["submission_id"] == "raytrain_1"
+
+    monkeypatch.setattr(job_server, "_STARTS_WITHIN_S", 0.0)
+    client.refusals = [RuntimeError("…status code 500: Traceback:\n  File …\nTimeoutError: no agent\n"), no_agent]
+    assert submit(tmp_path) == 2
+    assert "did not take the job (TimeoutError: no agent)." in capsys.readouterr().err
 
 
 def test_a_lost_connection_repeats_and_loses_nothing(
@@ -160,7 +180,7 @@ def test_a_cluster_that_answers_no_more_is_given_up(
     ("message", "sentence"),
     [
         ("exit code 1\nModuleNotFoundError: No module named 'obstore'", "the cluster's Python lacks obstore"),
-        ("exit code 2", "Job job1 failed; its log is above"),
+        ("exit code 2", "Job raytrain_1 failed; its log is above"),
     ],
 )
 def test_a_job_that_fails_has_a_sentence(
@@ -185,7 +205,7 @@ def test_ctrl_c_stops_the_run_with_a_checkpoint_if_nobody_can_be_asked(client: A
 def test_ctrl_c_before_the_run_is_there_stops_the_job(client: Any, tmp_path: Path) -> None:
     interrupt_during_the_log(client, until=lambda: bool(client.stopped))
     assert submit(tmp_path, "--name", "first") == 0
-    assert client.stopped == "job1"
+    assert client.stopped == "raytrain_1"
 
 
 @pytest.mark.not_quick

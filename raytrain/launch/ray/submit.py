@@ -9,6 +9,7 @@ import shlex
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,7 @@ def _failure(sent: Submission) -> str:
 
 STOP_WAIT_S = 300  # how long Ray waits for a checkpoint when the job is stopped, before it kills the job
 _RETRY_S = 2.0
+_STARTS_WITHIN_S = 60.0
 _GIVE_UP_AFTER_S = 600.0
 _GCS_PORT = 6379
 
@@ -125,14 +127,25 @@ class JobServer:
                 "py_modules": [str(Path(raytrain.__file__).parent)],
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
             }
+            job = f"raytrain_{uuid.uuid4().hex[:12]}"
             entrypoint = shlex.join(["python", "-m", "raytrain", *words])
+            self._send(job, entrypoint=entrypoint, metadata={"raytrain_run": name}, runtime_env=environment)
+        return job
+
+    def _send(self, job: str, **command: Any) -> None:
+        """Have Ray take the job. A head that has just started answers with status 500 until its agent has, too."""
+        give_up_at = time.monotonic() + _STARTS_WITHIN_S
+        while True:
             try:
-                return self._client.submit_job(
-                    entrypoint=entrypoint, metadata={"raytrain_run": name}, runtime_env=environment
-                )
+                self._client.submit_job(submission_id=job, **command)
+                return
             except (RuntimeError, OSError) as error:
-                reason = str(error).splitlines()[0]
-                raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
+                if f"{job} already exists" in str(error):  # it was taken, and only the answer was lost
+                    return
+                if "status code 500" not in str(error) or time.monotonic() > give_up_at:
+                    reason = str(error).strip().splitlines()[-1]  # of a traceback, the last line says what happened
+                    raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
+            time.sleep(_RETRY_S)
 
     def stop(self, job: str) -> None:
         """Have Ray send SIGTERM to the job."""
