@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from threading import Thread
@@ -233,7 +233,10 @@ class RunHandle:
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the run's end. Raises what :func:`raytrain.train` raises, and TimeoutError after ``timeout_s``."""
-        return self._result.result(timeout_s)
+        wait([self._result], timeout_s)
+        if not self.done:  # not the future's own: in Python 3.10 that is no TimeoutError
+            raise TimeoutError(f"The run has not ended within {timeout_s} s; stop() asks it to.")
+        return self._result.result()
 
     def __await__(self) -> Generator[Any, None, TrainResult]:
         return asyncio.shield(asyncio.wrap_future(self._result)).__await__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,3 +182,16 @@ def test_a_lost_coordinator_leaves_a_run_that_starts_again(images: Path, tmp_pat
     with pytest.raises(CoordinatorLost):
         run(images, tmp_path, train, StopSignals())
     assert read_status(run_store(str(tmp_path), "run")).status == "starting"
+
+
+def test_a_result_that_is_not_there_in_time_is_a_timeout_and_can_be_waited_for_again(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, ended = threading.Event(), object()
+    launch = importlib.import_module("raytrain.launch.train")
+    monkeypatch.setattr(launch, "train", lambda *_, **__: may_end.wait() and ended)
+    handle = launch.RunHandle(config(images, tmp_path), None, None)
+    with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s; stop\(\) asks it to"):
+        handle.result(0.01)
+    may_end.set()
+    assert handle.result() is ended
