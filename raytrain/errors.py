@@ -18,6 +18,9 @@ class RaytrainError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # others are what it is unpickled from
+
 
 class UsageError(RaytrainError, ValueError):
     """A setting or an input is wrong; the sentence names the setting, the numbers and what to do."""
@@ -46,9 +49,6 @@ class OutOfMemory(RaytrainError):
         super().__init__(sentence, accumulate)
         self.accumulate = accumulate
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class TrainingFailed(RaytrainError):
     """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run."""
@@ -56,9 +56,6 @@ class TrainingFailed(RaytrainError):
     def __init__(self, sentence: str, summary: dict[str, Any] | None = None) -> None:
         super().__init__(sentence, summary)
         self.summary = summary or {}
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class CoordinatorLost(TrainingFailed):

@@ -13,17 +13,15 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from raytrain.errors import UsageError
-from raytrain.runs.documents import METRICS, open_run
-from raytrain.runs.line_file import StoredLines
+from raytrain.runs.documents import open_run
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.stored_rows import FIELDS, RowParser, StoredRows
+from raytrain.runs.stored_rows import FIELDS, StoredRows, read_rows
 from raytrain.storage.open import check_output, new_output
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 _FORMULA = r"^[=+\-@\t\r\n]"
 _MAX_COLUMNS = 1000
-_MAX_PART = 2**15  # rows that are written at once
 _VALUE = {pa.string(): str, pa.int64(): int, pa.float64(): float}
 
 
@@ -66,24 +64,16 @@ def export_history(storage: str, name: str, output: str) -> int:
     num_rows, schema = _survey(store)
     num_left = num_rows
     with new_output(output) as file, table_writer(file, output, schema) as write:
-        for rows in _parts(store):
+        for rows in read_rows(store):
             write(_table(rows[:num_left], schema))  # a run that trains adds rows meanwhile
             num_left -= len(rows[:num_left])
     return num_rows
 
 
-def _parts(store: Store) -> Iterator[Sequence[MetricRow]]:
-    parse = RowParser()
-    for block in StoredLines(store, METRICS).blocks():
-        lines = block.splitlines()
-        for start in range(0, len(lines), _MAX_PART):
-            yield parse(lines[start : start + _MAX_PART])
-
-
 def _survey(store: Store) -> tuple[int, pa.Schema]:
     """The number of rows, and the columns with their types. Raises UsageError if there are too many of them."""
     num_rows, names = 0, dict[str, None]()
-    for rows in _parts(store):
+    for rows in read_rows(store):
         num_rows += len(rows)
         names.update(dict.fromkeys(_names(rows)))
         if len(names) > _MAX_COLUMNS:

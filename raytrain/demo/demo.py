@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import matplotlib
 import numpy as np
@@ -183,23 +183,12 @@ def _unused_name(storage: str) -> str:
     return next(name for name in names if not run_store(storage, name).exists(CONFIG))
 
 
-@contextmanager
-def _aws_environment(aws: dict[str, str]) -> Iterator[None]:
+def _aws_environment(aws: dict[str, str]) -> AbstractContextManager[Any]:
     """Make ``aws`` the whole AWS configuration of this process, so that a user's keys or role do not interfere."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     no_other_source = {
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    _replace_aws_variables({**no_other_source, **aws})
-    try:
-        yield
-    finally:
-        _replace_aws_variables(before)
-
-
-def _replace_aws_variables(variables: dict[str, str]) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        del os.environ[name]
-    os.environ.update(variables)
+    return patch.dict(os.environ, {**others, **no_other_source, **aws}, clear=True)

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +31,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class S3Server:
+class S3Server(AbstractContextManager["S3Server"]):
     """An S3 server on a free port of the loopback interface; its buckets are the folders of ``directory``.
 
     A context manager that stops the server at the end. The server checks signatures against a key pair that is drawn
@@ -52,9 +53,6 @@ class S3Server:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> S3Server:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

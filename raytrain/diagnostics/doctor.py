@@ -156,11 +156,9 @@ def group_by_sentence(nodes: Iterable[Node], sentences: Callable[[Node], Iterato
 
 def node_failures(node: Node, driver_versions: Versions) -> Iterator[str]:
     """What prevents training on a node, or the same numbers on all of them."""
+    yield from node.problems
     if node.report is None:
-        assert node.error is not None
-        yield node.error
         return
-    yield from node.report.problems
     for name, version in node.report.versions.items():
         if version != driver_versions[name]:
             here = driver_versions[name] or "missing"

@@ -223,6 +223,18 @@ class Node(ClusterNode):
     clock_ahead_s: float = 0.0
     """By how much the node's clock is ahead of this machine's, at least; below 0 if it is behind."""
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What the node found wrong, or why it has not answered, as sentences that say what to do."""
+        return self.report.problems if self.report else (self.error or "",)
+
+    def devices(self) -> dict[str, Any]:
+        """The node's devices as plain values, each GPU with its number, and what is wrong."""
+        found = self.report.gpus if self.report else ()
+        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(found)]
+        known = {name: getattr(self, name) for name in ("address", "id", "cpus", "memory_bytes")}
+        return {**known, "gpus": gpus, "problems": list(self.problems)}
+
 
 def probe_nodes(request: ProbeRequest) -> tuple[Node, ...]:
     """Probe all nodes at the same time: a broken node delays no other, and training reads on all nodes at once too."""
@@ -246,49 +258,8 @@ def _clock_ahead(report: NodeReport, asked: float, answered: float) -> float:
     return min(0.0, started - asked) + max(0.0, ended - answered)
 
 
-@dataclass(frozen=True)
-class NodeDevices:
-    """A node's devices. A GPU's number is its index in ``gpus``; ``problems`` are sentences that say what to do."""
-
-    address: str
-    id: str
-    cpus: float
-    memory_bytes: int
-    gpus: tuple[Gpu, ...]
-    problems: tuple[str, ...]
-
-    def summary(self) -> dict[str, Any]:
-        """The same as plain values, each GPU with its number."""
-        gpus = [{"number": number, **dataclasses.asdict(gpu)} for number, gpu in enumerate(self.gpus)]
-        return {**dataclasses.asdict(self), "gpus": gpus, "problems": list(self.problems)}
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices of all nodes of a cluster."""
-
-    nodes: tuple[NodeDevices, ...]
-
-    def summary(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return {"nodes": [node.summary() for node in self.nodes]}
-
-
-def list_devices(address: str | None) -> Devices:
+def list_devices(address: str | None) -> tuple[Node, ...]:
     """List the devices of every node of the cluster at ``address``. Raises UsageError if there is no cluster."""
     with Connection(address) as cluster:
         cluster.connect()
-        nodes = probe_nodes(ProbeRequest())
-    return Devices(tuple(node_devices(node) for node in nodes))
-
-
-def node_devices(node: Node) -> NodeDevices:
-    """The devices of a node that was probed."""
-    return NodeDevices(
-        address=node.address,
-        id=node.id,
-        cpus=node.cpus,
-        memory_bytes=node.memory_bytes,
-        gpus=node.report.gpus if node.report else (),
-        problems=node.report.problems if node.report else (node.error or "",),
-    )
+        return probe_nodes(ProbeRequest())

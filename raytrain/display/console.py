@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich import box
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from raytrain.runs.redact import one_line, printable
 
@@ -20,6 +23,7 @@ _STATUS_STYLES = {
     "stopped": "yellow",
     "failed": "red",
 }
+_NUM_CLASSES = 20  # that are shown
 _RUN_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
@@ -107,11 +111,25 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
     return grid
 
 
-def rows_table(rows: Sequence[Mapping[str, object]], most: int = 20) -> RenderableType:
-    """The first ``most`` rows of a table, with the keys as headings."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in rows[0] if rows else ():
+def headed_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
+    """A table with these headings, those of ``words`` on the left; what a row has behind the last needs no heading."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in words:
         table.add_column(one_line(name), overflow="fold")
-    for row in rows[:most]:
-        table.add_row(*map(format_value, row.values()))
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def class_table(numbers: Sequence[str], rows: Sequence[Sequence[RenderableType]], others: str) -> RenderableType:
+    """A table of classes, of many classes the first rows, and that there are ``others``."""
+    table, num_more = headed_table(["class"], numbers, rows[:_NUM_CLASSES]), len(rows) - _NUM_CLASSES
+    more = Text(f" and {num_more:,} {others} classes; --json lists them all", style="dim")
+    return Group(table, *([more] if num_more > 0 else []))
+
+
+def bar(value: float, largest: float) -> Bar:
+    """A number as a bar beside a table."""
+    return Bar(largest, 0, value, width=16, color="cyan")

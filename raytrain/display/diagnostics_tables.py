@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -10,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_count, format_gigabytes, key_value_table
+from raytrain.display.console import format_count, format_gigabytes, headed_table, key_value_table
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from raytrain.diagnostics.audit import AuditResult, EpochAudit
     from raytrain.diagnostics.doctor import DoctorReport, Finding
     from raytrain.diagnostics.network_probe import AllReduce
-    from raytrain.diagnostics.node_probe import Devices, Node, NodeReport
+    from raytrain.diagnostics.node_probe import Node, NodeReport
     from raytrain.diagnostics.profile import ProfileResult
     from raytrain.launch.placement import Placement
 
@@ -28,13 +29,11 @@ _NUM_FAULTS_SHOWN = 10
 
 def audit_page(result: AuditResult) -> RenderableType:
     """The counts of each epoch and the verdict."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in (*_COUNTS, *_FAULTS):
-        table.add_column(name.replace("_", " "), justify="right")
-    for epoch in result.epochs:
-        counts = [getattr(epoch, name) for name in _COUNTS] + [len(getattr(epoch, fault)) for fault in _FAULTS]
-        table.add_row(*(f"{count:,}" for count in counts))
-    return Group(table, *_verdict(result))
+    rows = [
+        [f"{getattr(epoch, name):,}" for name in _COUNTS] + [f"{len(getattr(epoch, fault)):,}" for fault in _FAULTS]
+        for epoch in result.epochs
+    ]
+    return Group(headed_table((), [name.replace("_", " ") for name in (*_COUNTS, *_FAULTS)], rows), *_verdict(result))
 
 
 def _verdict(result: AuditResult) -> list[Text]:
@@ -54,18 +53,17 @@ def _faults(epoch: EpochAudit) -> list[Text]:
     ]
 
 
-def devices_page(devices: Devices) -> RenderableType:
+def devices_page(nodes: Sequence[Node]) -> RenderableType:
     """A line for each device, and below them the problems that nodes reported."""
-    table = Table("node", "device", "name", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("memory", "driver", "capability"):
-        table.add_column(heading, justify="right")
-    for node in devices.nodes:
-        cpus = format_count(node.cpus, "CPU")
-        table.add_row(f"{node.address} {node.id}", "CPU", cpus, format_gigabytes(node.memory_bytes), "", "")
-        for number, gpu in enumerate(node.gpus):
+    rows: list[tuple[str, ...]] = []
+    for node in nodes:
+        cpus, memory = format_count(node.cpus, "CPU"), format_gigabytes(node.memory_bytes)
+        rows.append((f"{node.address} {node.id}", "CPU", cpus, memory, "", ""))
+        for number, gpu in enumerate(node.report.gpus if node.report else ()):
             memory = format_gigabytes(gpu.memory_bytes) if gpu.memory_bytes else "shared"
-            table.add_row("", f"GPU {number}", gpu.name, memory, gpu.driver, gpu.capability)
-    problems = [Text(f"✗ {node.address}: {problem}", "red") for node in devices.nodes for problem in node.problems]
+            rows.append(("", f"GPU {number}", gpu.name, memory, gpu.driver, gpu.capability))
+    table = headed_table(("node", "device", "name"), ("memory", "driver", "capability"), rows)
+    problems = [Text(f"✗ {node.address}: {problem}", "red") for node in nodes for problem in node.problems]
     return Group(table, *problems)
 
 
@@ -168,9 +166,7 @@ def _which_nodes(finding: Finding, num_nodes: int) -> str:
 
 def profile_page(result: ProfileResult) -> RenderableType:
     """A line for each phase, the advice, and where the traces are."""
-    table = Table("phase", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("ms", "share", "slowest worker"):
-        table.add_column(heading, justify="right")
+    table = headed_table(["phase"], ("ms", "share", "slowest worker"), ())
     for name, seconds in result.phases.items():
         times = [worker[name] for worker in result.workers]
         slowest = f"{1000 * max(times):,.1f} ms (worker {times.index(max(times))})"

@@ -6,16 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.bar import Bar
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_count, format_optional, key_value_table
+from raytrain.display.console import bar, class_table, format_count, format_optional, headed_table, key_value_table
 from raytrain.display.curves import GREY
-from raytrain.runs.redact import one_line
 from raytrain.trackers.pictures import matrix_figure
 
 if TYPE_CHECKING:
@@ -26,9 +22,6 @@ if TYPE_CHECKING:
     from raytrain.inference.evaluate import EvaluationResult
     from raytrain.inference.label_predictions import LabelEvaluation
 
-_NUM_CLASSES_SHOWN = 20
-_BAR_WIDTH = 16
-
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:
     """The metrics, the classes from the worst on, the most frequent confusions, and the file ``picture``."""
@@ -38,15 +31,12 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
 
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
     """The metrics and the classes, from the worst on, of images that may have several classes each."""
-    table = Table("class", box=box.SIMPLE_HEAD)
-    for name in ("images", "average precision", "threshold", "precision", "recall"):
-        table.add_column(name, justify="right")
-    worst_first = sorted(result.per_class, key=lambda score: _or_infinite(score.average_precision))
-    for score in worst_first[:_NUM_CLASSES_SHOWN]:
+    rows: list[list[RenderableType]] = []
+    for score in sorted(result.per_class, key=lambda score: _or_infinite(score.average_precision)):
         values = (score.average_precision, score.threshold, score.precision, score.recall)
-        cells = [format_optional(value, ".4f") for value in values]
-        table.add_row(Text(one_line(score.name)), f"{score.images:,}", *cells)
-    return Group(key_value_table(result.summary()), *_trained_on(result), table, *_more(len(result.per_class)))
+        rows.append([score.name, f"{score.images:,}", *(format_optional(value, ".4f") for value in values)])
+    table = class_table(("images", "average precision", "threshold", "precision", "recall"), rows, "better")
+    return Group(key_value_table(result.summary()), *_trained_on(result), table)
 
 
 def _trained_on(result: EvaluationResult | LabelEvaluation) -> Iterable[RenderableType]:
@@ -59,48 +49,26 @@ def _trained_on(result: EvaluationResult | LabelEvaluation) -> Iterable[Renderab
 
 
 def _classes(scores: Sequence[ClassScore]) -> RenderableType:
-    table = Table("class", box=box.SIMPLE_HEAD)
-    for name in ("images", "correct", "accuracy"):
-        table.add_column(name, justify="right")
-    table.add_column(width=_BAR_WIDTH)
-    worst_first = sorted(scores, key=lambda score: _or_infinite(score.accuracy))
-    for score in worst_first[:_NUM_CLASSES_SHOWN]:
-        bar = Bar(1, 0, score.accuracy or 0, width=_BAR_WIDTH, color="cyan")
-        table.add_row(
-            Text(one_line(score.name)),
-            f"{score.images:,}",
-            f"{score.right:,}",
-            format_optional(score.accuracy, ".4f"),
-            bar,
-        )
-    return Group(table, *_more(len(scores)))
+    rows: list[list[RenderableType]] = []
+    for score in sorted(scores, key=lambda score: _or_infinite(score.accuracy)):
+        accuracy = format_optional(score.accuracy, ".4f")
+        rows.append([score.name, f"{score.images:,}", f"{score.right:,}", accuracy, bar(score.accuracy or 0, 1)])
+    return class_table(("images", "correct", "accuracy"), rows, "better")
 
 
 def _or_infinite(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _more(num_classes: int) -> list[RenderableType]:
-    num_more = num_classes - _NUM_CLASSES_SHOWN
-    return [Text(f" and {num_more:,} better classes; --json lists them all", style="dim")] if num_more > 0 else []
-
-
 def _confusions(result: EvaluationResult) -> RenderableType:
     if not result.confusions:
         return Text("\nNo image was misclassified.")
-    table = Table("true class", "predicted", box=box.SIMPLE_HEAD)
-    table.add_column("images", justify="right")
-    table.add_column("of the class", justify="right")
     sizes = {score.name: score.images for score in result.per_class}
-    for confusion in result.confusions:
-        fraction = confusion.images / sizes[confusion.truth]
-        table.add_row(
-            Text(one_line(confusion.truth)),
-            Text(one_line(confusion.answer)),
-            f"{confusion.images:,}",
-            f"{fraction:.1%}",
-        )
-    return table
+    rows = [
+        (each.truth, each.answer, f"{each.images:,}", f"{each.images / sizes[each.truth]:.1%}")
+        for each in result.confusions
+    ]
+    return headed_table(("true class", "predicted"), ("images", "of the class"), rows)
 
 
 _MAX_CLASSES_SCORED = 30

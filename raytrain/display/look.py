@@ -6,14 +6,11 @@ import base64
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.bar import Bar
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from raytrain.diagnostics.look import LookResult, look_at
-from raytrain.display.console import UNKNOWN, format_count, key_value_table
+from raytrain.display.console import UNKNOWN, bar, class_table, format_count, key_value_table
 from raytrain.display.curves import GREY, png_bytes
 from raytrain.display.notebook import as_html, is_notebook
 from raytrain.runs.redact import one_line
@@ -25,9 +22,7 @@ if TYPE_CHECKING:
     from raytrain.data.duplicates import Duplicate, Duplicates
     from raytrain.diagnostics.look import ClassCount, ImageSample, Range
 
-_NUM_CLASSES_SHOWN = 20
 _NUM_FILES_SHOWN = 5
-_BAR_WIDTH = 16
 
 
 def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
@@ -56,18 +51,10 @@ def _range(values: Range | None) -> str:
 
 
 def _class_table(classes: Sequence[ClassCount]) -> RenderableType:
-    table = Table("class", box=box.SIMPLE_HEAD)
-    for heading in ("training", "test"):
-        table.add_column(heading, justify="right")
-    table.add_column(width=_BAR_WIDTH)
     largest = max(1, *(each.training for each in classes))
-    for each in sorted(classes, key=lambda each: each.training)[:_NUM_CLASSES_SHOWN]:
-        bar = Bar(largest, 0, each.training, width=_BAR_WIDTH, color="cyan")
-        table.add_row(Text(one_line(each.name)), f"{each.training:,}", f"{each.test:,}", bar)
-    num_more = len(classes) - _NUM_CLASSES_SHOWN
-    if num_more <= 0:
-        return table
-    return Group(table, Text(f" and {num_more:,} larger classes; --json lists them all", style="dim"))
+    smallest_first = sorted(classes, key=lambda each: each.training)
+    rows = [(each.name, f"{each.training:,}", f"{each.test:,}", bar(each.training, largest)) for each in smallest_first]
+    return class_table(("training", "test"), rows, "larger")
 
 
 def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[RenderableType]:

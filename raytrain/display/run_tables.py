@@ -23,6 +23,7 @@ from raytrain.display.console import (
     format_option,
     format_time,
     format_value,
+    headed_table,
     key_value_table,
     run_styles,
     status_style,
@@ -232,12 +233,8 @@ def _title(name: str, status: RunStatus) -> Text:
 
 
 def _checkpoints(record: RunRecord) -> RenderableType:
-    table = Table("checkpoint", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("size", justify="right")
-    table.add_column("written")
-    for stored in record.checkpoints:
-        table.add_row(one_line(stored.path), f"{stored.size_bytes / 1e6:,.1f} MB", format_time(stored.modified))
-    return table
+    rows = [(each.path, f"{each.size_bytes / 1e6:,.1f} MB", format_time(each.modified)) for each in record.checkpoints]
+    return headed_table(["checkpoint"], ("size", "written"), rows)
 
 
 def _skipped(record: RunRecord) -> RenderableType:

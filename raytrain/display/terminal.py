@@ -21,8 +21,6 @@ from raytrain.runs.logs import STARTUP
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 
@@ -53,9 +51,7 @@ class LiveView:
         STARTUP.addHandler(self._startup_lines)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         STARTUP.removeHandler(self._startup_lines)
         STARTUP.setLevel(logging.NOTSET)
         if self._live is not None:
@@ -141,10 +137,8 @@ class StudyTerminalView:
         self._view.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._view.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._view.__exit__(*exception)
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot`` of the run that trains at present."""
@@ -166,6 +160,6 @@ class StudyTerminalView:
 
     def _next_view(self) -> None:
         """Leave the picture on the screen and wait for the next run below it."""
-        self._view.__exit__(None, None, None)
+        self._view.__exit__()
         self._view = TerminalView(self._console)
         self._view.__enter__()

@@ -28,17 +28,9 @@ if TYPE_CHECKING:
     from raytrain.storage.store import Store
 
 _NOT_STARTED = RunStatus(status="not started")
-# Unless the options decide them.
-_DECIDED_BY_RUN = {
-    "device",
-    "precision",
-    "resizer",
-    "mean",
-    "std",
-    "image_size",
-    "resize",
-    "crop_fraction",
-    "interpolation",
+_DECIDED_BY_RUN = {  # unless the options decide them
+    *("device", "precision", "resizer", "mean", "std"),
+    *("image_size", "resize", "crop_fraction", "interpolation"),
 }
 
 

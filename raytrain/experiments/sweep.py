@@ -30,12 +30,13 @@ from raytrain.experiments.trials import (
     write_sweep,
 )
 from raytrain.launch.placement import Hardware, Placement, gpus, place
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_named, check_options, check_places, prepare
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_named, check_places, prepare
 from raytrain.launch.train import open_machines, train_group
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.background import Background
+from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.documents import CONFIG, SUMMARY, new_name, read_config, write_json
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason
@@ -268,7 +269,8 @@ def check_trials(trials: Sequence[Trial]) -> None:
     """Raise UsageError if a trial that has started before was started with another model, batch size or seed."""
     for trial in trials:
         if trial.store.exists(CONFIG):
-            check_options(trial.config, read_config(trial.store), f"Run {trial.name!r}")
+            before = Identity.of(read_config(trial.store))
+            Identity.of(trial.config).check(before, f"Run {trial.name!r}")
 
 
 def _place(config: TrainConfig, found: Hardware, num_trials: int) -> Placement:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
@@ -129,7 +129,7 @@ def _rows_per_block(manifest: Manifest, format: ImageFormat) -> int:
     return rows_per_block(format.shape.num_bytes, packed=manifest.packing is not None)
 
 
-class SharedImages:
+class SharedImages(AbstractContextManager["SharedImages"]):
     """Images that runs of this machine share, decoded once, while it is open; ``cache`` is None if they do not fit."""
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
@@ -140,9 +140,6 @@ class SharedImages:
             self.cache = image_cache(in_memory, prepared.data, 0, self._opened)
         history = History(prepared.store)
         self._monitor = RunMonitor(prepared.name, num_steps, num_steps, history, skip_limit=prepared.skip_limit())
-
-    def __enter__(self) -> SharedImages:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._opened.close()

@@ -27,8 +27,6 @@ from raytrain.storage.lent_credentials import Scope
 from raytrain.training.weights_source import DEFAULT
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from raytrain.data.dataset import Dataset
     from raytrain.storage.store import Store
     from raytrain.trackers.tracking import NamedTracker
@@ -81,11 +79,9 @@ class PreparedRun:
             self.log.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self.log is not None:
-            self.log.__exit__(kind, error, trace)
+            self.log.__exit__(*exception)
         self.claim.close()
 
     def copy_log(self) -> None:
@@ -158,7 +154,7 @@ def check_places(config: TrainConfig) -> TrainConfig:
     elif config.resume:
         before = read_config(store)
         config = _resumed(config, before)
-        check_options(config, before, f"Run {name!r}")
+        Identity.of(config).check(Identity.of(before), f"Run {name!r}")  # workers would, after a document is replaced
     return config
 
 
@@ -316,11 +312,6 @@ def refuse_sweep(config: TrainConfig) -> None:
         raise UsageError(
             f"{config.name!r} is a sweep; resume it with `raytrain sweep … --resume`, or choose another --name."
         )
-
-
-def check_options(config: TrainConfig, before: TrainConfig, what: str) -> None:
-    """Raise UsageError if ``what`` has other options: the workers check it, too, but after a document is replaced."""
-    Identity.of(config).check(Identity.of(before), what)
 
 
 def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:

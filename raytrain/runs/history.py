@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 SAMPLE_SIZE = 2**15
 _RETRY_S = 2.0
-_MAX_LIST = 2**14  # rows
 
 
 class History:
@@ -212,14 +211,6 @@ def read_metrics(store: Store, report: Report = ignore) -> list[MetricRow]:
     for block in StoredLines(store, METRICS).blocks():
         lines.extend(block.splitlines())
     return _whole(lines.rows, METRICS, MetricRow.from_json, report)
-
-
-def read_all_metrics(store: Store) -> Iterator[list[MetricRow]]:
-    """All of the metrics history, in lists of bounded size."""
-    for block in StoredLines(store, METRICS).blocks():
-        lines = block.splitlines()
-        for start in range(0, len(lines), _MAX_LIST):
-            yield _whole(lines[start : start + _MAX_LIST], METRICS, MetricRow.from_json, ignore)
 
 
 def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:

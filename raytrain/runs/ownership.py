@@ -10,10 +10,12 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 from raytrain.errors import OwnerChanged, StorageError, UsageError
 from raytrain.runs.documents import CLAIM, CONFIG
@@ -53,7 +55,7 @@ class Claim:
         return json.dumps(dataclasses.asdict(self)).encode()
 
 
-class RunClaim:
+class RunClaim(AbstractContextManager["RunClaim"]):
     """A claim that this process holds, renewed by a thread until it is closed. ``store`` is the run's place in storage.
 
     Writes through :attr:`owned_store` raise OwnerChanged once somebody else owns the run.
@@ -66,9 +68,6 @@ class RunClaim:
         _held.add(claim.token)
         self._renewer = threading.Thread(target=self._renew_until_closed, daemon=True, name="claim")
         self._renewer.start()
-
-    def __enter__(self) -> RunClaim:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -194,13 +193,7 @@ def _is_known_dead(claim: Claim) -> bool:
         return False
     if claim.pid == os.getpid():
         return claim.token not in _held
-    try:
-        os.kill(claim.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # it belongs to another user, and is alive
-    return False
+    return not psutil.pid_exists(claim.pid)
 
 
 @cache

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from raytrain.errors import StorageError
 from raytrain.runs.documents import STATUS, Report, ignore, known_fields, read_json, run_store, write_json
 
@@ -92,12 +94,6 @@ def _is_gone(status: RunStatus) -> bool:
     """Whether the process that trained ran on this machine and has ended."""
     if status.host != socket.gethostname():
         return False
-    if status.pid < 1:  # such a number means several processes
-        return True
-    try:
-        os.kill(status.pid, 0)
-    except (ProcessLookupError, OverflowError):  # also: no number of a process
-        return True
-    except PermissionError:
-        pass  # it belongs to another user, and is alive
-    return False
+    with suppress(OverflowError):
+        return status.pid < 1 or not psutil.pid_exists(status.pid)
+    return True  # no process has such a number

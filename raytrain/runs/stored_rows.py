@@ -14,13 +14,16 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from pyarrow import json
 
-from raytrain.runs.documents import parse_line, plain
+from raytrain.runs.documents import METRICS, parse_line, plain
+from raytrain.runs.line_file import StoredLines
 from raytrain.runs.metric_row import Kind, MetricRow
+from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 
 _MANY = 1000  # lines from which on a table is worth its price
 _NUM_LOOKED_AT = 100
+_MAX_PART = 2**15  # rows that are read at once
 _MAX_NAMES = 64
 """Most metrics of a table: a history of a stranger may name millions, each of which would become a column."""
 FIELDS = {
@@ -100,6 +103,15 @@ class RowParser:
             if table.num_rows == len(lines) and _is_whole(table):
                 return StoredRows(table)
         return None
+
+
+def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
+    """All of the metrics history, in parts of bounded size."""
+    parse = RowParser()
+    for block in StoredLines(store, METRICS).blocks():
+        lines = block.splitlines()
+        for start in range(0, len(lines), _MAX_PART):
+            yield parse(lines[start : start + _MAX_PART])
 
 
 def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:

@@ -14,8 +14,8 @@ from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import SWEEP, open_run, read_config
-from raytrain.runs.history import read_all_metrics
 from raytrain.runs.status import read_status
+from raytrain.runs.stored_rows import read_rows
 from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams
 from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
 
@@ -107,7 +107,7 @@ def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs
     events: list[Event] = []
     threads = [TrackerThread(tracker, run, store, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:
-        thread.send(chain.from_iterable(read_all_metrics(store)))  # which the thread reads as it sends
+        thread.send(chain.from_iterable(read_rows(store)))  # which the thread reads as it sends
         thread.end(end)
     for thread in threads:
         thread.join(None)  # this is what the user waits for

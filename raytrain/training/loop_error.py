@@ -26,9 +26,6 @@ class LoopFailed(RaytrainError):
         super().__init__(sentence, trace)
         self.trace = trace
 
-    def __str__(self) -> str:
-        return self.args[0]
-
 
 def describe(error: BaseException) -> str:
     """What was raised, and where in the user's files: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``."""

@@ -33,7 +33,7 @@ def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def joins_a_cluster() -> bool:
     opened = Connection(None)
     try:
-        return not opened.is_own
+        return opened.own is None
     finally:
         opened.close()
 

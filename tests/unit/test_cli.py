@@ -357,7 +357,7 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     stand_in(predict=note(SimpleNamespace(summary=lambda: {"images": 7})))
     stand_in(export=note(SimpleNamespace(summary=lambda: {"same_answers": 9, "example": ""})))
     stand_in("raytrain.diagnostics.doctor", diagnose=note(report))
-    stand_in("raytrain.diagnostics.node_probe", list_devices=note(report))
+    stand_in("raytrain.diagnostics.node_probe", list_devices=note(()))
     stand_in(
         "raytrain.demo.demo",
         run_demo=note(SimpleNamespace(summary=lambda: {"test_accuracy": 0.98})),

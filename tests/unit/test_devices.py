@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from raytrain.config import TrainConfig
-from raytrain.diagnostics.node_probe import Devices, Node, ProbeRequest, node_devices, probe_node
+from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_node
 from raytrain.display.diagnostics_tables import devices_page
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Gpu, gpus
@@ -36,15 +36,15 @@ def test_a_node_reports_its_devices_without_opening_stores() -> None:
 
 
 @pytest.fixture
-def two_nodes() -> Devices:
+def two_nodes() -> tuple[Node, Node]:
     """The devices of a node with GPUs and of one that did not answer."""
     report = replace(HEALTHY, gpus=GPUS, problems=("torch cannot compute on the GPUs.",))
     first = Node("10.0.0.1", "a1b2c3d4", 16, 2, 64 * 10**9, 10**9, report)
     second = Node("10.0.0.2", "e5f6a7b8", 8, 0, 32 * 10**9, 10**9, error="The node sleeps.")
-    return Devices((node_devices(first), node_devices(second)))
+    return first, second
 
 
-def test_the_table_has_a_line_for_each_device(two_nodes: Devices) -> None:
+def test_the_table_has_a_line_for_each_device(two_nodes: tuple[Node, Node]) -> None:
     console = Console(width=110, file=io.StringIO(), record=True)
     console.print(devices_page(two_nodes), highlight=False)
     lines = [line.split() for line in console.export_text().splitlines()]
@@ -55,7 +55,7 @@ def test_the_table_has_a_line_for_each_device(two_nodes: Devices) -> None:
     assert "✗ 10.0.0.1: torch cannot compute on the GPUs." in shown and "✗ 10.0.0.2: The node sleeps." in shown
 
 
-def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: Devices) -> None:
+def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: tuple[Node, Node]) -> None:
     h200, gb10 = (
         {"number": 0, "name": "NVIDIA H200", "memory_bytes": 143771 << 20, "driver": "580.65.06", "capability": "9.0"},
         {"number": 1, "name": "NVIDIA GB10", "memory_bytes": 0, "driver": "580.65.06", "capability": "12.1"},
@@ -65,9 +65,9 @@ def test_the_summary_has_the_devices_and_problems_of_each_node(two_nodes: Device
         {"address": "10.0.0.1", "id": "a1b2c3d4", "cpus": 16, "memory_bytes": 64 * 10**9, "gpus": [h200, gb10]},
         {"address": "10.0.0.2", "id": "e5f6a7b8", "cpus": 8, "memory_bytes": 32 * 10**9, "gpus": []},
     )
-    assert two_nodes.summary() == {
-        "nodes": [{**nodes[0], "problems": [problem]}, {**nodes[1], "problems": ["The node sleeps."]}]
-    }
+    problems = ([problem], ["The node sleeps."])
+    for found, node, sentences in zip(two_nodes, nodes, problems, strict=True):
+        assert found.devices() == {**node, "problems": sentences}
 
 
 class StandIn:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from raytrain.monitor.run_reader import RunReader
-from raytrain.runs.history import History, read_all_metrics, read_metrics, read_skipped
+from raytrain.runs.history import History, read_metrics, read_skipped
 from raytrain.runs.line_file import LineFile
 from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.stored_rows import read_rows
 from raytrain.storage.folder import FolderStore
 from raytrain.storage.open import open_store
 from tests.helpers.folder_runs import folder_run, train_here
@@ -230,7 +231,7 @@ def test_in_a_bucket_a_long_history_is_written_in_objects_of_bounded_size(monkey
     assert names[:3] == ["metrics.jsonl", "metrics.jsonl.000001", "metrics.jsonl.000002"] and len(names) > 4
     assert max(len(bucket.objects[name]) for name in names) < 2000
     assert steps(bucket) == list(range(1, 101))
-    assert [row.step for rows in read_all_metrics(bucket) for row in rows] == list(range(1, 101))
+    assert [row.step for rows in read_rows(bucket) for row in rows] == list(range(1, 101))
 
 
 @pytest.mark.parametrize("checkpoint", [0, 1, 37, 99])
@@ -304,7 +305,7 @@ def test_a_history_of_any_length_takes_a_bounded_amount_of_memory(
         history.record(step_row(step))
     assert history.num_rows == 2000 and len(history.rows()) <= 300
     history.close()
-    assert [row.step for rows in read_all_metrics(open_store(str(tmp_path))) for row in rows] == list(range(1, 2001))
+    assert [row.step for rows in read_rows(open_store(str(tmp_path))) for row in rows] == list(range(1, 2001))
 
 
 @pytest.mark.not_quick

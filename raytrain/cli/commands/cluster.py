@@ -41,8 +41,8 @@ def devices(address: Address = None) -> CommandResult:
     from raytrain.diagnostics.node_probe import list_devices
     from raytrain.display.diagnostics_tables import devices_page
 
-    found = list_devices(address)
-    return CommandResult(devices_page(found), found.summary())
+    nodes = list_devices(address)
+    return CommandResult(devices_page(nodes), {"nodes": [node.devices() for node in nodes]})
 
 
 JobServerAddress = Annotated[

@@ -13,6 +13,7 @@ from raytrain.config.evaluation import TestView
 from raytrain.errors import UsageError
 
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default one that runs already, or none.")]
+_NUM_ROWS = 20  # that are printed
 Workers = Annotated[
     int | None, arg(help="Networks that share the work; by default one per GPU, or what fits a cluster.")
 ]
@@ -87,14 +88,18 @@ def predict(
     """
     from rich.console import Group
 
-    from raytrain.display.console import key_value_table, rows_table
+    from raytrain.display.console import format_value, headed_table, key_value_table
 
     if bool(files) == (data is not None):
         raise UsageError("Give image files (raytrain predict RUN photo.jpg …) or a folder with --data, one of both.")
     result = raytrain.predict(run, data or files, output, top_k=top_k, **vars(prediction))
     summary = result.summary()
     about = key_value_table(summary)
-    return CommandResult(about if output else Group(rows_table(summary["rows"]), "", about), summary)
+    if output:
+        return CommandResult(about, summary)
+    rows = summary["rows"][:_NUM_ROWS]
+    table = headed_table(list(rows[0]) if rows else [], [], [[*map(format_value, row.values())] for row in rows])
+    return CommandResult(Group(table, "", about), summary)
 
 
 @dataclass(frozen=True)

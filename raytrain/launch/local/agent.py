@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,6 @@ from raytrain.errors import RaytrainError
 from raytrain.launch.local.local_launch import CallAddress, Caller, Surroundings
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
-from raytrain.monitor.events import Event
-from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
 from raytrain.training.loop_error import describe
@@ -114,7 +112,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
         call("conclude", outcome)
 
 
-def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: SocketReporter) -> Outcome:
+def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: Any) -> Outcome:
     """Train as one of the workers, or as the only one. Worker 0 knows the checkpoint of the outcome."""
     config, device = spec.config, _device(spec.config)
     if here.num_workers > 1:
@@ -152,27 +150,9 @@ class SocketReporter:
         if watch:
             threading.Thread(target=self._watch, args=(Caller(calls),), daemon=True, name="stop-watch").start()
 
-    def checked(self) -> None:
-        """The network and its weights fit together: the run may be written down."""
-        self._call("checked")
-
-    def started(self, num_workers: int, step: int) -> None:
-        self._call("started", num_workers, step)
-
-    def record(self, row: MetricRow) -> None:
-        self._call("record", row)
-
-    def measured(self, use: MachineUse) -> None:
-        self._call("measured", use)
-
-    def event(self, event: Event) -> None:
-        self._call("event", event)
-
-    def skip(self, images: list[SkippedImage]) -> None:
-        self._call("skip", images)
-
-    def retried(self, num_requests: int) -> None:
-        self._call("retried", num_requests)
+    def __getattr__(self, name: str) -> Any:
+        """The coordinator's method of this name: what a worker reports itself, and what is told of its images."""
+        return partial(self._call, name)
 
     def flush(self) -> None:
         self._call_slowly("flush")

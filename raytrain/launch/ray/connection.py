@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,10 +23,11 @@ from raytrain.launch.ray.private_api import (
     CURRENT_CLUSTER_FILE,
     FORKED_PROCESSES,
     LATE_VARIABLES,
+    LOOPBACK_ENVIRONMENT,
     check_version,
     head_answers,
-    on_loopback,
     set_variables,
+    variables_set,
 )
 from raytrain.runs.logs import STARTUP
 
@@ -90,7 +91,7 @@ class OwnRay:
                     "ray.shutdown() first."
                 )
             self._address = self._cluster.address()
-            self._opened.enter_context(on_loopback())
+            self._opened.enter_context(variables_set(LOOPBACK_ENVIRONMENT))
             self._is_spoilt = True  # until it is joined
             _init(self._address)
             self._is_spoilt = False
@@ -152,7 +153,7 @@ def _require_unused(wish: str) -> None:
         raise UsageError(f"A run of this process uses the Ray that it has started; wait for its end to {wish}.")
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """A cluster that is used while the connection is open. One that was started here stays for the next connection.
 
     ``address`` is that of a cluster, ``auto`` for the one that this user or root started on this machine, or ``local``
@@ -169,8 +170,11 @@ class Connection:
         self._address = address or (None if is_connected() or own_is_used else os.environ.get("RAY_ADDRESS")) or None
         if self._address and "://" in self._address:
             raise _not_a_cluster(self._address)
-        if self._address == "auto" or not (self._address or is_connected() or own_is_used):
-            self._address = self._running_here() or self._address
+        is_open = self._address == "auto" or not (self._address or is_connected() or own_is_used)
+        if is_open and (found := ray_start_address()):
+            self._address = found
+            hint = "which was started on this machine; --address local starts a new one."
+            _LOG.warning("Joining the Ray cluster at %s, %s", found, hint)
         starts_here = self._address == "local" or not (self._address or is_connected())
         if not starts_here:
             # A run trains on without the cluster's head, but Ray ends its processes after a minute.
@@ -180,27 +184,19 @@ class Connection:
                 f"--device is cuda:{gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen "
                 "when it was started; leave the numbers out, or use --address local for a new cluster on this machine."
             )
-        if starts_here and before_start is not None:
-            before_start()
         if not starts_here:
             _require_unused(f"join the cluster at {self._address}")
             end_own_ray()
-        self.own = _use_own_ray(gpus) if starts_here else None
+        elif before_start is not None:
+            before_start()
+        self.own = _use_own_ray(gpus) if starts_here else None  # this machine alone, for nobody but this process
         self._opened = ExitStack()
         self._opened.enter_context(lean_imports())
         if self.own is None:
             self._opened.enter_context(keep_server())
 
-    def __enter__(self) -> Connection:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the cluster is this machine alone, and nobody but this process uses it."""
-        return self.own is not None
 
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` if there is none at the address."""
@@ -216,17 +212,6 @@ class Connection:
         _check_answers(self._address)
         _init(self._address)
         self._opened.callback(_leave)
-
-    @staticmethod
-    def _running_here() -> str | None:
-        """The address of the cluster that runs on this machine, which the user hears of."""
-        address = ray_start_address()
-        if address is not None:
-            _LOG.warning(
-                "Joining the Ray cluster at %s, which was started on this machine; --address local starts a new one.",
-                address,
-            )
-        return address
 
     def close(self) -> None:
         """Leave the cluster, unless it is this process's own."""
@@ -312,7 +297,8 @@ def _check_answers(address: str) -> None:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise it warns of the token as of a problem
     try:
-        _ask(address)
+        if found := ANSWER_AT_ONCE.find():
+            with_token(lambda: found[0](address=address))
     except AuthenticationError:
         raise UsageError(
             f"The Ray cluster at {address} asks for a token, and this machine's token is another one; copy "
@@ -320,12 +306,6 @@ def _check_answers(address: str) -> None:
         ) from None
     except RayError:
         raise _no_cluster(address, "what listens there is not a Ray cluster of this version") from None
-
-
-def _ask(address: str) -> None:
-    """Return once a cluster has answered, which may ask for this machine's token; raises RayError if none does."""
-    if found := ANSWER_AT_ONCE.find():
-        with_token(lambda: found[0](address=address))
 
 
 def with_token(ask: Callable[[], T]) -> T:

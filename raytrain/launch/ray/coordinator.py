@@ -166,21 +166,6 @@ def _actor_name(run: str, url: str) -> str:
 _SERVER_ASKERS = 64
 
 
-class CredentialServer:
-    """An actor that serves the credentials that its driver lends it."""
-
-    def __init__(self) -> None:
-        self._broker = CredentialBroker()  # credentials are lent later: the cluster keeps a constructor's arguments
-
-    def lend(self, ticket: str, cloud: str, fields: CredentialFields | None) -> None:
-        """See :meth:`CredentialBroker.lend`."""
-        self._broker.lend(ticket, cloud, fields)
-
-    def credentials(self, ticket: str, cloud: str) -> CredentialFields | None:
-        """See :meth:`CredentialBroker.credentials`."""
-        return self._broker.credentials(ticket, cloud)
-
-
 @dataclass(frozen=True)
 class ServedCredentials:
     """``LentCredentials`` that ask an actor with a method ``credentials``. Pickled with a store; they hold no key.
@@ -232,7 +217,7 @@ def serving_credentials(
 ) -> Iterator[tuple[ServedCredentials, CredentialLender | None]]:
     """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block."""
     server: Any = (
-        ray.remote(CredentialServer)
+        ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors
         .options(num_cpus=0, max_concurrency=_SERVER_ASKERS, label_selector=on_this_node())
         .remote()
     )

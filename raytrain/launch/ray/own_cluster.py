@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.launch.ray.private_api import loopback_environment, set_variables, start_head
+from raytrain.launch.ray.private_api import loopback_environment, start_head, variables_set
 
 _LEFT_OUT = "rfc3987_syntax"
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -67,7 +67,7 @@ class LocalCluster:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
-        self._opened.enter_context(driver_variables())
+        self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **_token_settings()}))
         self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **loopback_environment(), **environment})
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
         self._opened.callback(self._stderr.close)
@@ -116,20 +116,6 @@ class LocalCluster:
         self._stderr.seek(0)
         lines = [line.strip() for line in self._stderr if line.strip()]
         return lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
-
-
-@contextlib.contextmanager
-def driver_variables() -> Iterator[None]:
-    """While open, this process's variables are those that Ray wants to see in the driver of such a cluster."""
-    variables = {**WITHOUT_EXTRAS, **_token_settings()}
-    before = {name: os.environ.get(name) for name in variables}
-    set_variables(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-        set_variables({name: value for name, value in before.items() if value is not None})
 
 
 def _token_settings() -> dict[str, str]:

@@ -154,7 +154,8 @@ _AUTOSCALER_STATUS = b"__autoscaling_status"
 CURRENT_CLUSTER_FILE = "ray_current_cluster"
 """Below Ray's temporary folder: the address of the cluster that ``ray start --head`` started on this machine."""
 LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""With this, Ray uses 127.0.0.1 as the node's address, as it does by default on macOS, and listens nowhere else."""
+"""With this, Ray uses 127.0.0.1 as the node's address, as it does by default on macOS, and listens nowhere else.
+Whoever joins such a cluster needs it, too, while it joins; it may join a cluster of several machines afterwards."""
 
 
 def on_this_node() -> dict[str, str]:
@@ -182,24 +183,21 @@ def read_variables() -> None:
 
 
 def loopback_environment() -> dict[str, str]:
-    """Variables of a cluster that this process joins :func:`on_loopback`, if that has an effect here."""
+    """Variables of a cluster on the loopback interface, if that has an effect here."""
     return LOOPBACK_ENVIRONMENT if "ray" not in sys.modules or LATE_VARIABLES.find() else {}
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
-    """While open, this process is a node of a cluster that was started with :func:`loopback_environment`.
-
-    It may join a cluster of several machines afterwards.
-    """
-    (name,) = LOOPBACK_ENVIRONMENT
-    before = os.environ.get(name)
-    set_variables(LOOPBACK_ENVIRONMENT)
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """While open, this process has these variables, which Ray sees, too; then those that it had before."""
+    before = {name: os.environ.get(name) for name in variables}
+    set_variables(variables)
     try:
         yield
     finally:
-        del os.environ[name]
-        set_variables({} if before is None else {name: before})
+        for name in variables:
+            del os.environ[name]
+        set_variables({name: value for name, value in before.items() if value is not None})
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class RayLaunch:
         self._cluster = cluster
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)
         self._spec = spec.with_functions()
-        self._functions = pickle_functions(self._spec, with_imports=not cluster.is_own)
+        self._functions = pickle_functions(self._spec, with_imports=cluster.own is None)
         self._shared: SharedImages | None = group and group.images
         reading = self.config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step
         shared_feed = self._shared and self._shared.feed
@@ -129,7 +129,7 @@ class RayLaunch:
                 self._placement,
                 str(folder),
                 max_failures=self.config.max_failures,
-                own_cluster=self._cluster.is_own,
+                own_cluster=self._cluster.own is not None,
             )
             self._trainer.start()
             opened.callback(self._end_trainer)
@@ -194,7 +194,7 @@ class RayLaunch:
             functions=self._functions,
             path=tuple(sys.path),
             threads=self._placement.threads,
-            folder=os.getcwd() if self._cluster.is_own else None,
+            folder=os.getcwd() if self._cluster.own else None,
             coordinator=coordinator,
             directory=self._shared.coordinator if self._shared and not self._owns_feed else coordinator,
         )

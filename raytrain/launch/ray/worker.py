@@ -27,7 +27,6 @@ from ray.exceptions import RayActorError
 
 import raytrain
 from raytrain.data.blocks import CachedBlocks
-from raytrain.data.images.decode import ImageShape
 from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
@@ -142,21 +141,19 @@ class RayBatches:
         self._caches: dict[str, CachedBlocks] = {}
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        order = self._here.train_order
-        if order is None:
-            return self._stream("train", self._here.train.shape, self._train, first_step)
-        return batches_from_cache(self._train, self._cache("train", self._here.train, order), first_step)
+        return self._batches("train", self._here.train, self._here.train_order, self._train, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        order = self._here.test_order
-        if order is None:
-            return self._stream("test", self._here.test.shape, self._test, 0)
-        return batches_from_cache(self._test, self._cache("test", self._here.test, order), 0)
+        return self._batches("test", self._here.test, self._here.test_order, self._test, 0)
 
-    def _stream(self, dataset: str, shape: ImageShape, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
+    def _batches(
+        self, dataset: str, images: ImageSet, order: CacheOrder | None, partition: Partition, first_step: int
+    ) -> Iterator[LocalBatch]:
+        if order is not None:
+            return batches_from_cache(partition, self._cache(dataset, images, order), first_step)
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
-        blocks = stream_blocks(self._here.coordinator, stream, partition.rank, shape)
+        blocks = stream_blocks(self._here.coordinator, stream, partition.rank, images.shape)
         return batches_from_stream(partition, blocks, first_step)
 
     def _cache(self, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:

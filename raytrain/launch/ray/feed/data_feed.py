@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import ray
 from ray.exceptions import RayActorError
@@ -111,7 +111,7 @@ class DataFeed:
         return to_cache
 
 
-class SharedImages:
+class SharedImages(AbstractContextManager["SharedImages"]):
     """Images that runs of this process share, decoded once, while it is open; ``feed`` is None if they do not fit."""
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
@@ -140,9 +140,6 @@ class SharedImages:
                 opened.callback(self.feed.close)
                 self.feed.workers_started()  # runs start at different times, so all images are read at once
             self._opened = opened.pop_all()
-
-    def __enter__(self) -> SharedImages:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._opened.close()
