@@ -8,7 +8,7 @@ import os
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import matplotlib
@@ -17,13 +17,11 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from raytrain.config import TrainConfig
 from raytrain.display.run_tables import try_next
 from raytrain.errors import UsageError
+from raytrain.runs.outcome import TrainResult
 from raytrain.storage.temporary_files import TemporaryFolder
-
-if TYPE_CHECKING:
-    from raytrain.config import TrainConfig
-    from raytrain.runs.outcome import TrainResult
 
 SIZE = 28  # pixels a side
 NUM_CLASSES = 10

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from raytrain.runs.documents import CONFIG, read_config, run_store
 from raytrain.runs.history import read_metrics
 from raytrain.runs.metric_row import Kind, MetricRow
 from raytrain.runs.status import RunStatus, read_status
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 _NOT_STARTED = RunStatus(status="not started")
 _DECIDED_BY_RUN = {  # unless the options decide them

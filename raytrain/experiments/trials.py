@@ -8,7 +8,7 @@ import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.config.user_function import names_own_function, stored_function_error
@@ -30,9 +30,7 @@ from raytrain.runs.documents import (
 from raytrain.runs.history import read_metrics
 from raytrain.runs.outcome import EndStatus, StopReason, stop_reason_of
 from raytrain.storage.open import open_store
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 WAITING = "waiting"
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args
+from typing import Any, Generic, TypeVar, cast, get_args
 
 from raytrain.errors import StorageError
 from raytrain.monitor.events import TimedEvent
@@ -21,9 +21,7 @@ from raytrain.runs.metric_row import MetricRow, steps_per_epoch
 from raytrain.runs.outcome import TrainResult, stop_reason_of
 from raytrain.runs.status import RunStatus, read_status
 from raytrain.runs.stored_rows import RowParser, rows_of_kind
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 T = TypeVar("T")
 

@@ -7,15 +7,14 @@ import threading
 from contextlib import suppress
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain.errors import UsageError
 from raytrain.runs.documents import STOP_REQUEST, open_run, read_json, write_json
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.status import read_status
+from raytrain.storage.store import Store
 
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
 _ONE_STOP_S = 1.0  # the shell, `uv run` and `ray job stop` each send or forward a signal for one Ctrl-C
 
 

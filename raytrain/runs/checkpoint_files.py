@@ -7,14 +7,12 @@ import re
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.runs.documents import CHECKPOINTS, matches, read_json
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store, StoredObject
+from raytrain.storage.store import Store, StoredObject
 
 
 @dataclass(frozen=True)

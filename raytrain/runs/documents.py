@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.errors import UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 CONFIG = "config.json"
 CLAIM = "claim.json"

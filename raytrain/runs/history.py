@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from raytrain.runs.documents import EVENTS, METRICS, SKIPPED, Report, ignore, parse_line
 from raytrain.runs.line_file import LineFile, StoredLines
 from raytrain.runs.metric_row import MetricRow, SkippedImage
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 T = TypeVar("T")
 

@@ -10,12 +10,10 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from raytrain.runs.documents import encode_lines, parse_line
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 T = TypeVar("T")
 

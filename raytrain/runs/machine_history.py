@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from raytrain.runs.documents import MACHINE_HISTORY, MACHINES, known_fields, matches, read_json, write_json
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 MEASURE_EVERY_S = 5.0
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
@@ -33,9 +33,7 @@ from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.status import RunStatus, parse_status
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import StoredObject
+from raytrain.storage.store import StoredObject
 
 T = TypeVar("T")
 

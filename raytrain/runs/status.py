@@ -8,15 +8,13 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from raytrain.errors import StorageError
 from raytrain.runs.documents import STATUS, Report, ignore, known_fields, read_json, run_store, write_json
-
-if TYPE_CHECKING:
-    from raytrain.storage.store import Store
+from raytrain.storage.store import Store
 
 HEARTBEAT_EVERY_S = 10.0  # seconds between two writes of a running run's status
 _SILENT_AFTER = timedelta(seconds=60)

@@ -7,11 +7,11 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from raytrain.config import TrainConfig
 from raytrain.errors import RaytrainError
@@ -23,10 +23,6 @@ from raytrain.runs.outcome import TrainResult
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.trackers.tracker import TrackedRun, Tracker, TrackerStatus, hyperparams, row_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
 
 GATHER_S = 2.0  # seconds between two groups of rows: a tracker may need a request for each group
 _MAX_GATHER_S = 30.0

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import wandb
 
+from raytrain.trackers.pictures import Pixels
 from raytrain.trackers.tracker import TrackedRun
-
-if TYPE_CHECKING:
-    from raytrain.trackers.pictures import Pixels
 
 _EXIT_CODES = {"success": 0, "failed": 1}
 
