@@ -17,9 +17,8 @@ from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
-from raytrain.data.labels.labelled_images import training_and_test_images
+from raytrain.data.labels.labelled_images import check_can_split, train_test_split, training_and_test_images
 from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests
-from raytrain.data.labels.split import check_can_split, train_test_split
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError

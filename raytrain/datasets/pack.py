@@ -17,10 +17,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from raytrain.data.labels.folders import is_test, is_training
+from raytrain.data.labels.folders import is_hidden, is_test, is_training, refuse_file
 from raytrain.data.labels.label_file import JOINED, LabelColumns, LabelTable, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
-from raytrain.data.labels.listing import is_hidden, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
 from raytrain.data.shards import assign_shards, encode_shard, images_by_shard, is_shard_of
 from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_function import load_optional
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.dataset import Dataset, open_dataset, random_order
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_header
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_reader import ImageReader, read_contents, require_bytes
-from raytrain.data.local_batch import LocalBatch
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.runs.documents import new_name, run_store

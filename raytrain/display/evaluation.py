@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from raytrain.inference.classification_metrics import ClassScore
+    from raytrain.inference.classification_metrics import ClassScore, LabelEvaluation
     from raytrain.inference.evaluate import EvaluationResult
-    from raytrain.inference.label_predictions import LabelEvaluation
 
 
 def evaluation_page(result: EvaluationResult, picture: str | None = None) -> RenderableType:

@@ -1,15 +1,28 @@
-"""Metrics of predictions: accuracy, loss, accuracy per class, and which classes are confused. Imports no torch."""
+"""Metrics of predictions, for one class per image (accuracy, confusions) or several (thresholds). Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from raytrain.training.evaluation_metrics import balanced_accuracy, macro_f1
+from raytrain.data.blocks import numbers, string_array
+from raytrain.data.labels.manifest import Manifest
+from raytrain.errors import UsageError
+from raytrain.inference.trained_run import TrainedRun
+from raytrain.runs.checkpoint_files import stored_thresholds
+from raytrain.training.evaluation_metrics import (
+    DEFAULT_THRESHOLD,
+    average_precisions,
+    balanced_accuracy,
+    macro_f1,
+    mean_of_known,
+)
 
 Int64s = npt.NDArray[np.int64]
 
@@ -107,5 +120,124 @@ def _confusions(matrix: Int64s, classes: Sequence[str]) -> tuple[Confusion, ...]
     )
 
 
-def _ratio(part: np.int64, whole: np.int64) -> float | None:
+def _ratio(part: np.integer[Any], whole: np.integer[Any]) -> float | None:
     return float(part / whole) if whole else None
+
+
+_MIN_PROBABILITY = 1e-30
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """How well a class is predicted. ``images`` have it; what is not known without such images is None."""
+
+    name: str
+    images: int
+    average_precision: float | None
+    threshold: float
+    precision: float | None
+    recall: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelEvaluation:
+    """The metrics of a run's best checkpoint on images that may have several classes each.
+
+    ``accuracy`` and ``loss`` are over all images and classes; ``accuracy`` and ``macro_f1`` are by the thresholds. What
+    is not known without images is None. ``skipped`` images could not be read and are not in the metrics.
+    """
+
+    run: str
+    data: str
+    checkpoint: str
+    skipped: int
+    images: int
+    accuracy: float | None
+    loss: float | None
+    mean_average_precision: float | None
+    macro_f1: float | None
+    per_class: tuple[LabelScore, ...]
+    trained_on: int | None = None
+    all_compared: bool | None = None  # as in :class:`raytrain.inference.evaluate.EvaluationResult`
+
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return {**vars(self), "per_class": [asdict(score) for score in self.per_class]}
+
+
+def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:
+    """The threshold of each class, (C,): those that a user gave, or those of the run."""
+    num_classes = len(trained.classes)
+    if threshold and not trained.config.multi_label:
+        raise UsageError(f"--threshold is for runs whose images may have several classes; {trained.name!r} is none.")
+    if threshold and (len(threshold) not in (1, num_classes) or not all(0 <= each <= 1 for each in threshold)):
+        raise UsageError(
+            f"--threshold has {len(threshold)} numbers from {min(threshold):g} to {max(threshold):g}; give one, or one "
+            f"for each of the {num_classes} classes, from 0 to 1."
+        )
+    stored = stored_thresholds(trained.store, trained.checkpoint, num_classes)
+    return np.broadcast_to(np.array(threshold or stored or DEFAULT_THRESHOLD, np.float64), num_classes)
+
+
+def label_columns(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
+    """The output of ``predict``: key, labels, a score for each class, and error."""
+    scores, answers = _answers(table, thresholds)
+    readable = ~np.array([error is not None for error in table["error"].to_pylist()], bool)
+    separator = trained.config.label_separator or "|"
+    names = [separator.join(compress(trained.classes, row)) for row in answers.tolist()]
+    labels = string_array([name if known else None for name, known in zip(names, readable.tolist(), strict=True)])
+    columns = {
+        f"score_{name}": pa.array(column, pa.float32(), mask=~readable)
+        for name, column in zip(trained.classes, scores.T.astype(np.float32), strict=True)
+    }
+    return pa.table({"key": table["key"], "labels": labels.cast(pa.string()), **columns, "error": table["error"]})
+
+
+def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thresholds: Floats) -> LabelEvaluation:
+    """The metrics of predictions for the images of ``manifest``."""
+    assert manifest.label_sets is not None
+    readable = table.filter(table["error"].is_null())
+    scores, answers = _answers(readable, thresholds)
+    truth = manifest.label_sets[numbers(readable["truth"])]
+    right, true, predicted = (counts.sum(axis=0) for counts in (answers & truth, truth, answers))
+    precisions = average_precisions(scores, truth)
+    return LabelEvaluation(
+        run=trained.name,
+        data=manifest.url,
+        checkpoint=trained.checkpoint,
+        skipped=len(table) - len(readable),
+        images=len(readable),
+        accuracy=_known(np.mean(answers == truth)) if len(truth) else None,
+        loss=_known(_cross_entropy(scores, truth)) if len(truth) else None,
+        mean_average_precision=_known(mean_of_known(precisions)),
+        macro_f1=_known(macro_f1(right, true, predicted)),
+        per_class=tuple(
+            LabelScore(
+                name,
+                int(true[label]),
+                _known(precisions[label]),
+                float(thresholds[label]),
+                _ratio(right[label], predicted[label]),
+                _ratio(right[label], true[label]),
+            )
+            for label, name in enumerate(trained.classes)
+        ),
+    )
+
+
+def _answers(table: pa.Table, thresholds: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """The probability of each class, (n, C), and whether it reaches its threshold."""
+    column = pa.concat_arrays(table["probabilities"].chunks)
+    scores = numbers(pa.chunked_array([column.flatten()])).reshape(len(column), column.type.list_size)
+    return scores, scores >= thresholds
+
+
+def _cross_entropy(scores: Floats, truth: npt.NDArray[np.bool_]) -> float:
+    """The mean binary cross entropy."""
+    return float(-np.log(np.where(truth, scores, 1 - scores).clip(min=_MIN_PROBABILITY)).mean())
+
+
+def _known(value: float | np.floating[Any]) -> float | None:
+    return None if np.isnan(value) else float(value)

@@ -17,8 +17,7 @@ from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.labelled_images import evaluated_images
 from raytrain.data.labels.manifest import Manifest, build_manifest
 from raytrain.errors import StorageError, UsageError
-from raytrain.inference.classification_metrics import Scores, score
-from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds, score_labels
+from raytrain.inference.classification_metrics import LabelEvaluation, Scores, chosen_thresholds, score, score_labels
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.runs.documents import MANIFEST, TEST_MANIFEST
 from raytrain.storage.open import open_store

@@ -19,8 +19,7 @@ from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
-from raytrain.inference.example import example, preprocessing
-from raytrain.inference.model_card import model_card
+from raytrain.inference.model_card import example, model_card, preprocessing
 from raytrain.runs.documents import open_run, read_resolved_config
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.training.checkpoint import read_checkpoint

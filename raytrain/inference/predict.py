@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
-from raytrain.data.labels.listing import SUFFIXES, lost_files
+from raytrain.data.labels.folders import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError
-from raytrain.inference.label_predictions import chosen_thresholds, label_columns
+from raytrain.inference.classification_metrics import chosen_thresholds, label_columns
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.storage.store import Store

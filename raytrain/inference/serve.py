@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from raytrain import recipes
 from raytrain.data.dataset import evaluation_format
 from raytrain.errors import UsageError
-from raytrain.inference.label_predictions import Floats, chosen_thresholds
-from raytrain.inference.predictor import Predictor
-from raytrain.inference.trained_run import TrainedRun, open_trained_run
+from raytrain.inference.classification_metrics import Floats, chosen_thresholds
+from raytrain.inference.trained_run import Predictor, TrainedRun, open_trained_run
 from raytrain.launch.placement import place
 from raytrain.launch.predict_request import ServedModel
 from raytrain.launch.ray.connection import Connection

@@ -14,11 +14,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from raytrain.data.blocks import string_array
+from raytrain.data.blocks import Prefetch, string_array
 from raytrain.data.images.decode import ImageFormat, Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.local_batch import Prefetch
 from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.machine_batches import num_decoders

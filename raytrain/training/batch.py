@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain.data.local_batch import LocalBatch
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.permutation import mix
 from raytrain.training.augment import Augment
 

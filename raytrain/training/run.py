@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.local_batch import LocalBatch, Prefetch
+from raytrain.data.blocks import LocalBatch, Prefetch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.local_batch import LocalBatch
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError

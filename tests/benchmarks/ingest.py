@@ -158,7 +158,7 @@ def read_through_raytrain(
 def read_local_batches(run: Any, folder: str) -> None:
     import torch
 
-    from raytrain.data.local_batch import Prefetch
+    from raytrain.data.blocks import Prefetch
 
     run.reporter.started(run.world_size, 0)  # The driver waits for this before it fills the cache.
     local_batches = Prefetch(run.source.train(0), run.config.prefetch)

@@ -24,11 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from raytrain import models
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.data.blocks import Block, CachedBlocks
+from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.data.local_batch import LocalBatch, batches_from_cache
 from raytrain.data.plan.batch_plan import BatchPlan, Cursor
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event

@@ -32,9 +32,8 @@ from raytrain.display.look import look_figure, look_html, look_page
 from raytrain.display.notebook import dashboard_html
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
-from raytrain.inference.classification_metrics import score
+from raytrain.inference.classification_metrics import LabelEvaluation, LabelScore, score
 from raytrain.inference.evaluate import EvaluationResult
-from raytrain.inference.label_predictions import LabelEvaluation, LabelScore
 from raytrain.monitor.events import ImageSkipped, TimedEvent
 from raytrain.runs.documents import CONFIG, SKIPPED, STATUS, SUMMARY, write_json
 from raytrain.runs.redact import one_line

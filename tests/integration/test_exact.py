@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.blocks import Block, CachedBlocks
-from raytrain.data.local_batch import LocalBatch, batches_from_cache
+from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event

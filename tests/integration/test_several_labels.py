@@ -14,7 +14,7 @@ from PIL import Image
 
 import raytrain
 from raytrain import TrainConfig
-from raytrain.inference.label_predictions import LabelEvaluation
+from raytrain.inference.classification_metrics import LabelEvaluation
 
 COLOURS = ("blue", "green", "red")
 

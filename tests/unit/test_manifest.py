@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain.data.labels.labelled_images import train_test_split
 from raytrain.data.labels.manifest import UNLABELLED, Manifest, build_manifest, list_images
-from raytrain.data.labels.split import train_test_split
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store

@@ -22,7 +22,7 @@ from raytrain.data.dataset import Dataset, class_weights, open_dataset
 from raytrain.data.images.decode import decode
 from raytrain.data.labels.manifest import Manifest
 from raytrain.diagnostics.look import look_at
-from raytrain.inference.label_predictions import LabelEvaluation, chosen_thresholds
+from raytrain.inference.classification_metrics import LabelEvaluation, chosen_thresholds
 from raytrain.inference.serve import served_model
 from raytrain.inference.trained_run import open_trained_run
 from raytrain.runs.checkpoint_files import checkpoint_path, stored_thresholds

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytrain.data.local_batch import Prefetch
+from raytrain.data.blocks import Prefetch
 
 TIMEOUT_S = 20.0
 

@@ -19,14 +19,13 @@ from rich.console import Console
 from raytrain.cli.main import main
 from raytrain.config import TrainConfig
 from raytrain.data import shards as shard_files
-from raytrain.data.blocks import to_block
+from raytrain.data.blocks import LocalBatch, batches_from_stream, to_block
 from raytrain.data.dataset import open_dataset
 from raytrain.data.images.crop_box import STRETCHED
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader, read_contents
+from raytrain.data.labels.labelled_images import train_test_split
 from raytrain.data.labels.manifest import PACKED_INDEX, UNLABELLED, Manifest, build_manifest, list_images
-from raytrain.data.labels.split import train_test_split
-from raytrain.data.local_batch import LocalBatch, batches_from_stream
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import Partition, WorkerOrder
 from raytrain.datasets.pack import PackResult, pack

@@ -60,7 +60,7 @@ def evaluate(
     """
     from raytrain.display.curves import save_png
     from raytrain.display.evaluation import confusion_figure, evaluation_page, label_evaluation_page
-    from raytrain.inference.label_predictions import LabelEvaluation
+    from raytrain.inference.classification_metrics import LabelEvaluation
     from raytrain.storage.open import check_output
 
     picture = output or f"{run}-confusion.png"

@@ -18,8 +18,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.blocks import number_array, string_array
-from raytrain.data.labels.folders import FolderLabels, Part, check_classes, read_folders
-from raytrain.data.labels.listing import Listing, list_files, refuse_file, tell_left_out
+from raytrain.data.labels.folders import (
+    FolderLabels,
+    Listing,
+    Part,
+    check_classes,
+    list_files,
+    read_folders,
+    refuse_file,
+    tell_left_out,
+)
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.store import Store, StoredObject

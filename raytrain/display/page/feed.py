@@ -1,18 +1,26 @@
-"""Feed of a page's viewers: the whole run at first, then what is new."""
+"""Feed of a page's viewers: the whole run at first, then what is new, with curves as fine as a screen can show."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raytrain.display.event_text import event_text, shown_summary, stop_text
-from raytrain.display.page.curves import Curves
 from raytrain.monitor.events import TimedEvent
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot
 from raytrain.runs.documents import plain
-from raytrain.runs.metric_row import Kind
+from raytrain.runs.metric_row import Kind, MetricRow
+from raytrain.runs.stored_rows import StoredRows, rows_of_kind
 
 _NUM_EVENTS = 500  # latest events that are shown
 _NUM_MACHINES = 64  # most workers whose machines are shown
@@ -128,3 +136,186 @@ def _state(snapshot: Snapshot) -> dict[str, Any]:
         "result": snapshot.result and shown_summary(snapshot.result.summary()),
     }
     return plain(state)
+
+
+MAX_BUCKETS = 1500  # most buckets of a curve: a screen has about as many columns of pixels
+_MAX_POINTS = 2**18
+"""Most points of a curve in memory, an even number. Of more rows, several become one point, with mean and extremes."""
+_MAX_NAMES = 64  # most metrics that are shown: a history of a stranger may name millions
+_FIELDS = ("elapsed_s", "learning_rate", "images_per_s", "data_wait_fraction")
+_DIGITS = 8  # more than are shown, so that nothing is rounded twice
+
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+
+class Curves:
+    """All metrics of the rows of one ``kind``. Their steps increase.
+
+    Each point stands for the same number of rows: one at first, then a power of two. Rows wait until they make a point.
+
+    Buckets begin at multiples of ``width`` steps, a power of two that doubles when they become too many. What a viewer
+    has seen stays valid as long as ``generation`` does: then only buckets from the last one on change.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.generation = 0
+        self._kind: Kind = kind
+        self._clear()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def clear(self) -> None:
+        """Forget all rows: the run resumes from an earlier step, or is another one."""
+        self.generation += 1
+        self._clear()
+
+    def extend(self, rows: Sequence[MetricRow]) -> None:
+        """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
+        steps, values = self._columns_of(rows_of_kind(rows, self._kind))
+        before = np.maximum.accumulate(np.append(self._last_step, steps))
+        increases = steps > before[:-1]
+        self._last_step = int(before[-1])
+        self._wait(steps[increases], {name: column[increases] for name, column in values.items()})
+        self._add_waiting()
+        while self._steps and self._steps[-1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
+            self.width *= 2
+            self.generation += 1
+
+    def since(self, row: int) -> dict[str, Any]:
+        """The buckets that rows from index ``row`` on belong to; see :meth:`between`."""
+        if row >= len(self._steps):
+            return self._buckets(len(self._steps), len(self._steps), self.width)
+        first = bisect_left(self._steps, self._steps[row] // self.width * self.width)
+        return self._buckets(first, len(self._steps), self.width)
+
+    def between(self, first_step: int, last_step: int) -> dict[str, Any]:
+        """Finer buckets of a part of the run, for a viewer who looks closer.
+
+        Returns ``step``, the last step of each bucket, and ``metrics`` by name: ``mean``, and ``low`` and ``high`` if a
+        bucket holds more than one row. A value that is unknown or not finite is None.
+        """
+        first, end = bisect_left(self._steps, first_step), bisect_right(self._steps, last_step)
+        width = 2 ** max(0, math.ceil(math.log2(max(1, last_step - first_step) / MAX_BUCKETS)))
+        return self._buckets(first, end, width)
+
+    def _clear(self) -> None:
+        self.width = 1
+        self._last_step = -1
+        self._rows_per_point = 1
+        self._waiting_steps = np.empty(0, np.int64)
+        self._waiting: dict[str, Floats] = {}
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        # As long as a point is one row, its value is its own minimum and maximum.
+        self._lows: dict[str, array[float]] = {}
+        self._highs: dict[str, array[float]] = {}
+
+    def _columns_of(self, rows: Sequence[MetricRow]) -> tuple[Steps, dict[str, Floats]]:
+        """The steps of rows, and the values of each metric that is shown; NaN if one is unknown."""
+        if isinstance(rows, StoredRows):
+            self._show([*_FIELDS, *rows.names])
+            known = [name for name in self._columns if name in (*_FIELDS, *rows.names)]
+            return rows.values("step").astype(np.int64), {name: rows.values(name) for name in known}
+        self._show(chain(_FIELDS, chain.from_iterable(row.metrics for row in rows)))
+        values = {name: np.array([row.value(name) for row in rows], np.float64) for name in self._columns}
+        return np.array([row.step for row in rows], np.int64), values
+
+    def _show(self, names: Iterable[str]) -> None:
+        """Keep a curve for each of ``names`` that is new, as long as they are not too many."""
+        for name in names:
+            if name not in self._columns and len(self._columns) < _MAX_NAMES:
+                for columns in self._curves():
+                    columns[name] = array("d", [math.nan]) * len(self._steps)
+                self._waiting[name] = np.full(len(self._waiting_steps), math.nan)
+
+    def _wait(self, steps: Steps, values: Mapping[str, Floats]) -> None:
+        """Add rows to those that wait."""
+        self._waiting_steps = np.append(self._waiting_steps, steps)
+        unknown = np.full(len(steps), math.nan)
+        self._waiting = {name: np.append(column, values.get(name, unknown)) for name, column in self._waiting.items()}
+
+    def _add_waiting(self) -> None:
+        """Make points of the rows that wait, apart from the last ones if they are too few for a point."""
+        while num_points := min(len(self._waiting_steps) // self._rows_per_point, _MAX_POINTS - len(self._steps)):
+            end = num_points * self._rows_per_point
+            self._add_points(self._waiting_steps[:end], {name: column[:end] for name, column in self._waiting.items()})
+            self._waiting_steps = self._waiting_steps[end:]
+            self._waiting = {name: column[end:] for name, column in self._waiting.items()}
+            if len(self._steps) >= _MAX_POINTS:
+                self._merge_pairs()
+
+    def _add_points(self, steps: Steps, values: Mapping[str, Floats]) -> None:
+        """Add a point for each so many rows; its step is that of the last one of them."""
+        self._steps.frombytes(steps[self._rows_per_point - 1 :: self._rows_per_point].tobytes())
+        for name, column in values.items():
+            if self._rows_per_point == 1:
+                self._columns[name].frombytes(column.tobytes())
+            else:
+                grouped = column.reshape(-1, self._rows_per_point)
+                known = np.where(np.isfinite(grouped), grouped, np.nan)
+                self._columns[name].frombytes(_finite_mean(grouped).tobytes())
+                self._lows[name].frombytes(np.fmin.reduce(known, axis=1).tobytes())
+                self._highs[name].frombytes(np.fmax.reduce(known, axis=1).tobytes())
+
+    def _curves(self) -> Sequence[dict[str, array[float]]]:
+        """The means, and the minima and maxima if they are kept."""
+        return (self._columns,) if self._rows_per_point == 1 else (self._columns, self._lows, self._highs)
+
+    def _merge_pairs(self) -> None:
+        """Make one point of every two."""
+        for name, column in self._columns.items():
+            values, low, high = (part.reshape(-1, 2) for part in self._values(name, 0, len(column)))
+            self._columns[name] = array("d", _finite_mean(values))
+            self._lows[name] = array("d", np.fmin.reduce(low, axis=1))
+            self._highs[name] = array("d", np.fmax.reduce(high, axis=1))
+        self._steps = self._steps[1::2]
+        self._rows_per_point *= 2
+        self.generation += 1
+
+    def _values(self, name: str, first: int, end: int) -> tuple[Floats, Floats, Floats]:
+        """The values of a metric, and the minimum and maximum that each of them stands for."""
+        values = np.array(self._columns[name][first:end])
+        if self._rows_per_point > 1:
+            return values, np.array(self._lows[name][first:end]), np.array(self._highs[name][first:end])
+        known = np.where(np.isfinite(values), values, np.nan)
+        return values, known, known
+
+    def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
+        steps = np.array(self._steps[first:end], np.int64)
+        starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
+        ends = np.append(starts[1:], len(steps)) - 1
+        several = len(starts) < len(steps) or self._rows_per_point > 1
+        return {
+            "width": width,
+            "step": steps[ends[: len(starts)]].tolist(),
+            "metrics": {name: _summarize(*self._values(name, first, end), starts, several) for name in self._columns},
+        }
+
+
+def _summarize(
+    values: Floats, low: Floats, high: Floats, starts: NDArray[np.int64], several: bool
+) -> dict[str, list[float | None]]:
+    """Mean, minimum and maximum of ``values`` from each of ``starts`` up to the next."""
+    if not several:
+        return {"mean": _plain(values)}
+    known = np.isfinite(values)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.where(known, values, 0), starts) / np.add.reduceat(known.astype(float), starts)
+    return {
+        "mean": _plain(mean),
+        "low": _plain(np.fmin.reduceat(low, starts)),
+        "high": _plain(np.fmax.reduceat(high, starts)),
+    }
+
+
+def _finite_mean(values: Floats) -> Floats:
+    """The means of (num_points, num_rows) values, of those that are finite."""
+    known = np.isfinite(values)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return np.where(known, values, 0).sum(axis=1) / known.sum(axis=1)
+
+
+def _plain(values: Floats) -> list[float | None]:
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -26,8 +26,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 import raytrain
-from raytrain.data.blocks import CachedBlocks
-from raytrain.data.local_batch import LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
 from raytrain.launch.ray.coordinator import CoordinatorHandle

@@ -19,9 +19,8 @@ import ray.data
 from ray.data import DataContext, ExecutionResources
 from ray.exceptions import RayError
 
-from raytrain.data.blocks import Block, to_block
+from raytrain.data.blocks import Block, Prefetch, to_block
 from raytrain.data.images.decode import ImageShape
-from raytrain.data.local_batch import Prefetch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, WorkerOrder, interleave
 from raytrain.launch.ray.coordinator import CoordinatorHandle
