@@ -20,6 +20,7 @@ from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_header
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.images.image_reader import ImageReader, read_contents, require_bytes
+from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.runs.documents import new_name, run_store
@@ -52,6 +53,7 @@ class LookResult:
     training_images: int
     test_images: int
     ignored_files: int
+    shrinking: Shrinking | None  # when the images were packed
     classes: tuple[ClassCount, ...]
     size_bytes: Range | None  # of the files of the training images
     sample: ImageSample
@@ -64,6 +66,7 @@ class LookResult:
         return {
             **plain,
             "classes": [asdict(each) for each in self.classes],
+            "shrinking": self.shrinking and self.shrinking._asdict(),
             "size_bytes": self.size_bytes and self.size_bytes._asdict(),
             "sample": self.sample.summary(),
             "duplicates": asdict(self.duplicates),
@@ -92,6 +95,7 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
         training_images=len(data.train),
         test_images=len(data.test),
         ignored_files=data.train.num_ignored,
+        shrinking=data.train.shrinking,
         classes=_class_counts(data),
         size_bytes=Range.of(data.train.sizes_bytes.tolist()),
         sample=sample,

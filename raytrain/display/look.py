@@ -29,12 +29,14 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
     """The images, the classes from the smallest on, and the problems. ``picture`` is the file of the figure, if any."""
     sample = result.sample
     num_images = result.training_images + result.test_images
+    shrunk = result.shrinking
     about = {
         "data": result.data,
         "test data": result.test_data,
         "training images": result.training_images,
         "test images": result.test_images,
         "other files": result.ignored_files,
+        "packed as": shrunk and f"JPEGs of quality {shrunk.quality}, shorter side {shrunk.shorter_side:,}, if larger",
         "bytes": _range(result.size_bytes),
         "width": _range(sample.width),
         "height": _range(sample.height),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.network import Precision, Resizer, timm_name
-from raytrain.data.images.decode import fastest_resizer
+from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError, flag
 from raytrain.launch.placement import Placement, fastest_precision
 from raytrain.monitor.snapshot import View

@@ -14,12 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from PIL import Image
 
 from tests.benchmarks.ingest import decode, fetch, rates_of, read_as_documented, read_through_raytrain, shown
 from tests.benchmarks.packed import pack_both, read_through_litdata
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
+from tests.helpers.photographs import write_photographs
 
 _EPOCHS, _BUFFERED = 8, 2  # the first epochs are read ahead, while the workers start
 _NUM_PHOTOGRAPHS = 5000  # at any scale: of fewer, all epochs would be read ahead
@@ -29,7 +29,7 @@ _LIMITS = ("GETs alone", "decoding alone")
 def measure(bench: Bench) -> Report:
     small, large = bench.scratch / "small", bench.scratch / "large"
     shutil.copytree(bench.images, small / "images")
-    draw_photographs(large / "images", _NUM_PHOTOGRAPHS)
+    write_photographs(large / "images", _NUM_PHOTOGRAPHS)
     figures: list[Figure] = []
     checks: list[Check] = []
     for served, size, pixels in ((small, "1 KB", 32), (large, "100 KB", 224)):
@@ -87,18 +87,6 @@ def _measure(bench: Bench, served: Path, size: str, pixels: int) -> tuple[list[F
 def _together(rates: list[float]) -> float:
     """The images per second of all epochs that are not read ahead, or of the only one."""
     return harmonic_mean(rates[_BUFFERED:] or rates)
-
-
-def draw_photographs(folder: Path, num: int) -> None:
-    """Write ``num`` JPEGs of 500×375 and some 100 KB below ``folder``, in ten class folders."""
-    random = np.random.default_rng(0)
-    for number in range(num):
-        coarse = Image.fromarray(random.integers(0, 256, (94, 125, 3), np.uint8)).resize(
-            (500, 375), Image.Resampling.BICUBIC
-        )
-        file = folder / f"{number % 10}" / f"{number:05d}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        coarse.save(file, quality=93)
 
 
 def _sides(pixels: int) -> dict[str, Side]:

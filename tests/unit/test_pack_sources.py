@@ -17,7 +17,8 @@ from raytrain.data.images.image_reader import read_contents
 from raytrain.data.labels.label_file import LabelColumns, read_label_file
 from raytrain.data.labels.labelled_images import labelled
 from raytrain.data.labels.manifest import build_manifest, list_images
-from raytrain.datasets.pack import Labelling, PackResult, pack
+from raytrain.datasets.pack import PackResult, pack
+from raytrain.datasets.sources import Labelling
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import make_images

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,14 @@ from PIL import Image
 from raytrain.config.network import Interpolation
 from raytrain.data.dataset import evaluation_format, training_format
 from raytrain.data.images.crop_box import Cropping
-from raytrain.data.images.decode import ImageShape, decode, fastest_resizer
+from raytrain.data.images.decode import ImageShape, decode
+from raytrain.data.images.resize import fastest_resizer
 from raytrain.errors import UsageError
 from raytrain.launch import prepare
 from raytrain.launch.local.local_launch import LocalLaunch
 from raytrain.launch.ray.feed.data_feed import DataFeed
 from raytrain.recipes import cifar10, custom
+from tests.helpers.photographs import as_jpeg, draw
 from tests.helpers.small_runs import make_images
 
 needs_cykooz = pytest.mark.skipif(fastest_resizer() == "pillow", reason="cykooz-resizer has no wheel for this machine")
@@ -49,6 +52,27 @@ def test_both_libraries_resize_alike(shape: ImageShape, interpolation: Interpola
             for resizer in ("pillow", "cykooz")
         )
         assert np.abs(slow.astype(int) - fast).max() <= 1
+
+
+@needs_cykooz
+@pytest.mark.not_quick
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (768, 1024)])
+def test_photographs_are_those_of_a_full_decode_by_pillow_if_nothing_is_scaled_down(height: int, width: int) -> None:
+    data = as_jpeg(draw(height, width))
+    with Image.open(io.BytesIO(data)) as image:
+        whole = image.convert("RGB")
+    shape, seen = ImageShape(224, 224, 3), 0
+    for crop in Cropping(crop_seed=0, resizer="cykooz").crops(np.arange(60), 0):
+        box = crop((height, width), shape.size)
+        if 2 * box.scale <= 1:  # it is decoded at half the size, or less
+            continue
+        x, y = math.floor(box.left), math.floor(box.top)  # only whole pixels that the box touches are seen
+        part = whole.crop((x, y, math.ceil(box.right), math.ceil(box.bottom)))
+        inside = (box.left - x, box.top - y, box.right - x, box.bottom - y)
+        expected = np.asarray(part.resize((224, 224), Image.Resampling.BILINEAR, inside))
+        assert np.abs(decode(data, shape, crop).astype(int) - expected).max() <= 1
+        seen += 1
+    assert seen >= 15
 
 
 def test_only_images_for_training_are_resized_by_another_library_than_pillow() -> None:

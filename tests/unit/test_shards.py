@@ -185,7 +185,7 @@ def test_an_image_deleted_during_packing_is_an_error(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = build_manifest(open_store(str(images)))
-    monkeypatch.setattr("raytrain.datasets.pack.build_manifest", lambda _: listed)
+    monkeypatch.setattr("raytrain.datasets.sources.build_manifest", lambda _: listed)
     (images / "owl" / "002.png").unlink()
     with pytest.raises(
         StorageError, match=r"owl/002.png was changed or deleted since the images were listed; run the command again\."

@@ -63,18 +63,24 @@ def pack(
     ] = None,
     split: Annotated[str | None, arg(help="Pack the images of this value in the column split of --labels.")] = None,
     max_bad_fraction: Annotated[float, arg(help="Fraction of the rows of --labels that may lack an image.")] = 0.01,
+    shorter_side: Annotated[
+        int | None, arg(help="Pack larger images as JPEGs whose shorter side has so many pixels, such as 320.")
+    ] = None,
+    quality: Annotated[int, arg(help="Quality of the JPEGs that --shorter-side makes, 1 to 100.")] = 90,
 ) -> CommandResult:
     """Pack images into shards, which are faster to read. --data takes shards as well as images.
 
     Example: raytrain pack s3://bucket/train s3://bucket/train-shards
     """
     from raytrain.data.labels.label_file import LabelColumns
-    from raytrain.datasets.pack import Labelling
+    from raytrain.data.labels.manifest import Shrinking
     from raytrain.datasets.pack import pack as pack_shards
+    from raytrain.datasets.sources import Labelling
 
     columns = LabelColumns(key=key_column, label=label_column, separator=label_separator)
     labelling = Labelling(labels, columns, split, max_bad_fraction)
-    return CommandResult(None, asdict(pack_shards(source, destination, labels=labelling)))
+    shrinking = None if shorter_side is None else Shrinking(shorter_side, quality)
+    return CommandResult(None, asdict(pack_shards(source, destination, labels=labelling, shrinking=shrinking)))
 
 
 def demo(storage: Storage = "./runs", workers: Annotated[int, arg(help="Training workers.")] = 2) -> CommandResult:

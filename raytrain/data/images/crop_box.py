@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class Cropping:
         """The crop of each of ``samples``, int64 (n,), in ``epoch``."""
         if self.crop_seed is None:
             return [self.crop] * len(samples)
-        all_draws = crop_draws(self.crop_seed, epoch, samples)
+        all_draws = crop_draws(self.crop_seed, epoch, samples).tolist()
         box = partial(_random_box, interpolation=self.interpolation, resizer=self.resizer)
         return [partial(box, draws=draws) for draws in all_draws]
 
@@ -94,18 +94,23 @@ def crop_boxes(image: Size, draws: Floats) -> Floats:
     Like torchvision's RandomResizedCrop, except that a side longer than the image is cut to the image instead of drawn
     again, and that a box may start between two pixels.
     """
+    return np.stack(_edges(image, draws.T), axis=1)
+
+
+def _edges(image: Size, draws: Sequence[Any] | Floats) -> tuple[Any, ...]:
+    """Left, top, right and bottom, of one box by four floats, or of n by (4, n): a row of NumPy takes 40 µs longer."""
     height, width = image
-    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[:, _AREA])
-    aspect = np.exp((2 * draws[:, _ASPECT] - 1) * _LOG_ASPECT)
+    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[_AREA])
+    aspect = np.exp((2 * draws[_ASPECT] - 1) * _LOG_ASPECT)
     box_height = np.minimum(np.sqrt(area / aspect), height)
     box_width = np.minimum(np.sqrt(area * aspect), width)
-    top = draws[:, _TOP] * (height - box_height)
-    left = draws[:, _LEFT] * (width - box_width)
-    return np.stack([left, top, left + box_width, top + box_height], axis=1)
+    top = draws[_TOP] * (height - box_height)
+    left = draws[_LEFT] * (width - box_width)
+    return left, top, left + box_width, top + box_height
 
 
-def _random_box(image: Size, output: Size, draws: Floats, **how: Any) -> CropBox:
-    left, top, right, bottom = crop_boxes(image, draws[None])[0].tolist()
+def _random_box(image: Size, output: Size, draws: Sequence[float], **how: Any) -> CropBox:
+    left, top, right, bottom = map(float, _edges(image, draws))
     return CropBox(left, top, right, bottom, *output, **how)
 
 

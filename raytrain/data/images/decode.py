@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import io
 import math
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from raytrain.config.network import Resizer
+from raytrain.config.network import Size
 from raytrain.data.images.crop_box import STRETCHED, Crop, CropBox, Cropping, stretch
-from raytrain.errors import UsageError
+from raytrain.data.images.jpeg_segments import ORIENTATION, is_read_in_scans, is_stored_upright
+from raytrain.data.images.resize import ROUNDING, Pixels, cut, cut_image
 
 
 class ImageHeader(NamedTuple):
@@ -32,8 +30,6 @@ def read_header(data: bytes) -> ImageHeader:
     with _opened(data) as image:
         return ImageHeader(image.format or "", image.width, image.height)
 
-
-Pixels = npt.NDArray[np.uint8]
 
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -55,13 +51,6 @@ _MAX_SCANNED_PIXELS = 1 << 30  # over all scans of a JPEG, which may be many in 
 _MIN_SCAN_BYTES = 10
 _START_OF_SCAN = b"\xff\xda"  # not within compressed data, where a zero follows each 0xff
 _COEFFICIENT_BYTES = 6  # per pixel of a JPEG that is read in several scans: three components of 16 bits
-_EXIF = b"Exif\0\0"
-_ORIENTATION = 0x0112  # the tag of EXIF
-_ROUNDING = 1e-6  # pixels
-_NO_RESIZER = (
-    "--resizer cykooz: this node has no cykooz-resizer, with which the run began; install it there (`pip install "
-    "cykooz-resizer`), or resume with --resizer pillow, which changes pixels by 1 of 255."
-)
 
 
 class BadImage(ValueError):
@@ -106,7 +95,7 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
     """
     if not data:
         raise BadImage("the file is empty")
-    if data.startswith(_JPEG) and _is_stored_upright(data):
+    if data.startswith(_JPEG) and is_stored_upright(data):
         pixels = _decode_jpeg(data, shape, crop)
         if pixels is not None:
             return pixels
@@ -134,7 +123,7 @@ def _decode_jpeg(data: bytes, shape: ImageShape, crop: Crop) -> Pixels | None:
     except ValueError:
         return None
     scaled = pixels.shape[:2]
-    return _cut(pixels, box if scaled == size else crop(scaled, shape.size), shape)
+    return cut(pixels, box if scaled == size else crop(scaled, shape.size), shape.size)
 
 
 def _reduction(size: tuple[int, int], box: CropBox) -> int:
@@ -143,88 +132,52 @@ def _reduction(size: tuple[int, int], box: CropBox) -> int:
     It is what Pillow's ``draft`` does; libjpeg's other scales take longer than all of the image.
     """
     scale = min(box.scale, 1.0)
-    most = min(side // math.ceil(side * scale - _ROUNDING) for side in size)
+    most = min(side // math.ceil(side * scale - ROUNDING) for side in size)
     return max(factor for factor in (1, 2, 4, 8) if factor <= most)
 
 
-def _cut(pixels: Pixels, box: CropBox, shape: ImageShape) -> Pixels:
-    """The crop box of decoded pixels, without a copy of what is not seen."""
-    height, width = pixels.shape[:2]
-    if height == shape.height and width == shape.width and box[:6] == (0, 0, width, height, height, width):
-        return pixels
-    from PIL import Image
+def shrink(data: bytes, shorter_side: int) -> Pixels | None:
+    """All of an image, upright, with a shorter side of so many pixels, uint8 (H, W, C); None if it is not longer.
 
-    top, left = math.floor(box.top), math.floor(box.left)
-    seen = pixels[top : math.ceil(box.bottom), left : math.ceil(box.right)]
-    box = _moved(box, left, top)
-    if box.resizer == "cykooz" and box.interpolation == "bilinear":  # its bicubic pixels differ from Pillow's by 2
-        return _centred(_resize_fast(seen, box), shape)
-    seen = np.ascontiguousarray(seen)
-    return _resize(Image.fromarray(seen[:, :, 0] if shape.channels == 1 else seen), box, shape)
+    C is 1 for a grey image. Raises :class:`BadImage`, as :func:`decode` does.
+    """
 
+    def smaller(size: Size, *_: Any) -> CropBox:
+        height, width = (round(side * shorter_side / min(size)) for side in size)
+        return stretch(size, (height, width), interpolation="bicubic")
 
-def fastest_resizer() -> Resizer:
-    """The fastest library for resizing images that this Python has."""
-    return "cykooz" if find_spec("cykooz_resizer") else "pillow"
-
-
-def _resize_fast(pixels: Pixels, box: CropBox) -> Pixels:
-    """Resize the ``box`` of decoded pixels, uint8 (H, W, C), bilinearly and in a third of Pillow's time."""
-    height, width, channels = pixels.shape
-    try:
-        import cykooz_resizer as cykooz
-    except ImportError:
-        raise UsageError(_NO_RESIZER) from None
-
-    kind = cykooz.PixelType.U8 if channels == 1 else cykooz.PixelType.U8x3
-    left, top = max(box.left, 0.0), max(box.top, 0.0)
-    # A little less than all: a sum that rounds up is outside of the image.
-    seen = min(box.right, width) - left - _ROUNDING, min(box.bottom, height) - top - _ROUNDING
-    output = cykooz.ImageData(box.width, box.height, kind)
-    cykooz.Resizer().resize(
-        cykooz.ImageData(width, height, kind, pixels.tobytes()),
-        output,
-        cykooz.ResizeOptions(
-            cykooz.ResizeAlg.convolution(cykooz.FilterType.bilinear),
-            use_alpha=False,
-            crop_box=cykooz.CropBox(left, top, *seen),
-        ),
-    )
-    return np.frombuffer(output.get_buffer(), np.uint8).reshape(box.height, box.width, channels)
-
-
-def _moved(box: CropBox, left: int, top: int) -> CropBox:
-    """The box as it lies in the part of the image that begins at ``left`` and ``top``."""
-    return box._replace(left=box.left - left, top=box.top - top, right=box.right - left, bottom=box.bottom - top)
-
-
-def _resize(image: Any, box: CropBox, shape: ImageShape) -> Pixels:
-    """The ``box`` of an image of Pillow, resized by Pillow."""
-    from PIL import Image
-
-    inside = (max(box.left, 0), max(box.top, 0), min(box.right, image.width), min(box.bottom, image.height))
-    if image.size != (box.width, box.height) or inside != (0, 0, *image.size):
-        image = image.resize((box.width, box.height), Image.Resampling[box.interpolation.upper()], inside)
-    return _centred(np.asarray(image, dtype=np.uint8).reshape(box.height, box.width, shape.channels), shape)
-
-
-def _centred(pixels: Pixels, shape: ImageShape) -> Pixels:
-    """Pixels on black, if they are fewer than ``shape``."""
-    height, width = pixels.shape[:2]
-    if pixels.shape[:2] == shape.size:
-        return pixels
-    output = np.zeros((*shape.size, shape.channels), np.uint8)
-    top, left = (shape.height - height) // 2, (shape.width - width) // 2
-    output[top : top + height, left : left + width] = pixels
-    return output
+    with _opened(data) as image:
+        if min(image.size) <= shorter_side:
+            return None
+        _load_upright(image, data, smaller)
+        box = smaller((image.height, image.width))
+        return pixels_of(
+            image, ImageShape(box.height, box.width, 1 if image.mode in ("1", "L", "I;16") else 3), smaller
+        )
 
 
 def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
     with _opened(data) as image:
-        _check_size(image, data, shape, crop)
-        image.load()
-        _rotate_upright(image)
+        _load_upright(image, data, lambda size: crop(size, shape.size))
         return pixels_of(image, shape, crop)
+
+
+def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> None:
+    """Decode an image of which only the header was read; raise BadImage if that would need too much memory.
+
+    A JPEG is decoded at a fraction of its size if that is enough for the ``box`` of an image of its size.
+    """
+    from PIL import ImageOps
+
+    if image.format in ("JPEG", "MPO"):
+        _check_jpeg_size(data, image.height, image.width)
+        upright = (image.width, image.height) if _lies_on_its_side(image) else (image.height, image.width)
+        scale = min(box(upright).scale, 1.0)
+        image.draft(None, (math.ceil(image.width * scale - ROUNDING), math.ceil(image.height * scale - ROUNDING)))
+    _check_pixels(image.width, image.height, _MAX_IMAGE_BYTES // _bytes_per_pixel(image))
+    image.load()
+    with suppress(Exception):  # an image with a damaged EXIF block is not rotated
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 @contextmanager
@@ -270,18 +223,13 @@ def _without_text(data: bytes) -> bytes:
 def pixels_of(image: Any, shape: ImageShape, crop: Crop = stretch) -> Pixels:
     """Pixels of an upright image of Pillow, uint8 (H, W, C), as :func:`decode` makes them of its file."""
     converted = _convert(image, "L" if shape.channels == 1 else "RGB")
-    box = crop((converted.height, converted.width), shape.size)
-    if (box.left, box.top, box.right, box.bottom) == (0, 0, *converted.size):
-        return _resize(converted, box, shape)
-    left, top = math.floor(box.left), math.floor(box.top)
-    seen = converted.crop((left, top, math.ceil(box.right), math.ceil(box.bottom)))
-    return _resize(seen, _moved(box, left, top), shape)
+    return cut_image(converted, crop((converted.height, converted.width), shape.size), shape.size)
 
 
 def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
     """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
     num_pixels = width * height
-    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
+    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and is_read_in_scans(data):
         num_scans = max(1, data.count(_START_OF_SCAN))
         if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
             raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
@@ -290,69 +238,9 @@ def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
         _check_pixels(width, height, _MAX_JPEG_PIXELS)
 
 
-def _is_read_in_scans(data: bytes) -> bool:
-    """Whether a JPEG is progressive, or has components in scans of their own; also if its header is unusual."""
-    num_components = 0
-    for marker, content in _jpeg_segments(data):
-        if marker == 0xDA:  # a scan, and the number of its components
-            return content[:1] < bytes([num_components])
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame
-            if marker not in (0xC0, 0xC1):
-                return True
-            num_components = content[5] if len(content) > 5 else 0
-    return True
-
-
-def _is_stored_upright(data: bytes) -> bool:
-    """Whether a JPEG is shown as it is stored; False too if only Pillow can tell."""
-    for marker, content in _jpeg_segments(data):
-        if marker == 0xE1 and content.startswith(_EXIF):
-            return _says_upright(content)
-    return True
-
-
-def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Marker and content of each segment of a JPEG, up to its first scan."""
-    position = 2
-    while position + 4 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF:  # a byte that fills
-            position += 1
-            continue
-        stop = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        yield marker, data[position + 4 : stop]
-        if marker == 0xDA:
-            return
-        position = stop
-
-
-def _says_upright(exif: bytes) -> bool:
-    """Whether an EXIF block is whole and has no orientation other than 1."""
-    with suppress(KeyError, struct.error):
-        order = {b"II": "<", b"MM": ">"}[exif[6:8]]
-        start = 6 + struct.unpack_from(order + "I", exif, 10)[0]
-        num_tags = struct.unpack_from(order + "H", exif, start)[0]
-        tags = [struct.unpack_from(order + "HHIH", exif, start + 2 + 12 * at) for at in range(num_tags)]
-        return all(tag != _ORIENTATION or value == 1 for tag, _, _, value in tags)
-    return False
-
-
-def _check_size(image: Any, data: bytes, shape: ImageShape, crop: Crop) -> None:
-    """Raise BadImage if the image, of which only the header was read, would need too much memory.
-
-    A JPEG will be decoded at a fraction of its size if that is enough.
-    """
-    if image.format in ("JPEG", "MPO"):
-        _check_jpeg_size(data, image.height, image.width)
-        upright = (image.width, image.height) if _lies_on_its_side(image) else (image.height, image.width)
-        scale = min(crop(upright, shape.size).scale, 1.0)
-        image.draft(None, (math.ceil(image.width * scale - _ROUNDING), math.ceil(image.height * scale - _ROUNDING)))
-    _check_pixels(image.width, image.height, _MAX_IMAGE_BYTES // _bytes_per_pixel(image))
-
-
 def _lies_on_its_side(image: Any) -> bool:
     with suppress(Exception):  # a damaged EXIF block
-        return image.getexif().get(_ORIENTATION, 1) >= 5
+        return image.getexif().get(ORIENTATION, 1) >= 5
     return False
 
 
@@ -368,13 +256,6 @@ def _bytes_per_pixel(image: Any) -> int:
 def _check_pixels(width: int, height: int, limit: int) -> None:
     if width * height > limit:
         raise BadImage(f"the image is too large: {width:,} × {height:,} pixels, and at most {limit:,} are decoded")
-
-
-def _rotate_upright(image: Any) -> None:
-    from PIL import ImageOps
-
-    with suppress(Exception):  # an image with a damaged EXIF block is not rotated
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _convert(image: Any, mode: str) -> Any:

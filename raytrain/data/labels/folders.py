@@ -91,11 +91,12 @@ def list_files(store: Store) -> Listing:
     return listing
 
 
-def tell_left_out(listing: Listing, lost_classes: Sequence[str] = ()) -> None:
+def tell_left_out(listing: Listing, folders: FolderLabels | None = None) -> None:
     """Log how many files are left out and why, and which classes have no image left; not hidden files or tables."""
     reasons = lost_files(listing.counts)
     if not reasons:
         return
+    lost_classes = [] if folders is None else _lost_classes(listing, folders)
     lost = ", ".join(map(repr, lost_classes[:5])) + (", …" if len(lost_classes) > 5 else "")
     logging.getLogger("raytrain").warning(
         "Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {lost}." if lost else ""
@@ -315,3 +316,11 @@ def _refuse_repeated(paths: list[tuple[str, ...]], tops: set[str], url: str) -> 
             f"The folders {first_names(sorted(tops))} of {url} all contain {first_names(sorted(first))}, so that "
             "either may be the classes; give the folder of one of them, or a label file with --labels."
         )
+
+
+def _lost_classes(files: Listing, folders: FolderLabels) -> list[str]:
+    """The folders beside the class folders of which all files are left out."""
+    lost = {path.rpartition("/")[0] for path in files.paths_left_out}
+    kept = {stored.path.rpartition("/")[0] for stored in files.images}
+    beside = {folder.rpartition("/")[0] for folder in kept}
+    return sorted(folder for folder in lost - kept if folder and folder.rpartition("/")[0] in beside)

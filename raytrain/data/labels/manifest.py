@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,13 @@ _STRAY = "images that are in no class folder"
 _DIGEST_ROWS = 1 << 20  # at a time
 
 
+class Shrinking(NamedTuple):
+    """What has become of larger images when they were packed: JPEGs."""
+
+    shorter_side: int  # pixels
+    quality: int  # 1 to 100
+
+
 @dataclass(frozen=True, eq=False)
 class Manifest:
     """N images, sorted by key. Keys are paths relative to ``url``.
@@ -61,6 +68,7 @@ class Manifest:
     """Of the label file (see ``LabelTable.digest`` in ``label_file.py``); empty if folders are the labels."""
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)
     """Which of C classes belong to each label if an image may have several; None if a label is a class."""
+    shrinking: Shrinking | None = None  # of packed images; None if their files are what they were
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -127,6 +135,8 @@ class Manifest:
         }
         if self.label_sets is not None:
             metadata["label_sets"] = [np.flatnonzero(members).tolist() for members in self.label_sets]
+        if self.shrinking is not None:
+            metadata["shrinking"] = self.shrinking
         columns: dict[str, Any] = {
             "key": self.keys,
             "label": self.labels,
@@ -158,6 +168,7 @@ class Manifest:
                 packing=read_packing(table, metadata),
                 labels_digest=metadata["labels_digest"],
                 label_sets=_label_sets(metadata),
+                shrinking=Shrinking(*map(int, metadata["shrinking"])) if "shrinking" in metadata else None,
             )
             _check_values(manifest)
             digest = metadata["digest"]
@@ -252,7 +263,7 @@ def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] |
             _log.warning("The images in %s of %s are not used.", "/, ".join(names) + "/", files.url)
         chosen &= ~others
     if part != "test":
-        tell_left_out(files, lost_classes=_lost_classes(files, folders))
+        tell_left_out(files, folders)
     names = [folders.classes[at] for at in np.flatnonzero(chosen)]
     found = tuple(sorted(set(names)))
     check_classes(found, classes, files.url, len(files.images))
@@ -260,14 +271,6 @@ def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] |
     images = _unlabelled(files).select(np.flatnonzero(chosen))
     labels = np.array([index[name] for name in names], np.int32)
     return replace(images, labels=labels, classes=classes or found, left_out=files.counts)
-
-
-def _lost_classes(files: Listing, folders: FolderLabels) -> list[str]:
-    """The folders beside the class folders of which all files are left out."""
-    lost = {path.rpartition("/")[0] for path in files.paths_left_out}
-    kept = {stored.path.rpartition("/")[0] for stored in files.images}
-    beside = {folder.rpartition("/")[0] for folder in kept}
-    return sorted(folder for folder in lost - kept if folder and folder.rpartition("/")[0] in beside)
 
 
 def _unlabelled(files: Listing) -> Manifest:
@@ -311,9 +314,8 @@ def _relabelled(packed: Manifest, classes: tuple[str, ...] | None) -> Manifest:
 
 def _check_values(manifest: Manifest) -> None:
     """Raise ValueError unless all that the columns say is possible: the manifest may be a stranger's."""
-    if not all(isinstance(name, str) for name in manifest.classes) or len(set(manifest.classes)) < len(
-        manifest.classes
-    ):
+    names = manifest.classes
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise ValueError("the classes are not different names")
     num_labels = len(manifest.classes if manifest.label_sets is None else manifest.label_sets)
     check_range("label", manifest.labels, UNLABELLED if manifest.packing is None else 0, num_labels)

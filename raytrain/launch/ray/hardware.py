@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain.config.network import Precision, Resizer
-from raytrain.data.images.decode import fastest_resizer
+from raytrain.data.images.resize import fastest_resizer
 from raytrain.launch.placement import Hardware, common_precision, fastest_precision
 from raytrain.launch.ray.on_each_node import run_on_each_node
 from raytrain.launch.ray.private_api import object_store_use

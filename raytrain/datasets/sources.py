@@ -1,0 +1,199 @@
+"""What `raytrain pack` reads: labelled images in folders, in archives, or beside a label file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+import numpy as np
+
+from raytrain.data.labels.folders import is_hidden, is_test, is_training, refuse_file
+from raytrain.data.labels.label_file import JOINED, LabelColumns, LabelTable, read_label_file
+from raytrain.data.labels.labelled_images import check_keys, labelled
+from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
+from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive
+from raytrain.errors import UsageError
+from raytrain.storage.open import open_store
+from raytrain.storage.store import Store
+from raytrain.storage.temporary_files import TemporaryFolder
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
+_log = logging.getLogger("raytrain")
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Where the labels of the images are, if not in the names of their folders."""
+
+    file: str | None = None
+    """A label file; by default ``metadata.csv`` or ``.jsonl`` beside the images, as in Hugging Face's image folders."""
+    columns: LabelColumns = field(default_factory=LabelColumns)
+    split: str | None = None  # the value of the column ``split`` whose images are taken; needed if there are several
+    max_bad_fraction: float = 0.01  # of the keys of a label file, may have no image
+
+
+@contextmanager
+def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Manifest]]:
+    """The store of labelled images, and their manifest; archives are unpacked into a temporary folder meanwhile.
+
+    ``source`` is a folder or ``s3://`` prefix of images or of archives, one archive, or a pattern of several, with
+    ``*``.
+    """
+    source = source if "://" in source else os.path.expanduser(source)
+    archives = _archives(source)
+    if archives:
+        if labels.file is not None:
+            raise UsageError(
+                f"--labels is for images in folders; those in {archives[0]} have their labels in the file."
+            )
+        with TemporaryFolder() as folder:
+            table = _unpack(source, archives, labels.columns, folder / "images")
+            store = open_store(str(folder / "images"))
+            images = replace(list_images(store), url=source)  # as messages should name it
+            yield store, _by_table(images, table, labels)
+        return
+    store = open_store(source)
+    file = labels.file or _metadata(source, store)
+    if file is None:
+        yield store, build_manifest(store)
+    else:
+        yield store, _by_table(list_images(store), read_label_file(file, labels.columns, [store.url]), labels)
+
+
+def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
+    """The images with the table's labels, which are their own from now on."""
+    if table.classes is not None:
+        texts = [label.replace(JOINED, "|") or "none" for label in table.labels]
+        table = replace(table, labels=np.array(texts, object), classes=None)
+        _log.warning(
+            "Shards hold one text per image, such as %r; train on them with --labels %s and the same columns.",
+            max(texts, key=len),
+            table.url,
+        )
+    splits = sorted(set(table.splits) - {""})
+    if len(splits) > 1 and labels.split is None:
+        raise UsageError(
+            f"{table.url} has the splits {', '.join(splits)}, which would become one data set; pack each with --split, "
+            f"such as --split {splits[-1]}."
+        )
+    if labels.split is not None and labels.split.lower() not in splits:
+        raise UsageError(f"--split is {labels.split}, and {table.url} has the splits {', '.join(splits) or 'none'}.")
+    if images.packing is None:  # the caller refuses what is packed already
+        check_keys(table, (images,), labels.max_bad_fraction)
+    return replace(labelled(images, table, [labels.split.lower()] if labels.split else ())[0], labels_digest="")
+
+
+def _metadata(source: str, store: Store) -> str | None:
+    """The label file that lies beside the images; None if there is none."""
+    name = next((name for name in _METADATA if store.exists(name)), None)
+    return name and f"{source.rstrip('/')}/{name}"
+
+
+def _archives(source: str) -> Sequence[str]:
+    """The Parquet files and tars that ``source`` names or holds, sorted; UsageError for those of training and test."""
+    files = _files(source)
+    if "*" in source:
+        found = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
+        if not found:
+            raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
+        _refuse_splits(source, found)
+        return found
+    if source.endswith(ARCHIVE_SUFFIXES):
+        return [source]
+    if not os.path.isdir(source):
+        refuse_file(source)
+    open_store(source).check_readable()
+    return _archives_in(files, source)
+
+
+def _archives_in(files: AbstractFileSystem, folder: str) -> Sequence[str]:
+    """The archives directly in ``folder``, or, as in repositories of Hugging Face's hub, in ``data`` below it."""
+    names = {path.rstrip("/").rpartition("/")[2]: path for path in files.ls(folder, detail=False)}
+    if PACKED_INDEX in names:
+        return []
+    found = sorted(path for name, path in names.items() if name.endswith(ARCHIVE_SUFFIXES) and name not in _METADATA)
+    if not found and "data" in names and set(map(_is_plain, names)) == {False, True}:
+        below = files.ls(names["data"], detail=False) if files.isdir(names["data"]) else []
+        found = sorted(path for path in below if path.endswith(ARCHIVE_SUFFIXES))
+    _refuse_splits(folder, found)
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a file of a repository is beside the data: a description, or hidden."""
+    return is_hidden(name) or name.endswith((".md", ".json", ".txt", ".py", ".yaml"))
+
+
+def _refuse_splits(source: str, archives: Sequence[str]) -> None:
+    """Raise UsageError if the names say that some archives are of training images and some of test images."""
+    words = {word for path in archives for word in re.split(r"[-_.]", path.rpartition("/")[2])}
+    if any(map(is_training, words)) and any(map(is_test, words)):
+        raise UsageError(
+            f"{source} has archives of training and of test images; pack each by a pattern, such as "
+            f"{source.partition('*')[0].rstrip('/')}/train*."
+        )
+
+
+def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder: Path) -> LabelTable:
+    """Write the images of the archives below ``folder``, and return their labels."""
+    label_of: dict[str, str] = {}
+    repeated: list[str] = []
+    left_out: Counter[str] = Counter()
+    files = _files(source)
+    for name, prefix in zip(archives, _prefixes(archives), strict=True):
+        archive = Archive(name, columns)
+        with files.open(name, "rb") as file:
+            for image in archive.read(cast(IO[bytes], file)):
+                key = f"{prefix}/{image.key}"
+                if key in label_of:
+                    repeated.append(image.key)
+                    continue
+                label_of[key] = image.label
+                path = folder / key
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(image.content)
+                os.utime(path, (0, 0))  # the same images make the same shards again
+        left_out += archive.left_out
+        if repeated:
+            raise UsageError(
+                f"{len(repeated):,} images of {name} have names that others have, too: {', '.join(repeated[:3])}; "
+                "give each a name of its own, or name another column with --key-column."
+            )
+    if left_out:
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+        _log.warning("Left out of %s: %s.", source, reasons)
+    if not label_of:
+        raise UsageError(f"There are no labelled images in {archives[0]} and the {len(archives) - 1:,} files after it.")
+    keys = sorted(label_of)
+    empty = np.full(len(keys), "", object)
+    return LabelTable(source, np.array(keys, object), np.array([label_of[key] for key in keys], object), empty, empty)
+
+
+def _prefixes(archives: Sequence[str]) -> list[str]:
+    """A folder name for each archive: its name, with as many of its folders as make it unique."""
+    names = [re.sub(r"(\.tar)?\.[a-z]+$", "", path) for path in archives]
+    short = [name.rpartition("/")[2] for name in names]
+    if len(set(short)) == len(short):
+        return short
+    shared = len(os.path.commonpath([os.path.dirname(name) for name in names]))
+    return [name[shared:].strip("/") for name in names]
+
+
+def _files(source: str) -> AbstractFileSystem:
+    if "://" in source:
+        from raytrain.storage.filesystem import filesystem  # s3fs takes a second to import
+
+        return filesystem(source)
+    from fsspec.implementations.local import LocalFileSystem
+
+    return LocalFileSystem()
