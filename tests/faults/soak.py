@@ -1,9 +1,10 @@
 """A soak test: train runs with random faults, one after the other.
 
-``python -m tests.faults.soak --minutes 60 --seed 1``
+``python -m tests.faults.soak --minutes 60 --seed 1 --backend local``
 
 All runs have the same options, so each must end with the weights of the first one, which has no faults. Prints the
-faults and their effects. The exit code is 1 if samples were lost or used twice, or processes or files were left over.
+faults and their effects. The exit code is 1 if samples were lost or used twice, a user's file was deleted, or processes
+or files were left over.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from pathlib import Path
 import raytrain
 from raytrain.demo.s3_server import S3Server
 from raytrain.runs.records import read_run
-from tests.faults.soak_faults import LOOP, STORAGE, WHAT_IT_DOES, Soaked, head_processes, last_line, named, title
+from tests.faults.soak_faults import LOOP, ONLY_ON, STORAGE, WHAT_IT_DOES, Soaked, last_line
+from tests.faults.soak_machines import Machines, machines
 from tests.helpers.faulty_s3 import faulty_s3
-from tests.helpers.ray_head import Head, started_head
 from tests.helpers.small_runs import make_images, weights
 
 NUM_IMAGES = 6000
@@ -37,8 +38,6 @@ SETTLED_S = 20.0
 """Time after a run in which Ray ends the run's processes."""
 MORE_FDS, MORE_BYTES = 32, 64 << 20
 """Allowed growth of a process that outlives all runs; it varies with the number of idle processes that Ray keeps."""
-FEW_RECORDS = {"RAY_task_events_max_num_task_in_gcs": "1000", "RAY_maximum_gcs_destroyed_actor_cached_count": "100"}
-"""Records of ended tasks and actors that Ray keeps. Its default is 100,000 each, which would look like a leak."""
 
 
 def suffer(run: Soaked, faults: Iterator[Callable[[Soaked], bool]]) -> None:
@@ -48,6 +47,8 @@ def suffer(run: Soaked, faults: Iterator[Callable[[Soaked], bool]]) -> None:
         for fault in faults:
             if not run.reach(max(run.step, 0) + random.randint(3, 40)):
                 break
+            run.keepsake.parent.mkdir(parents=True, exist_ok=True)
+            run.keepsake.touch()
             step = run.step
             if fault(run):
                 run.met.append(fault.__name__)
@@ -89,6 +90,8 @@ def judge(run: Soaked, undisturbed: raytrain.TrainResult | None) -> tuple[Verdic
         run.problems.append(
             f"its history lacks {sorted(set(range(1, result.steps + 1)) - set(steps))} or has steps twice"
         )
+    if run.met and not run.keepsake.exists():
+        run.problems.append(f"{run.keepsake.name} of a user was deleted")
     audit = raytrain.audit(run.name, storage=STORAGE)
     lost = sum(len(epoch.missing) for epoch in audit.epochs)
     doubled = sum(len(epoch.doubled) for epoch in audit.epochs)
@@ -102,75 +105,69 @@ def same_weights(one: raytrain.TrainResult, other: raytrain.TrainResult) -> bool
     return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in theirs) < 1e-10
 
 
-def left_behind(head: Head, usual: Counter[str]) -> list[str]:
+def left_behind(machines: Machines, usual: Counter[str]) -> list[str]:
     """Names of the processes that are still there a minute after a run, other than the usual ones."""
     deadline = time.monotonic() + 60
-    while (more := working(head) - usual) and time.monotonic() < deadline:
+    while (more := machines.working() - usual) and time.monotonic() < deadline:
         time.sleep(0.5)
     return sorted(more.elements())
 
 
-def working(head: Head) -> Counter[str]:
-    """Number of Ray's processes in the cluster by name, without idle ones."""
-    names = [title(process).partition(".")[0] for process in named(head, "ray::")]
-    return Counter(name for name in names if "IDLE" not in name and "SPILL" not in name and "RESTORE" not in name)
-
-
-def lasting(head: Head) -> dict[str, tuple[int, int]]:
+def sizes(machines: Machines) -> dict[str, tuple[int, int]]:
     """Open files and memory in bytes of the processes that outlive every run, by process name."""
-    found: dict[str, tuple[int, int]] = {}
-    for process in head_processes(head):
-        name = Path(title(process)).name
-        if name in ("raylet", "gcs_server"):
-            found[name] = process.num_fds(), process.memory_info().rss
-    return found
+    return {each.name(): (each.num_fds(), each.memory_info().rss) for each in machines.lasting()}
 
 
 @contextmanager
-def scene(folder: Path) -> Iterator[Callable[[int], Soaked]]:
-    """Start a cluster and an S3 server behind a proxy; yield a function that makes the run of a number."""
-    os.environ.update(FEW_RECORDS)
+def scene(folder: Path, backend: str) -> Iterator[Callable[[int], Soaked]]:
+    """Start an S3 server behind a proxy, and a cluster for Ray; yield a function that makes the run of a number."""
     (folder / "loop.py").write_text(LOOP.format(folder=str(folder)))
     for name in ("tmp", "s3/soak/images", "s3/soak-runs"):
         (folder / name).mkdir(parents=True)
     make_images(folder / "s3" / "soak" / "images", NUM_IMAGES)
-    with S3Server(folder / "s3") as server, started_head(folder) as head, faulty_s3(server.endpoint_url, 0.0) as proxy:
+    hang = folder / "hang"
+    with (
+        S3Server(folder / "s3") as server,
+        machines(backend, folder) as there,
+        faulty_s3(server.endpoint_url, interfere=lambda request, body: "stall" if hang.exists() else None) as proxy,
+    ):
         os.environ.update(server.environment())  # This process bypasses the proxy.
         environment = {
-            **head.environment,
+            **there.environment,
             **server.environment(),
             "AWS_ENDPOINT_URL": proxy.url,
             "TMPDIR": str(folder / "tmp"),
         }
-        yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], head, proxy, folder, environment)
+        yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], there, proxy, folder, environment)
 
 
-def endless_faults(only: Sequence[str] | None) -> Iterator[Callable[[Soaked], bool]]:
-    """Yield faults forever, in rounds that contain each of them once."""
-    chosen = [fault for fault in WHAT_IT_DOES if only is None or fault.__name__ in only]
+def endless_faults(backend: str, only: Sequence[str] | None) -> Iterator[Callable[[Soaked], bool]]:
+    """Yield the faults that a backend has forever, in rounds that contain each of them once."""
+    possible = [fault for fault in WHAT_IT_DOES if ONLY_ON.get(fault, backend) == backend]
+    chosen = [fault for fault in possible if only is None or fault.__name__ in only]
     while True:
         yield from random.sample(chosen, len(chosen))
 
 
-def soak(new_run: Callable[[int], Soaked], minutes: float, only: Sequence[str] | None) -> int:
+def soak(new_run: Callable[[int], Soaked], minutes: float, faults: Iterator[Callable[[Soaked], bool]]) -> int:
     """Train one run after another until ``minutes`` after the first one have passed; return the exit code."""
     first = new_run(0)
     suffer(first, iter(()))
     verdict, undisturbed = judge(first, None)
-    verdicts, faults = [verdict], endless_faults(only)
+    verdicts, there = [verdict], first.machines
     time.sleep(SETTLED_S)
-    usual, before, deadline = working(first.head), lasting(first.head), time.monotonic() + 60 * minutes
+    usual, before, deadline = there.working(), sizes(there), time.monotonic() + 60 * minutes
     while time.monotonic() < deadline:
         run = new_run(len(verdicts))
         suffer(run, islice(faults, FAULTS_PER_RUN))
         verdict, _ = judge(run, undisturbed)
-        run.problems += [f"left behind: {name}" for name in left_behind(run.head, usual)]
+        run.problems += [f"left behind: {name}" for name in left_behind(there, usual)]
         verdicts.append(verdict)
         print(
             f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'no problems'}",
             flush=True,
         )
-    kept = [*grown(before, lasting(first.head)), *forgotten(first.folder / "tmp")]
+    kept = [*grown(before, sizes(there)), *forgotten(first.folder / "tmp")]
     print_table(verdicts)
     print("\n".join(kept))
     return 0 if all(verdict.good for verdict in verdicts) and not any(line.startswith("BAD") for line in kept) else 1
@@ -194,7 +191,8 @@ def forgotten(folder: Path) -> Iterator[str]:
 def print_table(verdicts: list[Verdict]) -> None:
     print("\n| fault | times | the run | samples lost, doubled | weights equal | passed |\n|---|---|---|---|---|---|")
     for fault, does in WHAT_IT_DOES.items():
-        met = [verdict for verdict in verdicts if fault.__name__ in verdict.run.met]
+        if not (met := [verdict for verdict in verdicts if fault.__name__ in verdict.run.met]):
+            continue
         times = sum(verdict.run.met.count(fault.__name__) for verdict in met)
         lost, doubled = (sum(getattr(verdict, name) for verdict in met) for name in ("lost", "doubled"))
         equal, good = (all(getattr(verdict, name) for verdict in met) for name in ("equal", "good"))
@@ -207,12 +205,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=("ray", "local"), default="ray")
     parser.add_argument("--only", nargs="+", choices=[fault.__name__ for fault in WHAT_IT_DOES])
     chosen = parser.parse_args()
     random.seed(chosen.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Run the cleanup.
-    with tempfile.TemporaryDirectory(prefix="soak-") as name, scene(Path(name)) as new_run:
-        return soak(new_run, chosen.minutes, chosen.only)
+    with tempfile.TemporaryDirectory(prefix="soak-") as name, scene(Path(name), chosen.backend) as new_run:
+        return soak(new_run, chosen.minutes, endless_faults(chosen.backend, chosen.only))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +19,14 @@ import raytrain
 from raytrain.monitor.stop_request import request_stop
 from raytrain.runs.documents import CLAIM, run_store
 from raytrain.runs.outcome import StopReason
+from tests.faults.soak_machines import Machines
 from tests.helpers.faulty_s3 import FaultyS3
-from tests.helpers.ray_head import Head
 
 DATA, STORAGE = "s3://soak/images", "s3://soak-runs"
 _TROUBLE_S, _TROUBLED_FRACTION = 20.0, 0.3
 _PATIENCE_S = 300.0
 _FOR_READERS_S = 20.0
+_HUNG_S = 45.0
 
 LOOP = """
 import time
@@ -50,11 +52,11 @@ def loop(run):
 
 @dataclass
 class Soaked:
-    """One run, whose driver is a process of its own, in a cluster that outlives it."""
+    """One run, whose driver is a process of its own."""
 
     name: str
     cache: str
-    head: Head
+    machines: Machines
     proxy: FaultyS3
     folder: Path
     environment: dict[str, str]
@@ -67,7 +69,6 @@ class Soaked:
             "name": self.name,
             "data": DATA,
             "storage": STORAGE,
-            "address": self.head.address,
             "workers": self.workers,
             "cache": self.cache,
             "loop": f"{self.folder / 'loop.py'}:loop",
@@ -88,6 +89,7 @@ class Soaked:
             "train",
             "custom",
             *words,
+            *self.machines.launch,
             "--image-size",
             "12",
             "12",
@@ -112,11 +114,17 @@ class Soaked:
         wait_until(lambda: self.over or self.step >= step)
         return not self.over
 
-    def kill_one(self, *names: str) -> bool:
-        found = [process for name in names for process in named(self.head, name)]
-        if found:
-            random.choice(found).kill()
+    def kill_one(self, kind: str) -> bool:
+        found = self.machines.find(kind)
+        with suppress(psutil.NoSuchProcess):
+            if found:
+                random.choice(found).kill()
         return bool(found)
+
+    @property
+    def keepsake(self) -> Path:
+        """A user's file in the run's place in storage, which looks like a checkpoint."""
+        return self.folder / "s3" / "soak-runs" / self.name / "checkpoints" / "my-backup" / "step-000000100.pt"
 
     def end(self) -> None:
         """Wait for the driver's end, and note a problem if it fails or never ends."""
@@ -130,16 +138,25 @@ class Soaked:
 
 
 def worker_killed(run: Soaked) -> bool:
-    return run.kill_one("RayTrainWorker")
+    return run.kill_one("worker")
 
 
 def reader_killed(run: Soaked) -> bool:
     """Kill a process that reads images; wait up to 20 s for one to appear."""
-    return wait_until(lambda: run.over or run.kill_one("read_block", "MapBatches"), _FOR_READERS_S) and not run.over
+    return wait_until(lambda: run.over or run.kill_one("reader"), _FOR_READERS_S) and not run.over
 
 
 def coordinator_killed(run: Soaked) -> bool:
-    return run.kill_one("Coordinator")
+    return run.kill_one("coordinator")
+
+
+def agent_killed(run: Soaked) -> bool:
+    """Kill the process that watches the workers: the run fails."""
+    if not run.kill_one("agent"):
+        return False
+    if wait_until(lambda: run.over) and run.driver.returncode != 0:
+        run.begin("--resume")
+    return True
 
 
 def driver_killed(run: Soaked) -> bool:
@@ -163,21 +180,28 @@ def stopped_and_resumed(run: Soaked) -> bool:
 
 
 def taken_over(run: Soaked) -> bool:
-    """Freeze the driver until another one has taken the run over; the first one must end when it goes on."""
+    """Freeze the driver, with or without its workers, until another one has taken the run over.
+
+    The first one must end when it goes on, and say why.
+    """
     frozen, store = run.driver, run_store(STORAGE, run.name)
     if not store.exists(CLAIM):
         return False
     before = store.get(CLAIM)
-    frozen.send_signal(signal.SIGSTOP)
+    workers = random.choice(([], run.machines.find("worker")))
+    for process in (frozen, *workers):
+        process.send_signal(signal.SIGSTOP)
     run.begin("--resume")
     is_taken = wait_until(lambda: run.over or _token(store.get(CLAIM)) != _token(before))
-    frozen.send_signal(signal.SIGCONT)
+    for process in (*workers, frozen):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
     try:
         frozen.wait(_PATIENCE_S)
     except subprocess.TimeoutExpired:
         run.problems.append("the driver that lost the run trains on")
         frozen.kill()
-    if frozen.wait() == 0:
+    if frozen.wait() == 0 or "took over the run" not in Path(run.log.name).read_text():
         run.problems.append("the driver that lost the run does not say so")
     return is_taken and not run.over
 
@@ -193,6 +217,14 @@ def s3_troubled(run: Soaked) -> bool:
     return True
 
 
+def s3_hung(run: Soaked) -> bool:
+    """Leave requests without an answer for longer than an owner may be silent."""
+    (run.folder / "hang").touch()
+    time.sleep(_HUNG_S)
+    (run.folder / "hang").unlink()
+    return True
+
+
 def loop_raised(run: Soaked) -> bool:
     (run.folder / "raise").touch()
     wait_until(lambda: run.over or not (run.folder / "raise").exists())
@@ -204,27 +236,17 @@ WHAT_IT_DOES: dict[Callable[[Soaked], bool], str] = {
     worker_killed: "continues by itself",
     reader_killed: "continues by itself",
     coordinator_killed: "continues by itself",
+    agent_killed: "fails; continues with --resume",
     driver_killed: "continues with --resume",
     stopped_and_resumed: "stops; continues with --resume on another number of workers",
     taken_over: "the new driver continues; the one that was frozen stops and says why",
     s3_troubled: "continues by itself",
+    s3_hung: "continues by itself",
     loop_raised: "continues by itself",
 }
 
 
-def named(head: Head, part: str) -> list[psutil.Process]:
-    return [process for process in head_processes(head) if part in title(process)]
-
-
-def head_processes(head: Head) -> list[psutil.Process]:
-    return psutil.Process(head.process.pid).children(recursive=True)
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return next(iter(process.cmdline()), "")
-    except psutil.Error:  # The process has just ended.
-        return ""
+ONLY_ON: dict[Callable[[Soaked], bool], str] = {reader_killed: "ray", coordinator_killed: "ray", agent_killed: "local"}
 
 
 def last_line(path: str) -> str:
