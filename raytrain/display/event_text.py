@@ -40,7 +40,7 @@ def event_text(event: Event) -> str:
 
 _SENTENCES: dict[type[Event], str] = {
     events.CheckpointWritten: "checkpoint {path} written",
-    events.CheckpointSkipped: "checkpoint after step {step:,} not written: the weight {name} is not finite",
+    events.CheckpointSkipped: "checkpoint after step {step:,} not written: {reason}",
     events.CheckpointDamaged: "{path} is not a whole checkpoint ({reason}); resuming from the one before",
     events.LossNotFinite: "the loss is {loss} at step {step:,}; the run stops if it stays so",
     events.ImageSkipped: "skipped {key}: {reason} (skipped.jsonl lists all of them)",

@@ -68,10 +68,10 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointSkipped(Event):
-    """A checkpoint was not written because a weight, called ``name`` in its network, is not finite."""
+    """A checkpoint was due and is not written."""
 
     step: int
-    name: str
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import re
+import socket
 import stat
+import threading
 import uuid
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,9 +19,11 @@ from functools import cache
 from pathlib import Path
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.locks import FileLock, file_lock
+from raytrain.storage.locks import FileLock, acquire
 from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
+_log = logging.getLogger("raytrain")
+_SAY_AFTER_S = 5.0
 # put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
 
@@ -152,8 +157,11 @@ class FolderStore(Store):
         file = f"{self._file(path)}.lock"
         with self._explained(path):
             os.makedirs(os.path.dirname(file), exist_ok=True)
-            with file_lock(file) as lock:
+            lock = _lock(file)
+            try:
                 yield lock
+            finally:
+                lock.release()
 
     def _file(self, path: str) -> str:
         return os.path.join(self.url, path.strip("/"))
@@ -187,6 +195,34 @@ class FolderStore(Store):
             yield
         except OSError as error:
             raise explain_os_error(error, f"{self.url}/{path}".rstrip("/")) from error
+
+
+def _lock(file: str) -> FileLock:
+    """Lock ``file``, and note in it who has done so. A wait that takes long is told, and for whom."""
+    try:
+        lock = acquire(file, wait=False)
+    except BlockingIOError:
+        telling = threading.Timer(_SAY_AFTER_S, _tell_holder, (file,))
+        telling.start()
+        try:
+            lock = acquire(file)
+        finally:
+            telling.cancel()
+    with suppress(OSError):  # the disk may be full
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return lock
+
+
+def _tell_holder(file: str) -> None:
+    holder = ""
+    with suppress(OSError, ValueError):
+        holder = Path(file).read_text()
+    _log.warning(
+        "waiting for %s, which writes to %s; if it is halted, let it continue (kill -CONT) or end it",
+        holder or "another process",
+        os.path.dirname(file),
+    )
 
 
 def explain_os_error(error: OSError, url: str) -> StorageError:

@@ -54,7 +54,7 @@ def make_run(
     """This worker's part of the run, restored from its newest checkpoint; ``weights`` are the initial ones, if any."""
     config, worker = spec.config, Worker.here(device)
     _set_up_device(config, worker, reporter)
-    checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, on_saved=reporter.event)
+    checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
     restored = checkpoints.load_newest(reporter.event, device)
     state = CheckpointState(restored.state if restored else {})
     models = PreparedModels(config, worker, state)

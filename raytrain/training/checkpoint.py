@@ -6,12 +6,11 @@ import copy
 import io
 import json
 import pickle
-import queue
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.errors import RaytrainError, UsageError
-from raytrain.monitor.events import CheckpointDamaged, CheckpointWritten, Event
+from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
 from raytrain.runs.checkpoint_files import (
     Identity,
     best_checkpoint,
@@ -35,6 +34,7 @@ from raytrain.storage.store import Store
 from raytrain.training.weights_source import check_unpacked_size
 
 StateDict = dict[str, Any]
+_PATIENCE_S = 5.0  # that training waits for a checkpoint to be written before it leaves one out
 _ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
 
 
@@ -136,14 +136,24 @@ class Checkpoint:
         return self.state.get("average", self.state.get("model"))
 
 
+class _Job(NamedTuple):
+    checkpoint: Checkpoint
+    before: Callable[[], None]
+
+    def is_best(self, now: Progress) -> bool:
+        progress = self.checkpoint.progress
+        return progress.evaluated_step == progress.step and progress.score == now.best_score is not None
+
+
 class Checkpoints:
     """The checkpoints in the ``store`` of a run. A thread writes them, and keeps the ``keep`` newest ones and the best.
 
-    ``on_saved`` is called, in the thread, with an event for each checkpoint that was written.
+    If storage hangs, training goes on: of the checkpoints that wait for it, only the newest and the best are written.
+    ``report`` is called, in any thread, with an event for each checkpoint that was written or left out.
     """
 
     def __init__(
-        self, store: Store, identity: Identity, keep: int, on_saved: Callable[[Event], None] = lambda event: None
+        self, store: Store, identity: Identity, keep: int, report: Callable[[Event], None] = lambda event: None
     ) -> None:
         self.store = store
         self.newest: str | None = None
@@ -151,8 +161,10 @@ class Checkpoints:
         self._takeover = store.guard.takeover if store.guard else 0
         self._identity = identity
         self._keep = keep
-        self._on_saved = on_saved
-        self._jobs: queue.Queue[tuple[Checkpoint, Callable[[], None]] | None] = queue.Queue(maxsize=1)
+        self._report = report
+        self._jobs: list[_Job] = []  # the first of them is being written
+        self._changed = threading.Condition()
+        self._is_stuck = False  # training has waited for storage in vain
         self._error: Exception | None = None
         self._is_first = True  # of this start
         self._thread: threading.Thread | None = None
@@ -163,14 +175,22 @@ class Checkpoints:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, daemon=True, name="checkpoints")
             self._thread.start()
-        self._jobs.put((Checkpoint(to_cpu(state), progress, self._identity), before))
+        job = _Job(Checkpoint(to_cpu(state), progress, self._identity), before)
+        with self._changed:
+            patience_s = 0.0 if self._is_stuck else _PATIENCE_S
+            self._is_stuck = not self._changed.wait_for(lambda: len(self._jobs) < 2, patience_s)
+            waiting = self._jobs[1:]
+            self._jobs[1:] = [*(each for each in waiting if each.is_best(progress)), job]
+            self._changed.notify_all()
+        for each in waiting:
+            if not each.is_best(progress):
+                reason = "storage has not taken the one before yet"
+                self._report(CheckpointSkipped(each.checkpoint.progress.step, reason))
 
     def close(self) -> None:
         """Wait until everything is written; raises the error of a write."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs)
         self._raise_error()
 
     def newest_readable(self, report: Callable[[Event], None]) -> str | None:
@@ -208,11 +228,17 @@ class Checkpoints:
         return checkpoint
 
     def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs)
             try:
-                self._write(*job)
+                self._write(*self._jobs[0])
             except Exception as error:  # raised at the next save: training must not die in the middle of a step
                 self._error = error
+            with self._changed:
+                del self._jobs[0]
+                self._is_stuck = False
+                self._changed.notify_all()
 
     def _write(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
         before()
@@ -228,7 +254,7 @@ class Checkpoints:
         self.store.put(path + ".json", json.dumps(note).encode())
         self._delete_old(path)
         self.newest = path
-        self._on_saved(CheckpointWritten(path, progress.step))
+        self._report(CheckpointWritten(path, progress.step))
 
     def _delete_old(self, newest: str) -> None:
         """Delete those of later steps, which are damaged or another owner's, and of the others all but a few."""

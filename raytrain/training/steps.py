@@ -231,7 +231,7 @@ class Steps:
         if self._worker.rank == 0 and not_finite is None:
             self._checkpoints.save(self._state.state_dict(), self.progress, before=self._reporter.flush)
         elif self._worker.rank == 0:
-            self._reporter.event(CheckpointSkipped(step, not_finite or ""))
+            self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 
     def _record(self, row: MetricRow) -> None:
         if self._worker.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.monitor.events import CheckpointDamaged, Event
+from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
 from raytrain.runs.checkpoint_files import Identity
 from raytrain.runs.outcome import Progress
 from raytrain.storage.folder import FolderStore
@@ -228,6 +229,22 @@ def test_a_checkpoint_is_written_after_the_metrics_of_its_steps(tmp_path: Path) 
     with pytest.raises(RaytrainError, match="the rows were lost"):
         checkpoints.close()
     assert not store.exists(path_of(2))
+
+
+def test_training_goes_on_while_storage_hangs_and_the_newest_and_the_best_checkpoint_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.training.checkpoint._PATIENCE_S", 0.1)
+    store, hang, events = open_store(str(tmp_path)), threading.Event(), list[Event]()
+    checkpoints = Checkpoints(store, IDENTITY, 10, events.append)
+    for step in range(1, 7):
+        best = {"evaluated_step": 3, "score": 0.9, "best_score": 0.9} if step >= 3 else {}
+        checkpoints.save({}, Progress(step=step, **best), before=hang.wait)  # pyright: ignore
+    assert events == [CheckpointSkipped(step, "storage has not taken the one before yet") for step in (2, 4, 5)]
+    hang.set()
+    checkpoints.close()
+    assert events[3:] == [CheckpointWritten(path_of(step), step) for step in (1, 3, 6)]
+    assert all(store.exists(path_of(step)) for step in (1, 3, 6))
 
 
 def test_a_writer_killed_during_a_write_leaves_the_last_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from raytrain.demo.s3_server import S3Server
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.runs.checkpoint_files import list_checkpoints
-from raytrain.runs.documents import open_run, read_config
+from raytrain.runs.documents import EVENTS, open_run, read_config
 from raytrain.runs.outcome import StopReason
 from raytrain.runs.records import read_run
 from raytrain.storage.hedged_requests import MAX_THREADS
@@ -163,7 +164,7 @@ def test_a_run_on_a_full_or_read_only_disk_keeps_its_last_checkpoint(
 
 
 class Away:
-    """Resets all requests, from the run's signal until the run has trained further, for at least ``AWAY_S`` seconds."""
+    """Resets or never answers requests, from the run's signal until it has trained on, for ``AWAY_S`` at least."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -175,7 +176,7 @@ class Away:
             return None
         self._since = self._since or time.monotonic()
         self.num_refused += 1
-        return "reset"
+        return ("reset", "stall")[self.num_refused % 2]
 
     @property
     def over(self) -> bool:
@@ -184,7 +185,7 @@ class Away:
 
 
 def train_on_without_storage(run: raytrain.Run, batch: raytrain.Batch, folder: Path) -> None:
-    for step, note in ((6, "go away"), (14, "trained on")):
+    for step, note in ((6, "go away"), (19, "trained on")):
         if (run.rank, batch.step) == (0, step):
             (folder / note).touch()
 
@@ -202,12 +203,15 @@ def test_a_run_continues_while_its_storage_is_down_and_writes_its_checkpoints_la
     with faulty_s3(s3.endpoint_url, interfere=away.interfere) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         hook = partial(train_on_without_storage, folder=tmp_path)
-        result = raytrain.train(config(images, s3_url, backend=backend), loop=partial(loop_with, before_step=hook))  # pyright: ignore
+        options = config(images, s3_url, backend=backend, checkpoint_every=("4st",))
+        result = raytrain.train(options, loop=partial(loop_with, before_step=hook))  # pyright: ignore
         assert (result.status, result.steps) == ("finished", 20)
         assert away.over and away.num_refused
         assert result.seconds > AWAY_S
         assert_same_weights(result, undisturbed)
-        assert whole_steps(s3_url)[-2:] == [15, 20]
+        assert whole_steps(s3_url)[-2:] == [8, 20]
+        events = [json.loads(line) for line in open_run(s3_url, "run").get(EVENTS).splitlines()]
+        assert [event["step"] for event in events if event["kind"] == "checkpoint_skipped"] == [12, 16]
         steps = [row.step for row in read_run(s3_url, "run").metrics if row.kind == "step"]
         assert steps == list(range(1, 21))
 

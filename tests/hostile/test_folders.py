@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +22,12 @@ from raytrain.data.labels.manifest import build_manifest
 from raytrain.datasets.pack import pack
 from raytrain.datasets.upload import upload
 from raytrain.errors import StorageError, UsageError
+from raytrain.runs.ownership import claim_run
+from raytrain.storage import folder as folders
 from raytrain.storage.open import open_store
 from raytrain.storage.temporary_files import TemporaryFolder
 from tests.helpers.small_runs import make_images
+from tests.helpers.waiting import wait_for
 
 SECRET = b"[default]\naws_secret_access_key = hunter2\n"
 
@@ -232,3 +237,33 @@ def test_classes_called_train_and_test_stay_classes(folder: Path) -> None:
     (folder / "test" / "pencil").mkdir()
     (folder / "test" / "000.png").rename(folder / "test" / "pencil" / "000.png")
     assert build_manifest(open_store(str(folder))).classes == ("green", "test", "train")
+
+
+HALTED = """
+import os, signal, sys
+from raytrain.runs.ownership import claim_run
+from raytrain.storage.open import open_store
+store = open_store(sys.argv[1])
+claim = claim_run(store, "run")
+with store._locked("claim.json"):
+    os.kill(os.getpid(), signal.SIGSTOP)
+claim.close()
+"""
+
+
+def test_an_owner_that_is_halted_in_the_middle_of_a_write_is_named_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folders, "_SAY_AFTER_S", 0.1)
+    monkeypatch.setattr("raytrain.runs.ownership.LEASE_S", 0.1)
+    halted = subprocess.Popen([sys.executable, "-c", HALTED, str(tmp_path)])
+    try:
+        os.waitid(os.P_PID, halted.pid, os.WSTOPPED)
+        next_one = threading.Thread(target=lambda: claim_run(open_store(str(tmp_path)), "run").close())
+        next_one.start()
+        said = f"waiting for process {halted.pid} on {os.uname().nodename}, which writes to {tmp_path}; if it is halted"
+        wait_for(lambda: said in caplog.text, "nobody says whom the next owner waits for")
+    finally:
+        halted.send_signal(signal.SIGCONT)
+        halted.wait()
+    next_one.join()

@@ -18,7 +18,7 @@ EXAMPLES = [
     (events.Evaluated(3, accuracy=0.625), "evaluated after epoch 3: accuracy 0.6250"),
     (events.CheckpointWritten("a.pt", 20), "checkpoint a.pt written"),
     (
-        events.CheckpointSkipped(1000, "fc.bias"),
+        events.CheckpointSkipped(1000, "the weight fc.bias is not finite"),
         "checkpoint after step 1,000 not written: the weight fc.bias is not finite",
     ),
     (events.CheckpointDamaged("a.pt", "{x}"), "a.pt is not a whole checkpoint ({x}); resuming from the one before"),
