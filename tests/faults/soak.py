@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +168,8 @@ def soak(new_run: Callable[[int], Soaked], minutes: float, faults: Iterator[Call
             f"{run.name}: {', '.join(run.met) or 'nothing'}: {'; '.join(run.problems) or 'no problems'}",
             flush=True,
         )
+        if run.problems:
+            print(textwrap.indent(Path(run.log.name).read_text(), "    "), flush=True)
     kept = [*grown(before, sizes(there)), *forgotten(first.folder / "tmp")]
     print_table(verdicts)
     print("\n".join(kept))
@@ -183,8 +186,8 @@ def grown(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]])
 
 
 def forgotten(folder: Path) -> Iterator[str]:
-    """Yield a line about leftover temporary files. The next driver removes those of a killed one."""
-    there = sorted(path.name for path in folder.iterdir())
+    """Yield a line about leftover temporary files, but torch's. The next driver removes those of a killed one."""
+    there = sorted(path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_"))
     yield f"{'BAD ' if there else ''}temporary files: {' '.join(there) or 'none'}"
 
 
