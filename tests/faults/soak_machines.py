@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from tests.helpers.ray_head import Head, started_head
+from tests.helpers.waiting import wait_for
 
 FEW_RECORDS = {"RAY_task_events_max_num_task_in_gcs": "1000", "RAY_maximum_gcs_destroyed_actor_cached_count": "100"}
 """Records of ended tasks and actors that Ray keeps. Its default is 100,000 each, which would look like a leak."""
@@ -43,8 +44,17 @@ def machines(backend: str, folder: Path) -> Iterator[Machines]:
         yield ThisMachine(folder)
         return
     os.environ.update(FEW_RECORDS)
-    with started_head(folder) as head:
+    with ExitStack() as opened:
+        while not _has_started(head := opened.enter_context(started_head(folder)), folder):
+            opened.close()
         yield Cluster(head)
+
+
+def _has_started(head: Head, folder: Path) -> bool:
+    """Wait until Ray says that it runs, or gives up: it allows itself half a minute, however busy the machine is."""
+    log = folder / "head.log"
+    wait_for(lambda: head.process.poll() is not None or "Ray runtime started" in log.read_text())
+    return head.process.poll() is None
 
 
 class Cluster:
@@ -58,8 +68,8 @@ class Cluster:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self.launch = ("--address", head.address)
-        self.environment = head.environment
+        self.launch: Sequence[str] = ("--address", head.address)
+        self.environment: Mapping[str, str] = head.environment
 
     def find(self, kind: str) -> list[psutil.Process]:
         return [each for each in self._processes() if any(part in _command(each)[0] for part in self._TITLES[kind])]
@@ -81,8 +91,8 @@ class ThisMachine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.launch = ("--backend", "local")
-        self.environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        self.launch: Sequence[str] = ("--backend", "local")
+        self.environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.getcwd()}
 
     def find(self, kind: str) -> list[psutil.Process]:
         return [each for each in self._processes() if _role(each) == kind]

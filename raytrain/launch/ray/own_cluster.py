@@ -59,6 +59,7 @@ _OF_THE_CLUSTER = {
 
 TOO_SLOW = "timed out during startup"  # Ray gives its processes 30 s, which can be too little on a busy machine
 _NUM_TRIES = 3
+_MAX_FOLDER = 39  # bytes of the path below which Ray can make its sockets, whose own paths may have 107
 _OPEN_FILES = 65536  # what Ray asks for; many systems allow a process 1024 if it does not ask
 
 
@@ -68,7 +69,8 @@ class LocalCluster:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(variables_set({**WITHOUT_EXTRAS, **_token_settings()}))
-        self._environment = lean({**os.environ, **_OF_THE_CLUSTER, **loopback_environment(), **environment})
+        variables = {**os.environ, **_short_folder(), **_OF_THE_CLUSTER, **loopback_environment(), **environment}
+        self._environment = lean(variables)
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 ; closed in close()
         self._opened.callback(self._stderr.close)
         self._process = self._start()
@@ -116,6 +118,12 @@ class LocalCluster:
         self._stderr.seek(0)
         lines = [line.strip() for line in self._stderr if line.strip()]
         return lines[-1].rstrip(".") if lines else f"exit status {self._process.returncode}"
+
+
+def _short_folder() -> dict[str, str]:
+    """Another folder for Ray's files than TMPDIR, if Ray would make sockets there whose paths are too long."""
+    is_long = len(os.fsencode(os.environ.get("TMPDIR", ""))) > _MAX_FOLDER
+    return {"RAY_TMPDIR": "/tmp"} if is_long and "RAY_TMPDIR" not in os.environ else {}
 
 
 def _token_settings() -> dict[str, str]:
