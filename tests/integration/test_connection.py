@@ -25,8 +25,11 @@ except ray.exceptions.RaySystemError:
 """
 
 
-def test_ray_may_be_imported_first_and_a_call_after_the_connection_ended_starts_no_cluster() -> None:
+def test_ray_may_be_imported_first_and_a_call_after_the_connection_ended_starts_no_cluster(tmp_path: Path) -> None:
+    """The path of the temporary folder is too long for sockets."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["TMPDIR"] = str(tmp_path / ("x" * 100))
+    os.mkdir(environment["TMPDIR"])
     done = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "nothing"), done.stderr
 
