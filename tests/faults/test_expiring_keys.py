@@ -96,7 +96,7 @@ def test_a_run_survives_expiring_credentials(
 
 REVOKED = {
     "ray": r"does not know the access key …(\w{4}); check AWS_ACCESS_KEY_ID.*",
-    "local": r"could not be obtained \(.*AccessDenied.*()\); check its role or profile\..*",  # each worker asks for them
+    "local": r"could not be obtained \(.*AccessDenied.*()\); check its role or profile\..*",  # each asks its issuer
 }
 
 
