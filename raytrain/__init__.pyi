@@ -11,6 +11,7 @@ from .errors import StorageError as StorageError
 from .errors import TrainingFailed as TrainingFailed
 from .errors import UsageError as UsageError
 from .experiments.compare import compare as compare
+from .experiments.find_rate import find_rate as find_rate
 from .experiments.study import StudyResult as StudyResult
 from .experiments.study import study as study
 from .experiments.sweep import sweep as sweep

@@ -19,6 +19,7 @@ from raytrain.config.user_function import names_own_function, stored_function_er
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import CONFIG
+from raytrain.runs.outcome import DECIDED_ANEW
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -43,8 +44,6 @@ _MOSTLY_USED = (
 _FLAGS_OF_COMMANDS = ("--json", "--debug", "--trust", "--watch")
 _HELP = ("-h", "--help")
 _ALL_HELP = "--help-all"
-_DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
-"""Where a resumed run trains: each start decides on it."""
 
 
 @_CONSTRUCTORS.primitive_rule  # pyright: ignore[reportUnknownMemberType]
@@ -299,7 +298,7 @@ def _stored_options(
             f"Run {typed['name']!r} was started as {stored.recipe}, not as {recipe or 'custom'}; "
             f"continue with `raytrain {command} {stored.recipe} …`."
         )
-    machines = {name: getattr(defaults[stored.recipe], name) for name in _DECIDED_ANEW}
+    machines = {name: getattr(defaults[stored.recipe], name) for name in DECIDED_ANEW}
     return dataclasses.replace(stored, **machines, storage=typed["storage"], resume=False)
 
 

@@ -15,32 +15,36 @@ if TYPE_CHECKING:
     from raytrain.config.options import TrainConfig
 
 N = TypeVar("N", int, float)
-Shape = Literal["constant", "cosine", "linear", "piecewise"]
+Shape = Literal["constant", "cosine", "linear", "piecewise", "rising"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 
-_NUMBER = r"\d*\.?\d+(?:e-?\d+)?"
+_NUMBER = r"\d*\.?\d+(?:e[-+]?\d+)?"
 _PER_WORKER = "/worker"
 
 
 class Schedule(NamedTuple):
-    """A learning rate schedule: its shape and, for piecewise, what multiplies the rate after each ``period`` epochs."""
+    """A schedule: its shape, piecewise's ``factor`` after each ``period`` epochs, rising's first and last ``rates``."""
 
     shape: Shape
     factor: float = 0.1
     period: int = 10
+    rates: tuple[float, float] = (1e-6, 10.0)
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """The schedule of a text such as ``cosine`` or ``piecewise:0.1/10ep``; raises UsageError."""
         if text in SHAPES:
             return cls(text)
-        found = re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text)
-        if found is None:
-            raise UsageError(
-                f"--schedule is {text!r}{did_you_mean(text, SHAPES)}; give constant, cosine, linear, or "
-                "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10 epochs."
-            )
-        return cls("piecewise", float(found[1]), int(found[2]))
+        if found := re.fullmatch(rf"piecewise:({_NUMBER})/([1-9]\d*)ep", text):
+            return cls("piecewise", float(found[1]), int(found[2]))
+        found = re.fullmatch(rf"rising:({_NUMBER})\.\.({_NUMBER})", text)
+        if found and 0 < float(found[1]) < float(found[2]):
+            return cls("rising", rates=(float(found[1]), float(found[2])))
+        raise UsageError(
+            f"--schedule is {text!r}{did_you_mean(text, SHAPES)}; give constant, cosine, linear, or "
+            "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10 epochs; find-rate takes "
+            "rising:1e-6..10."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,8 @@ class OptimisationOptions:
     """Images per step: 128 of all workers together, or 32/worker."""
     learning_rate: Annotated[NonNegativeFloat | str | None, "X|X/worker"] = None
     """Peak learning rate: 0.1 for any number of workers, or 0.05/worker, which is multiplied by their number."""
-    schedule: Annotated[str, "constant|cosine|linear|piecewise:X/Nep"] = "constant"
-    """Learning rate after the warm-up; piecewise:0.1/10ep multiplies it by 0.1 every 10 epochs."""
+    schedule: Annotated[str, "constant|cosine|linear|piecewise:X/Nep|rising:X..X"] = "constant"
+    """Learning rate after the warm-up; piecewise:0.1/10ep multiplies it by 0.1 every 10 epochs, rising: find-rate."""
     warmup_epochs: NonNegativeFloat = 0.0
     """Epochs of warm-up, in which the learning rate rises linearly from near 0."""
     optimizer: Literal["sgd", "adamw", "lamb", "lion"] = "sgd"
@@ -92,6 +96,11 @@ class OptimisationOptions:
     def learning_rate_schedule(self) -> Schedule:
         """``schedule``, parsed."""
         return Schedule.parse(self.schedule)
+
+    @property
+    def is_range_test(self) -> bool:
+        """Whether the learning rate rises to find a good one: then no checkpoint is kept, and the end is not tested."""
+        return self.learning_rate_schedule.shape == "rising"
 
     @property
     def max_time_s(self) -> float | None:

@@ -82,11 +82,15 @@ class Dataset:
             write_manifests(run_store, self.train, self.test)
 
 
+def count_left_out(train: Manifest, test: Manifest) -> dict[str, int]:
+    """How many files beside the images are not used, by the reason; each once if both are in one folder."""
+    apart = test.url != train.url
+    return dict(Counter(train.left_out) + (Counter(test.left_out) if apart else Counter()))
+
+
 def write_manifests(run_store: Store, train: Manifest, test: Manifest) -> None:
     """Write a run's manifests, their summary and its classes into the run's folder."""
-    apart = test.url != train.url
-    left_out = Counter(train.left_out) + (Counter(test.left_out) if apart else Counter())
-    summary = {"training": len(train), "test": len(test), "left_out": dict(left_out)}
+    summary = {"training": len(train), "test": len(test), "left_out": count_left_out(train, test)}
     run_store.put(IMAGES, json.dumps(summary).encode())
     run_store.put(MANIFEST, train.to_parquet())
     run_store.put(TEST_MANIFEST, test.to_parquet())

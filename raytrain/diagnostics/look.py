@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.config.user_function import load_optional
 from raytrain.data.blocks import LocalBatch
-from raytrain.data.dataset import Dataset, open_dataset, random_order
+from raytrain.data.dataset import Dataset, count_left_out, open_dataset, random_order
 from raytrain.data.duplicates import Duplicates, StoredImages, find_duplicates
 from raytrain.data.images.decode import BadImage, ImageHeader, Pixels, read_header
 from raytrain.data.images.decode_process import DecodeProcess
@@ -52,7 +52,7 @@ class LookResult:
     test_data: str
     training_images: int
     test_images: int
-    ignored_files: int
+    left_out: dict[str, int]  # other files, by the reason why they are not used
     shrinking: Shrinking | None  # when the images were packed
     classes: tuple[ClassCount, ...]
     size_bytes: Range | None  # of the files of the training images
@@ -94,7 +94,7 @@ def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
         test_data=data.test.url,
         training_images=len(data.train),
         test_images=len(data.test),
-        ignored_files=data.train.num_ignored,
+        left_out=count_left_out(data.train, data.test),
         shrinking=data.train.shrinking,
         classes=_class_counts(data),
         size_bytes=Range.of(data.train.sizes_bytes.tolist()),

@@ -22,8 +22,8 @@ from raytrain.data.labels.manifest import open_packed
 from raytrain.data.plan.permutation import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
-from raytrain.launch.placement import Gpu, fastest_precision, gpus
-from raytrain.launch.ray.connection import Connection
+from raytrain.launch.placement import Gpu, cores, fastest_precision, gpus
+from raytrain.launch.ray.connection import Connection, uses_cluster
 from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
 from raytrain.storage.clouds.s3 import S3, own_role
 from raytrain.storage.credentials import LentCredentials
@@ -259,7 +259,14 @@ def _clock_ahead(report: NodeReport, asked: float, answered: float) -> float:
 
 
 def list_devices(address: str | None) -> tuple[Node, ...]:
-    """List the devices of every node of the cluster at ``address``. Raises UsageError if there is no cluster."""
+    """List the devices of every node of the cluster at ``address``, or of this machine if no cluster runs.
+
+    Raises UsageError if there is no cluster at the address.
+    """
+    if address == "local" or not uses_cluster(address):
+        memory = psutil.virtual_memory().total
+        here = ClusterNode("this", "machine", cores(), len(gpus()), memory_bytes=memory, object_store_bytes=0)
+        return (Node(**vars(here), report=probe_node(ProbeRequest(), here)),)
     with Connection(address) as cluster:
         cluster.connect()
         return probe_nodes(ProbeRequest())

@@ -48,7 +48,7 @@ class Plot:
         title: above the plot.
         series: what to draw.
         height: lines of the plot itself.
-        last_x: format of the label at the right end of the x axis.
+        first_x, last_x: formats of the labels at the ends of the x axis.
         legend: where each series is named, in its style and with its last value: in the line of the title, which is cut
             at the plot's width, or below the plot, in as many lines as it takes.
     """
@@ -59,13 +59,14 @@ class Plot:
         series: Sequence[Series],
         height: int = 8,
         *,
+        first_x: str = "{:,.0f}",
         last_x: str = "step {:,.0f}",
         legend: Literal["title", "below"] = "title",
     ) -> None:
         self._title = title
         self._series = [(one, *one.points()) for one in series]
         self._height = height
-        self._last_x = last_x
+        self._first_x, self._last_x = first_x, last_x
         self._legend_below = legend == "below"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -113,7 +114,7 @@ class Plot:
         return labels
 
     def _bottom(self, width: int, low: float, high: float) -> str:
-        first, last = f"{low:,.0f}", self._last_x.format(high)
+        first, last = self._first_x.format(low), self._last_x.format(high)
         return " " * (_AXIS_WIDTH + 1) + (
             first + last.rjust(width - len(first)) if len(first) + len(last) < width else last
         )

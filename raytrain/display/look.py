@@ -35,7 +35,7 @@ def look_page(result: LookResult, picture: str | None = None) -> RenderableType:
         "test data": result.test_data,
         "training images": result.training_images,
         "test images": result.test_images,
-        "other files": result.ignored_files,
+        "other files": ", ".join(f"{count:,} {reason}" for reason, count in result.left_out.items()) or "none",
         "packed as": shrunk and f"JPEGs of quality {shrunk.quality}, shorter side {shrunk.shorter_side:,}, if larger",
         "bytes": _range(result.size_bytes),
         "width": _range(sample.width),

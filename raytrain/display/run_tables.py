@@ -35,7 +35,7 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.logs import StoredLog
 from raytrain.runs.metric_row import own_metrics
-from raytrain.runs.outcome import TrainResult, train_command
+from raytrain.runs.outcome import TrainResult, resume_command, train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus
@@ -88,8 +88,8 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     """
     lines: list[RenderableType] = [key_value_table(_result(config, result, best))]
     if result.status != "finished":
-        command = train_command(dataclasses.replace(config, name=result.name))
-        lines += [Text(), Text.assemble("Resume with  ", (f"{one_line(command)} --resume", "bold"), overflow="fold")]
+        command = resume_command(dataclasses.replace(config, name=result.name))
+        lines += [Text(), Text.assemble("Resume with  ", (one_line(command), "bold"), overflow="fold")]
     if best is not None and result.status != "failed":
         lines += [try_next(result.name, config.storage)]
     return Group(*lines)

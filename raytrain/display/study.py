@@ -13,6 +13,7 @@ from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import UNKNOWN, format_count, format_duration, format_optional, run_styles
 from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side
 from raytrain.display.run_tables import rows_table
+from raytrain.display.sweep import best_run
 from raytrain.experiments.study import curve
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.redact import one_line
@@ -38,6 +39,10 @@ def study_page(study: StudyResult, picture: str | None = None) -> RenderableType
     if remaining:
         text = f"{', '.join(remaining)}; run the same command again to continue the study."
         parts += [Text(text, style="yellow")]
+    measured = [size for size in compared["sizes"] if size["test_accuracy"] is not None]
+    if measured:
+        best = max(measured, key=lambda size: size["test_accuracy"])["run"]
+        parts += [Text.assemble("The best is ", (best, "bold"), "."), best_run(best, study.storage)]
     if picture is not None:
         parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: raytrain compare {study.name}")]
     return Group(*parts)

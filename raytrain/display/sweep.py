@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,16 @@ from raytrain.display.run_tables import Column, rows_table, status_text, try_nex
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
+from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
+from raytrain.runs.documents import run_store
+from raytrain.runs.outcome import resume_command
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from raytrain.config import TrainConfig
 
 _ACTIVE = ("running", "starting")
 _STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
@@ -76,8 +82,11 @@ def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
     return Group(table, Text(f" {counts}    {_HINT}", style="dim", no_wrap=True, overflow="ellipsis"))
 
 
-def results_table(result: SweepResult, storage: str = "./runs", picture: str | None = None) -> RenderableType:
-    """The trials from the best to the worst, why some of them failed or stopped, and how to continue."""
+def results_table(result: SweepResult, config: TrainConfig, picture: str | None = None) -> RenderableType:
+    """The trials from the best to the worst, why some of them failed or stopped, and how to continue.
+
+    ``config`` are the options that all trials share.
+    """
     trials = result.trials
     best = max((trial.accuracy or 0.0 for trial in trials), default=0.0)
     table = rows_table(
@@ -87,12 +96,20 @@ def results_table(result: SweepResult, storage: str = "./runs", picture: str | N
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
     )
-    lines = [*(_reason(trial) for trial in trials if trial.reason), *_conclusion(result)]
+    lines = [*(_reason(trial) for trial in trials if trial.reason), *_conclusion(result, config)]
     if picture is not None:
         lines.append(
             Text(f" All curves are in the picture {one_line(picture)}, and in: raytrain compare {result.name}")
         )
-    return Group(table, *lines, *([try_next(result.best, storage)] if result.best is not None else []))
+    return Group(table, *lines, *([best_run(result.best, config.storage)] if result.best is not None else []))
+
+
+def best_run(name: str, storage: str) -> RenderableType:
+    """The checkpoints of the best of several runs, and commands that use it."""
+    store = run_store(storage, name)
+    best, newest = best_checkpoint(store), newest_checkpoint(store)
+    known = Text(f" Its best checkpoint is {best}, which the commands below use; its last one is {newest}.")
+    return Group(*([known] if best else []), try_next(name, storage))
 
 
 def sweep_figure(result: SweepResult) -> Figure:
@@ -166,15 +183,14 @@ def _reason(trial: TrialResult) -> Text:
     return Text.assemble(f" {trial.name} ", status_text(trial.status), f": {one_line(str(reason_text(trial.reason)))}")
 
 
-def _conclusion(result: SweepResult) -> list[Text]:
+def _conclusion(result: SweepResult, config: TrainConfig) -> list[Text]:
     lines = [Text()]
     if result.best is not None:
         values = as_typed(result.trials[0].values)
         lines.append(Text.assemble(" The best is ", (result.best, "bold"), f": {values}"))
     if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in result.trials):
-        lines.append(
-            Text(f" Resume the stopped and failed trials: the same command with --name {result.name} --resume")
-        )
+        command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
+        lines.append(Text.assemble(" Resume the stopped and failed trials with  ", (one_line(command), "bold")))
     return lines
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -40,20 +41,18 @@ class LiveView:
         spinner = Spinner("dots", waiting)
         live = self._console.is_terminal
         tell = (lambda line: spinner.update(text=Text(line))) if live else self._print
-        self._startup_lines = _StartupLines(tell)
+        self._startup_lines = startup_lines(tell)
         if live:
             self._live = Live(spinner, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start(refresh=True)
-        STARTUP.setLevel(logging.INFO)
-        STARTUP.addHandler(self._startup_lines)
+        self._startup_lines.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        STARTUP.removeHandler(self._startup_lines)
-        STARTUP.setLevel(logging.NOTSET)
+        self._startup_lines.__exit__(None, None, None)
         if self._live is not None:
             self._live.stop()
 
@@ -68,16 +67,22 @@ class LiveView:
         self._live.update(picture, refresh=True)
 
 
-class _StartupLines(logging.Handler):
-    """Tells what the command waits for: beside a spinner, or as a line."""
+@contextmanager
+def startup_lines(tell: Callable[[str], object]) -> Iterator[None]:
+    """While it is open, ``tell`` gets what the command waits for before a run trains."""
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        super().__init__()
-        self._tell = tell
+    def emit(record: logging.LogRecord) -> None:
+        tell(one_line(record.getMessage()))
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Called by ``logging``."""
-        self._tell(one_line(record.getMessage()))
+    handler = logging.Handler()
+    handler.emit = emit
+    STARTUP.addHandler(handler)
+    STARTUP.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        STARTUP.removeHandler(handler)
+        STARTUP.setLevel(logging.INFO if STARTUP.handlers else logging.NOTSET)
 
 
 class TerminalView(LiveView):

@@ -221,12 +221,12 @@ def _listed(config: TrainConfig, store: Store) -> Dataset:
 
 
 def _free_name(storage: str, name: str, store: Store) -> None:
-    """Delete a run that failed before its first step: nothing of it can be resumed."""
+    """Delete a run that ended before its first step: nothing of it can be resumed."""
     if not store.exists(CONFIG) or store.exists(SWEEP):
         return
     status = read_status(store)
-    if status.status == "failed" and not status.step and newest_checkpoint(store) is None:
-        _LOG.warning("Run %r failed before its first step; a new one takes its place.", name)
+    if status.status in ("failed", "stopped") and not status.step and newest_checkpoint(store) is None:
+        _LOG.warning("Run %r has ended before its first step; a new one takes its place.", name)
         delete_run(storage, name)
 
 

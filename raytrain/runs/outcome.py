@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
+from raytrain.config.user_function import names_own_function
 from raytrain.errors import TrainingFailed, option_name
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import known_fields
@@ -136,23 +137,39 @@ def failure_sentence(name: str, storage: str, reason: str, *, has_checkpoint: bo
     return f"Run {name!r} failed: {reason.rstrip('.')}. {kept} with --name {name} --storage {storage} --resume."
 
 
+DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
+"""Where a resumed run trains: each start decides on it."""
+_OWN_CODE = ("model", "loop", "transforms", "track")
 _NO_FLAGS = ("recipe", "resume")
 
 
 def train_command(config: TrainConfig) -> str:
     """``raytrain train RECIPE`` with a flag for each option that differs; without RECIPE if there is none."""
+    command = ["raytrain", "train", config.recipe] if config.recipe in RECIPES else []
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in _NO_FLAGS]
+    return shlex.join([*command, *_flags(config, names)])
+
+
+def resume_command(config: TrainConfig, command: str = "train") -> str:
+    """The shortest command that resumes a run: its documents hold its options, but for where it trains, and code."""
+    code = [name for name in _OWN_CODE if any(map(names_own_function, as_tuple(getattr(config, name) or ())))]
+    return shlex.join(["raytrain", command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume"])
+
+
+def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:
+    """Flags for those of the options ``names`` that differ from the recipe's."""
     recipe = RECIPES.get(config.recipe)
-    command = ["raytrain", "train", config.recipe] if recipe else []
     defaults = vars(recipe()) if recipe else {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    for field in dataclasses.fields(TrainConfig):
-        value = getattr(config, field.name)
-        if value != defaults[field.name] and value is not None and field.name not in _NO_FLAGS:
-            command += _flag(option_name(field.name), value)
-    return shlex.join(command)
+    values = {name: value for name in names if (value := getattr(config, name)) != defaults[name] and value is not None}
+    return [word for name, value in values.items() for word in _flag(option_name(name), value)]
 
 
 def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-    return [f"--{name}", *map(str, values)]
+    return [f"--{name}", *map(str, as_tuple(value))]
+
+
+def as_tuple(value: object) -> tuple[object, ...]:
+    """The values of an option that may have several."""
+    return cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)

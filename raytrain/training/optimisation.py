@@ -142,6 +142,12 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     return 1.0
 
 
+def rising_rate(rates: tuple[float, float], step: int, num_steps: int) -> float:
+    """The learning rate, low to high, at ``step`` (counted from 0): low · (high / low) ^ (step / (num_steps - 1))."""
+    low, high = rates
+    return low * (high / low) ** (step / max(num_steps - 1, 1))
+
+
 class LearningRates:
     """The learning rates of a run's steps: those of the optimizers' groups, times the factor of ``--schedule``."""
 
@@ -158,27 +164,40 @@ class LearningRates:
             self._prepared[thing] = [group["lr"] for group in thing.param_groups]
 
     @contextmanager
-    def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[float]:
+    def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[list[float]]:
         """In this context the groups have their rates of ``step``, by default those that they have times the factor.
 
-        Gives the first group's. Raises UsageError if the loop has changed them although ``--schedule`` does, too.
+        Gives them. Raises UsageError if the loop has changed them although ``--schedule`` does, too.
         """
         groups = optimizer.param_groups
         rates = [group["lr"] for group in groups]
         before = self._prepared.get(optimizer, rates)
-        if self._is_scheduled and learning_rate is None and rates[: len(before)] != before:
+        is_own = learning_rate is not None or not rates[0] if self._config.is_range_test else False
+        if is_own or (self._is_scheduled and learning_rate is None and rates[: len(before)] != before):
             raise self._two_schedules()
-        scale = factor(self._config, step, self._plan.steps_per_epoch, self._plan.num_steps)
+        scale = self._scale(step, rates[0])
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * scale if learning_rate is None else learning_rate
         try:
-            yield groups[0]["lr"]
+            yield [group["lr"] for group in groups]
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
+    def _scale(self, step: int, rate: float) -> float:
+        """What multiplies the rates of the groups at ``step``; ``rate`` is the first one's."""
+        config, num_steps = self._config, self._plan.num_steps
+        if config.is_range_test:
+            return rising_rate(config.learning_rate_schedule.rates, step, num_steps) / rate
+        return factor(config, step, self._plan.steps_per_epoch, num_steps)
+
     def _two_schedules(self) -> UsageError:
         config = self._config
+        if config.is_range_test:
+            return UsageError(
+                "The loop decides on the learning rate itself, and this run has to raise it: leave it to the groups of "
+                "the optimizer, which start above 0, without a schedule of the loop's own or run.step(learning_rate=)."
+            )
         return UsageError(
             f"The loop changes the learning rate, and so do --schedule {config.schedule} and --warmup-epochs "
             f"{config.warmup_epochs:g}; leave these at constant and 0, or the loop's own schedule out."

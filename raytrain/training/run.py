@@ -202,7 +202,7 @@ class Run:
         check_closure(optimizer, self.config, is_given=closure is not None)
         if closure is None:
             self.steps.optimizer_steps()
-        with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rate:
+        with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
             if closure is not None:
                 compute: Any = partial(self._computed_again, optimizer, closure, clip_norm)
                 optimizer.step(compute)
@@ -212,7 +212,7 @@ class Run:
                     self._scaler.unscale_(optimizer)
                     clip_gradients(optimizer, clip_norm)
                 self._scaler.step(optimizer)
-        self.steps.learning_rate = rate
+        self.steps.learning_rates += rates
         self._scale_is_used = True
         optimizer.zero_grad()
 

@@ -9,7 +9,11 @@ from dataclasses import replace
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
+from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import DIVERGED_HINT, Progress, StopReason
+
+_EXPLODED = 4
+"""A loss of so many times the first one ends a search for a learning rate."""
 
 
 class EarlyStop:
@@ -20,6 +24,7 @@ class EarlyStop:
         self._config = config
         self._clock = clock
         self._started_at = clock()
+        self._first_loss: float | None = None
 
     def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
         """Take note of an evaluation; raises UsageError if it lacks the metric that ``--best`` names."""
@@ -44,6 +49,15 @@ class EarlyStop:
             value = None if best is None else abs(best)
             self.reason = StopReason("patience", metric=config.best_metric, value=value, count=config.patience)
         return replace(progress, num_worse=num_worse)
+
+    def trained(self, row: MetricRow) -> None:
+        """Take note of a row of training: a learning rate that rises need not rise further once the loss explodes."""
+        if not self._config.is_range_test or row.loss is None:
+            return
+        self._first_loss = self._first_loss or row.loss
+        if not row.loss <= _EXPLODED * self._first_loss:  # also if it is NaN
+            detail = f"the loss is {row.loss:.3g}, over {_EXPLODED} times that of the first step"
+            self.reason = self.reason or StopReason("diverged", detail)
 
     def time_is_up(self) -> bool:
         """Whether ``--max-time`` is over. It counts from the start of this attempt."""

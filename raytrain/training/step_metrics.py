@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,8 +120,12 @@ class StepMetrics:
         self.start(own)
         return self.read()
 
-    def close_row(self, batch: GlobalBatch, learning_rate: float) -> None:
-        """End the row with the step of ``batch``. All of the row is known now, except what was logged in that step."""
+    def close_row(self, batch: GlobalBatch, learning_rates: Sequence[float]) -> None:
+        """End the row with the step of ``batch``. All of the row is known now, except what was logged in that step.
+
+        The history keeps the first of ``learning_rates``, and as a metric the first that is another one.
+        """
+        others = [rate for rate in learning_rates if rate != learning_rates[0]]
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         self._since = now
@@ -130,9 +134,10 @@ class StepMetrics:
             step=batch.step + 1,
             epoch=batch.epoch + 1,
             samples_seen=self.samples_seen,
-            learning_rate=learning_rate,
+            learning_rate=learning_rates[0] if learning_rates else 0.0,
             images_per_s=round(self._row_images / seconds, 1),
             data_wait_fraction=round(min(self._row_wait_s / self._worker.world_size / seconds, 1.0), 4),
+            metrics={"second_learning_rate": others[0]} if others else {},
         )
 
     def exclude(self, seconds: float) -> None:
@@ -143,7 +148,7 @@ class StepMetrics:
         if self._closed_row is not None:
             num_used = max(self._row_images, 1)
             means = {_MEAN_OF.get(name, name): value / num_used for name, value in self._row_sums.items()}
-            self._record(dataclasses.replace(self._closed_row, metrics=means))
+            self._record(dataclasses.replace(self._closed_row, metrics={**self._closed_row.metrics, **means}))
             self._closed_row = None
             self._reset_row()
 

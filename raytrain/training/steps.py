@@ -97,7 +97,7 @@ class Steps:
         self.metrics = StepMetrics(worker, self._record, self.progress.samples_seen)
         self._machine = MachineMeter(worker.rank, worker.device, reporter.measured)
         self._early_stop = EarlyStop(config)
-        self.learning_rate = 0.0
+        self.learning_rates: list[float] = []  # of the groups that optimizers have stepped in this step
         self._num_here = 0  # steps of this start
         self._backwards = 0  # of the loop since it got its batch
         self._stepped = False  # an optimizer, since then
@@ -119,6 +119,7 @@ class Steps:
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
         self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint))
         self._backwards, self._stepped = 0, False
+        self.learning_rates.clear()
 
     def backward(self, loss: Tensor) -> None:
         """The loop backpropagates ``loss``; raises UsageError if the first one is no sum over images."""
@@ -150,7 +151,7 @@ class Steps:
         ends_run = step == self._plan.num_steps
         if totals.stop_requests and not ends_run:
             return True
-        if ends_run or self._evaluation_is_due():
+        if (ends_run and not self._config.is_range_test) or self._evaluation_is_due():
             evaluate()
         if totals.checkpoint_requests or self._schedule.due_at(step):
             self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
@@ -210,7 +211,7 @@ class Steps:
         if self._num_here & (self._num_here - 1) == 0:  # in the first steps, then more and more rarely
             self._models.check_agreement(step)
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
-            self.metrics.close_row(batch, self.learning_rate)
+            self.metrics.close_row(batch, self.learning_rates)
         if step == 1:
             self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
         return totals
@@ -221,6 +222,9 @@ class Steps:
 
     def _save(self) -> None:
         step = self.progress.step
+        if self._config.is_range_test:
+            self._schedule.attempted(step)
+            return
         self._models.check_agreement(step)
         not_finite = self._models.not_finite()  # the same on every worker
         self._schedule.attempted(step, not_finite)
@@ -234,6 +238,8 @@ class Steps:
             self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 
     def _record(self, row: MetricRow) -> None:
+        if row.kind == "step":
+            self._early_stop.trained(row)  # on every worker, which all know the same row
         if self._worker.rank == 0:
             self._reporter.record(row)
 

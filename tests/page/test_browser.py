@@ -97,7 +97,9 @@ def test_a_run_is_watched_and_stopped_with_a_checkpoint(visit: Visit, tmp_path: 
         for viewer in (first, second):
             expect(viewer.locator(".banner")).to_contain_text("Stopped with a checkpoint")
             expect(viewer.locator(".banner")).to_contain_text("/runs/run/checkpoints/step-")
-            expect(viewer.locator(".connection")).to_have_text("the server has ended")
+            expect(viewer.locator(".connection")).to_have_text(
+                re.compile("the page has ended; again with: raytrain watch ")
+            )
         expect(first.locator(".stop-steps li[data-state=done]")).to_have_count(5)
         assert process.wait(60) == 0
     store = tmp_path / "runs" / "run"

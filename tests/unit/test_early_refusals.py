@@ -96,16 +96,18 @@ def test_workers_may_share_the_cores_of_one_machine_but_not_of_a_cluster_or_gpus
         place(digits(workers=9), laptop)
 
 
-def test_a_run_that_failed_before_its_first_step_frees_its_name(
+def test_a_run_that_ended_before_its_first_step_frees_its_name(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = small_config(images, tmp_path / "runs", name="first")
     store = run_store(config.storage, "first")
     write_config(store, config)
-    for status in (RunStatus(status="failed", step=3), RunStatus(status="stopped"), RunStatus(status="running")):
+    for status in (RunStatus(status="failed", step=3), RunStatus(status="interrupted"), RunStatus(status="running")):
         write_status(store, status)
         with pytest.raises(UsageError, match=r"A run called 'first' is in .* already; resume it"):
             check_places(config)
-    write_status(store, RunStatus(status="failed"))
-    assert check_places(config).name == "first" and not store.exists(CONFIG) and not list(store.list())
-    assert "Run 'first' failed before its first step; a new one takes its place." in caplog.text
+    for status in ("failed", "stopped"):
+        write_config(store, config)
+        write_status(store, RunStatus(status=status))
+        assert check_places(config).name == "first" and not store.exists(CONFIG) and not list(store.list())
+    assert "Run 'first' has ended before its first step; a new one takes its place." in caplog.text

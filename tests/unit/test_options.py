@@ -36,6 +36,7 @@ def test_a_learning_rate_is_for_all_workers_or_for_each(rate: float | str | None
     [
         ("cosine", Schedule("cosine")),
         ("piecewise", Schedule("piecewise", 0.1, 10)),
+        ("rising:1e-6..1e+1", Schedule("rising", rates=(1e-6, 10.0))),
         ("piecewise:0.5/3ep", Schedule("piecewise", 0.5, 3)),
     ],
 )
@@ -88,6 +89,7 @@ def test_a_run_that_starts_keeps_the_gpus_that_were_chosen(device: str, found: s
         ({"learning_rate": "-1/worker"}, "--learning-rate is '-1/worker'; give"),
         ({"schedule": "cosin"}, "--schedule is 'cosin' (did you mean cosine?); give constant, cosine, linear, or"),
         ({"schedule": "piecewise:0.1/0ep"}, "piecewise:0.1/10ep, which multiplies the learning rate by 0.1 every 10"),
+        ({"schedule": "rising:1..1"}, "find-rate takes rising:1e-6..10"),
         ({"checkpoint_every": ("1 ep",)}, "--checkpoint-every is '1 ep'; give epochs, steps or a time, such as 1ep,"),
         ({"checkpoint_every": ("0s",)}, "--checkpoint-every is '0s'; give"),
         ({"checkpoint_every": "1ep"}, "checkpoint_every is the text '1ep'; give a tuple"),

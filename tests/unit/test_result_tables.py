@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import shlex
 
@@ -36,9 +37,12 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
     seen = text(result_page(config, train_result(status="stopped"))).replace("\n", " ")
     assert "status stopped after 12 steps, 3 epochs, 96 images on 2 workers" in seen
     assert "last checkpoints/step-000000012.pt; measured last: test accuracy 0.9700" in seen and "time 00:01:01" in seen
-    options = "--data 'my images' --name first --image-size 8 9 --flip none --workers 2"
-    assert set(options.split()) <= set(seen.split())
-    assert "Resume with raytrain train cifar10" in seen and seen.endswith("--resume")
+    assert seen.endswith("Resume with raytrain train --name first --workers 2 --resume"), "the run knows all else"
+    own = dataclasses.replace(config, loop="my.py:train", storage="s3://b/runs", model="resnet18")
+    code = text(result_page(own, train_result(status="stopped"))).replace("\n", " ")
+    assert code.endswith("--name first --storage s3://b/runs --workers 2 --loop my.py:train --resume"), (
+        "code is typed again"
+    )
     assert "Resume" not in text(result_page(config, train_result()))
 
 

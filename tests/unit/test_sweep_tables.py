@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from raytrain.display.sweep import SweepTerminalView, live_table, results_table, sweep_figure
 from raytrain.experiments.trials import SweepResult, TrialResult
+from raytrain.recipes import custom
 
 
 def statuses(*changed: TrialResult) -> list[TrialResult]:
@@ -101,7 +102,7 @@ def result() -> SweepResult:
 
 
 def test_the_results_start_with_the_best_trial_and_show_the_error_of_a_failed_one() -> None:
-    seen = text(results_table(result()))
+    seen = text(results_table(result(), custom()))
     names = [line.split()[0] for line in seen.splitlines() if line.startswith(" rates-") and ":" not in line]
     assert names == ["rates-00", "rates-01", "rates-02", "rates-03", "rates-04"]
     assert "rates-04 failed: boom" in seen
@@ -109,7 +110,7 @@ def test_the_results_start_with_the_best_trial_and_show_the_error_of_a_failed_on
 
 
 def test_no_value_is_cut_on_a_narrow_screen() -> None:
-    lines = text(results_table(result()), width=80).splitlines()
+    lines = text(results_table(result(), custom()), width=80).splitlines()
     rows = {words[0]: words[1:4] for words in map(str.split, lines) if words and words[0].startswith("rates-0")}
     assert rows["rates-03"] == ["0.001", "adamw", "6"]
     assert "…" not in "".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -249,11 +250,15 @@ def page_of(config: TrainConfig, signals: StopSignals, *, wanted: bool) -> Gener
         return
     from raytrain.display.page.server import PageServer
     from raytrain.display.page.watched_runs import WatchedRuns
+    from raytrain.display.terminal import startup_lines
 
     watched = WatchedRuns(config.storage, [config.name] if config.name else [], signals.request_stop)
-    with PageServer(watched) as server:
+    with PageServer(watched) as server, startup_lines(watched.starting):
         _print_address(server)
         yield [watched.update]
+    where = [] if config.storage == "./runs" else ["--storage", config.storage]
+    again = shlex.join(["raytrain", "watch", *(feed.name for feed in watched.feeds), *where])
+    print(f"The page has ended with the run. See it again with: {again}", flush=True)
 
 
 def _print_address(server: PageServer) -> None:

@@ -14,6 +14,11 @@ from raytrain.config import TrainConfig
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
 
+_NOT_FOR_RATES = (
+    *("learning_rate", "warmup_epochs", "epochs", "log_every", "resume", "trace"),
+    *("evaluate_every", "until", "patience", "best", "test_views", "checkpoint_every", "keep_checkpoints"),
+)
+RateConfig = Annotated[TrainConfig, Without(_NOT_FOR_RATES)]
 StudyConfig = Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))]
 TrustResumed = Annotated[
     FlagCreatePairsOff[bool],
@@ -85,6 +90,34 @@ def look(
     return CommandResult(look_page(result, picture), {**result.summary(), "picture": picture})
 
 
+def find_rate(
+    config: RateConfig,
+    output: Annotated[str | None, arg(help="PNG file for the plot; by default NAME.png.")] = None,
+    watch: Watch = False,
+) -> CommandResult:
+    """Suggest a learning rate: train 100 steps (--max-steps), each at a higher rate, and look where the loss falls.
+
+    Step i of n has the rate low · (high / low) ^ (i / (n - 1)), from 1e-6 to 10, or by --schedule rising:LOW..HIGH.
+    Nothing is tested, and no checkpoint is kept. A loop of your own must leave the rate to its optimizer's groups.
+
+    Example: raytrain find-rate cifar10 --data s3://bucket/train
+    """
+    from raytrain.display.curves import save_png
+    from raytrain.display.rate import rate_figure, rate_page
+    from raytrain.display.terminal import TerminalView
+    from raytrain.storage.open import check_output
+
+    if output is not None:
+        check_output(output, (".png",))
+    signals = StopSignals()
+    with page_of(config, signals, wanted=watch) as views, TerminalView() as terminal:
+        views.append(terminal.update)
+        result = raytrain.find_rate(config, view=lambda shown: _show(shown, views), signals=signals)
+    picture = output or f"{result.run.name}.png"
+    save_png(rate_figure(result), picture)
+    return CommandResult(rate_page(result, picture), {**result.summary(), "picture": picture})
+
+
 def study(
     config: StudyConfig,
     workers: Annotated[tuple[int, ...], arg(help="Numbers of workers to compare, such as 1 2 4 8.")],
@@ -145,9 +178,7 @@ def sweep(
     if picture is not None:
         save_png(sweep_figure(result), picture)
     document = {**result.summary(), "picture": picture}
-    return CommandResult(
-        results_table(result, config.storage, picture), document, exit_code=int(result.status == "failed")
-    )
+    return CommandResult(results_table(result, config, picture), document, exit_code=int(result.status == "failed"))
 
 
 def stop(name: RunName, storage: Storage = "./runs", address: Address = None) -> CommandResult:

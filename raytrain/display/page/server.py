@@ -157,9 +157,11 @@ class PageServer:
 
     async def _send_updates(self, response: web.StreamResponse, chosen: Sequence[str] | None) -> None:
         cursors: dict[str, FeedCursor] = {}
-        await _send(response, "runs", json.dumps(self._runs.description(chosen)).encode())
+        told = b""
         while True:
             changed, closing = self._changed, self._closing
+            if told != (description := json.dumps(self._runs.description(chosen)).encode()):
+                await _send(response, "runs", told := description)
             for feed in self._runs.feeds_of(chosen):
                 message, cursors[feed.name] = feed.since(cursors.get(feed.name, FeedCursor()))
                 if message is not None:

@@ -57,6 +57,7 @@ class WatchedRuns:
         self.storage = storage
         self._ask_to_stop = ask_to_stop
         self.feeds = [RunFeed(name) for name in names]
+        self.phase = ""  # what a run that starts waits for
         self._keys: dict[str, Any] = {}  # of the test images of each run
         self._on_change: Callable[[], None] = lambda: None
 
@@ -73,6 +74,11 @@ class WatchedRuns:
         feed.update(snapshot)
         self._on_change()
 
+    def starting(self, phase: str) -> None:
+        """Show what a run waits for that is about to start."""
+        self.phase = phase
+        self._on_change()
+
     def report(self, feed: RunFeed, problem: str) -> None:
         """Show why nothing new comes of a run at present."""
         feed.report(problem)
@@ -80,7 +86,8 @@ class WatchedRuns:
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """What a viewer is told first."""
-        return {"storage": self.storage, "runs": [feed.name for feed in self.feeds_of(chosen)], "home": False}
+        runs = [feed.name for feed in self.feeds_of(chosen)]
+        return {"storage": self.storage, "runs": runs, "home": False, "phase": self.phase}
 
     def feeds_of(self, chosen: Sequence[str] | None) -> list[RunFeed]:
         """The feeds of the ``chosen`` runs; of all without a choice."""

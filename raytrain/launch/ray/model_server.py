@@ -1,14 +1,21 @@
-"""A trained network behind HTTP, by Ray Serve: images that come at the same time are classified in one batch."""
+"""A trained network behind HTTP, by Ray Serve: images that come at the same time are classified in one batch.
+
+The first run of a cluster has ``/`` for its own, every other one ``/RUN`` alone. A replica answers while it loads.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.resources import files
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,7 +26,7 @@ from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from raytrain.data.images.decode import BadImage, Pixels
 from raytrain.data.images.decode_process import DecodeProcess
@@ -32,7 +39,11 @@ _MAX_BYTES = 64 << 20  # of one image file
 _MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
 _MAX_BATCH, _BATCH_WAIT_S = 64, 0.005
 _MAX_WAITING = 256  # requests that a replica holds; Serve keeps the others until it has answered some
-_ANSWERS_WITHIN_S = 30.0
+_ANSWERS_WITHIN_S, _ASK_EVERY_S = 30.0, 0.2
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the cluster is near
 
 
@@ -41,32 +52,44 @@ class _Refused(Exception):
 
 
 class Replica:
-    """One copy of the network. POST an image file, and get its classes; GET says what is served."""
+    """One copy of the network. POST an image file, and get its classes; GET says what is served, a browser a page."""
 
     def __init__(self, model: ServedModel, num_threads: int) -> None:
         self._model = model
-        self._predict = model.load_predictor(model.store, num_threads, 0)
         self._decoders: SimpleQueue[DecodeProcess] = SimpleQueue()
         for _ in range(num_threads):
             self._decoders.put(DecodeProcess(model.format.shape))
         self._threads = ThreadPoolExecutor(num_threads)
+        self._predictor = self._threads.submit(model.load_predictor, model.store, num_threads, 0)
         self._held_bytes = 0
 
     async def __call__(self, request: Request) -> Response:
         """Answer an HTTP request."""
-        if request.method == "GET":
-            about = {"run": self._model.run, "checkpoint": self._model.checkpoint, "classes": self._model.classes}
-            return JSONResponse(about)
-        if request.method != "POST":
-            return JSONResponse({"error": "POST an image file"}, status_code=405, headers={"Allow": "GET, POST"})
         try:
-            image = await self._image(request)
+            return await self._answer(request)
         except BadImage as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except _Refused as refused:
             status, why = refused.args
-            return JSONResponse({"error": why}, status, {"Retry-After": "1"} if status == 503 else None)
-        return JSONResponse(await self._classify(image))
+            headers = {503: {"Retry-After": "1"}, 405: {"Allow": "GET, POST"}}
+            return JSONResponse({"error": why}, status, headers.get(status))
+
+    async def _answer(self, request: Request) -> Response:
+        if request.url.path.strip("/") not in ("", self._model.run):
+            raise _Refused(404, f"{self._model.run} is served here, at /{self._model.run}")
+        if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+            page = files("raytrain.launch.ray").joinpath("serve_page.html").read_text("utf-8")
+            return HTMLResponse(page, headers=_PAGE_HEADERS)
+        if not self._predictor.done():
+            raise _Refused(503, f"the network of {self._model.run} is being loaded; try again")
+        if error := self._predictor.exception():
+            raise _Refused(500, str(error))
+        if request.method == "GET":
+            about = {"run": self._model.run, "checkpoint": self._model.checkpoint, "classes": self._model.classes}
+            return JSONResponse(about)
+        if request.method != "POST":
+            raise _Refused(405, "POST an image file")
+        return JSONResponse(await self._classify(await self._image(request)))
 
     async def _image(self, request: Request) -> Pixels:
         """The image that was posted. Raises BadImage, and _Refused if its file, or all that are held, are too large."""
@@ -79,7 +102,8 @@ class Replica:
                     raise _Refused(413, f"the file has more than {_MAX_BYTES >> 20} MiB")
                 if self._held_bytes > _MAX_HELD_BYTES:
                     raise _Refused(503, f"files of {_MAX_HELD_BYTES >> 20} MiB are being read already; try again")
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, bytes(content))
+            file = _posted_file(request.headers.get("content-type", ""), bytes(content))
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, file)
         finally:
             self._held_bytes -= len(content)
 
@@ -95,8 +119,20 @@ class Replica:
     async def _classify(self, images: list[Pixels]) -> list[dict[str, Any]]:
         """What is said of each image, uint8 (H, W, C)."""
         unknown = np.full(len(images), -1)
-        table = await asyncio.to_thread(self._predict, np.stack(images), unknown)
+        table = await asyncio.to_thread(self._predictor.result(), np.stack(images), unknown)
         return [self._model.answer(row) for row in table.to_pylist()]
+
+
+def _posted_file(content_type: str, body: bytes) -> bytes:
+    """The image file in ``body``: all of it, or the first file of a form."""
+    form = re.fullmatch(r'multipart/form-data;.*boundary="?([^";]+)"?.*', content_type, re.IGNORECASE)
+    if form is None:
+        return body
+    for part in body.split(b"--" + form[1].encode()):
+        headers, _, content = part.partition(b"\r\n\r\n")
+        if b"filename" in headers.lower():
+            return content.removesuffix(b"\r\n")
+    raise _Refused(400, "the form has no file; send one, as in curl -F file=@IMAGE.jpg")
 
 
 @contextmanager
@@ -122,10 +158,16 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int) -> I
 def _start(application: serve.Application, name: str, run: str, http_options: HTTPOptions) -> None:
     try:
         serve.start(proxy_location="HeadOnly", http_options=http_options)
-        serve.run(application, name=name, route_prefix=f"/{run}")
+        try:
+            serve.run(application, name=name, route_prefix="/")
+        except RayServeException:  # another run is there already
+            serve.run(application, name=name, route_prefix=f"/{run}")
     except (RuntimeError, RayServeException, RayError) as error:
-        reason = _reason(name) or root_cause(error)
-        raise UsageError(f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}.") from error
+        raise UsageError(_not_started(run, _reason(name) or root_cause(error))) from error
+
+
+def _not_started(run: str, reason: str) -> str:
+    return f"Ray Serve could not start run {run!r}: {reason.rstrip('.')}."
 
 
 def _reason(name: str) -> str:
@@ -136,11 +178,12 @@ def _reason(name: str) -> str:
 
 
 def _answering(host: str, port: int, run: str) -> str:
-    """The URL of a run, once it has answered. Raises UsageError if it does not."""
+    """The URL of a run, once its network is loaded. Raises UsageError if it does not answer, or cannot load it."""
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
     try:
-        _WITHOUT_PROXY.open(url, timeout=_ANSWERS_WITHIN_S).close()
+        while not _is_loaded(url, run):
+            time.sleep(_ASK_EVERY_S)
     except (urllib.error.URLError, TimeoutError) as error:
         raise UsageError(
             f"Nothing answers at {url} ({getattr(error, 'reason', error)}): Ray Serve listens on the head of the "
@@ -148,3 +191,16 @@ def _answering(host: str, port: int, run: str) -> str:
             "set --host and --port."
         ) from None
     return url
+
+
+def _is_loaded(url: str, run: str) -> bool:
+    """Whether the network behind ``url`` has been loaded; raises UsageError if it cannot be."""
+    try:
+        _WITHOUT_PROXY.open(url, timeout=_ANSWERS_WITHIN_S).close()
+        return True
+    except urllib.error.HTTPError as error:
+        if error.code == 500:
+            raise UsageError(_not_started(run, json.load(error)["error"])) from None
+        if error.code != 503:
+            raise
+        return False

@@ -6,6 +6,8 @@ import { el, fill, formatDuration, formatNumber } from "./format.js";
 /* global uPlot */
 
 const MAX_VALUES = 8; // as many as there are colours
+const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : formatNumber(value)) };
+const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatNumber(x)}` };
 
 export class Chart {
   /**
@@ -119,9 +121,9 @@ export class Chart {
       bands,
       legend: { show: false },
       padding: [8, this.axis === "time" ? 32 : 12, 0, 0], // room for half of the last label
-      scales: { x: { time: false, auto: false }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high)) } },
+      scales: { x: { time: false, auto: false, distr: this.axis === "rate" ? 3 : 1 }, y: this.log ? { distr: 3 } : { range: (plot, low, high) => this.limits ?? padded(low, withoutOutliers(plot, low, high)) } },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => (this.axis === "time" ? formatDuration(tick) : compact(tick))) },
+        { ...axis, size: 26, gap: 4, space: 64, values: (plot, ticks) => ticks.map((tick) => TICKS[this.axis](tick)) },
         { ...axis, size: 54, gap: 6, values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : this.format(tick))) },
       ],
       cursor: { sync: { key: this.sync }, points: { size: 7 }, drag: { x: true, y: false } },
@@ -160,7 +162,7 @@ export class Chart {
       return value == null ? [] : [el("span", {}, swatch(one.label ? one.color : null), one.label ? el("span", { class: "label" }, one.label) : null, el("b", {}, this.format(value)))];
     });
     const x = index == null ? null : this.plot.data[0][index];
-    const where = x == null ? null : el("span", { class: "where" }, this.axis === "time" ? formatDuration(x) : `step ${formatNumber(x)}`);
+    const where = x == null ? null : el("span", { class: "where" }, PLACES[this.axis](x));
     fill(this.values, where, ...parts.slice(0, MAX_VALUES));
   }
 }

@@ -1,5 +1,7 @@
 // The curves of one run as the server sent them: buckets of steps, with minimum, mean and maximum of each metric.
 
+const METRIC_OF_AXIS = { time: "elapsed_s", rate: "learning_rate" };
+
 export class Curves {
   constructor() {
     this.clear();
@@ -25,9 +27,9 @@ export class Curves {
     for (const [name, curve] of this.metrics) extend(curve, kept, change.metrics[name], change.step.length);
   }
 
-  /** The x values: steps, or seconds since the start. */
+  /** The x values: steps, seconds since the start, or learning rates. */
   x(axis) {
-    return axis === "time" ? (this.metrics.get("elapsed_s")?.mean ?? []) : this.step;
+    return axis === "step" ? this.step : (this.metrics.get(METRIC_OF_AXIS[axis])?.mean ?? []);
   }
 
   /** The curve of a metric, or undefined. */

@@ -14,7 +14,8 @@ const chosen = given.getAll("run"); // on the home of all runs
 const views = new Map();
 const connection = el("span", { class: "connection", role: "status" });
 const nav = el("nav", { hidden: true });
-const main = el("main");
+const starting = el("p", { class: "facts", role: "status" });
+const main = el("main", {}, starting);
 let comparison = null;
 
 function readToken() {
@@ -44,14 +45,16 @@ const api = {
 };
 
 const handlers = {
-  runs({ runs, home }) {
-    if (home && !main.childElementCount) main.append(new Home(api, address).element);
+  runs({ runs, home, phase }) {
+    fill(starting, phase);
+    if (home && !main.querySelector(".home")) main.append(new Home(api, address).element);
     if (runs.length > 1 && !comparison) {
       comparison = new Comparison(api, select);
       main.prepend(comparison.element);
     }
   },
   run(message) {
+    starting.remove();
     if (!views.has(message.run)) add(message.run);
     views.get(message.run).apply(message);
     comparison?.apply(message, views.get(message.run));
@@ -108,7 +111,7 @@ function handle(message) {
 async function connect() {
   for (let failures = 0; ; failures++) {
     try {
-      if (await listen()) return show("closed", "the server has ended");
+      if (await listen()) return show("closed", ended());
       failures = 0;
     } catch (error) {
       if (error.status === 403) return refuse();
@@ -117,6 +120,11 @@ async function connect() {
     show("lost", "reconnecting …");
     await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS[Math.min(failures, RECONNECT_MS.length - 1)]));
   }
+}
+
+/** How to see the runs again whose page has ended. */
+function ended() {
+  return `the page has ended; again with: raytrain watch ${[...views.keys()].map(printable).join(" ")}`;
 }
 
 function show(state, text) {

@@ -18,6 +18,7 @@ const KNOWN = {
   macro_f1: { title: "Macro F1", format: formatPercent },
   mean_average_precision: { title: "Mean average precision", format: formatPercent },
 };
+const AXES = { step: "over steps", time: "over time", rate: "over the learning rate" };
 const FIRST = ["loss", "accuracy"];
 const READ_MACHINES_MS = 10_000; // as often as they are written
 const HIDDEN = new Set(["elapsed_s", "samples_seen"]);
@@ -77,16 +78,18 @@ export class RunView {
   }
 
   controls() {
-    const axis = el("button", { type: "button", click: () => this.switchAxis(axis) }, "over steps");
+    this.axisButton = el("button", { type: "button", click: () => this.switchAxis() }, AXES[this.axis]);
     const slider = el("input", { type: "range", min: 0, max: 1, step: 0.05, value: this.strength, "aria-label": "smoothing" });
     slider.addEventListener("input", () => { this.strength = Number(slider.value); this.draw(); });
     this.reset = el("button", { type: "button", hidden: true, click: () => this.zoom(null) }, "show all");
-    return el("div", { class: "controls" }, el("label", {}, "smoothing ", slider), axis, this.reset, el("span", { class: "hint" }, "drag in a chart to zoom in"));
+    return el("div", { class: "controls" }, el("label", {}, "smoothing ", slider), this.axisButton, this.reset, el("span", { class: "hint" }, "drag in a chart to zoom in"));
   }
 
-  switchAxis(button) {
-    this.axis = this.axis === "step" ? "time" : "step";
-    fill(button, this.axis === "step" ? "over steps" : "over time");
+  /** Draw over `axis`, by default the next one; a run whose rate rises may be drawn over it. */
+  switchAxis(axis) {
+    const axes = Object.keys(AXES).slice(0, this.rateRises ? 3 : 2);
+    this.axis = axis ?? axes[(axes.indexOf(this.axis) + 1) % axes.length];
+    fill(this.axisButton, AXES[this.axis]);
     this.zoom(null);
   }
 
@@ -128,7 +131,7 @@ export class RunView {
     if (!over) return;
     const checkpoint = result?.checkpoint ? el("span", {}, "Checkpoint: ", el("code", {}, result.checkpoint)) : null;
     const reason = result?.error ?? (result?.stop_reason ? `Reason: ${result.stop_reason}.` : null);
-    const words = { finished: "Finished", stopped: "Stopped with a checkpoint", failed: "Failed", interrupted: "Interrupted" };
+    const words = { finished: "Finished", stopped: result?.checkpoint ? "Stopped with a checkpoint" : "Stopped", failed: "Failed", interrupted: "Interrupted" };
     fill(this.banner, el("strong", {}, `${words[status]} after step ${formatNumber(step)}. `), reason ? `${printable(reason)} ` : null, checkpoint);
   }
 
@@ -204,9 +207,9 @@ export class RunView {
     this.draw();
   }
 
-  /** The steps of a range of times. */
+  /** The steps of a range on another axis. */
   steps([from, until]) {
-    const times = this.curves.step.x("time"), { step } = this.curves.step;
+    const times = this.curves.step.x(this.axis), { step } = this.curves.step;
     const inside = step.filter((_, i) => times[i] >= from && times[i] <= until);
     return inside.length ? [inside[0], inside.at(-1)] : [0, 0];
   }
@@ -231,6 +234,10 @@ export class RunView {
   }
 
   showConfig(config) {
+    if (!this.rateRises && config.schedule?.startsWith("rising")) {
+      this.rateRises = true;
+      this.switchAxis("rate");
+    }
     const rows = Object.entries(config).filter(([, value]) => value !== null);
     const table = el("table", {}, ...rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name.replaceAll("_", "-")), el("td", {}, formatOption(value)))));
     fill(this.config, el("h2", {}, "Configuration"), el("div", { class: "scroll" }, table));

@@ -1,0 +1,66 @@
+"""The loss over a rising learning rate: for the terminal, and as a figure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from raytrain.display.braille_plot import Plot, Series
+from raytrain.display.console import format_count, format_duration, key_value_table
+from raytrain.display.curves import BLUE, GREY, ORANGE, plain_axes
+from raytrain.experiments.find_rate import RateResult
+from raytrain.runs.redact import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_HEIGHT = 10
+
+
+def rate_page(result: RateResult, picture: str) -> RenderableType:
+    """The plot, the suggested rate with its reason, and exactly what was trained."""
+    rate, rates = result.suggestion, np.log10(result.rates)
+    lines = [Series("loss", "dim", rates, result.losses), Series("averaged", "cyan", rates, result.smoothed)]
+    if rate is not None:
+        there = np.log10(rate)
+        lines.append(Series("suggested", "yellow", [there], [np.interp(there, rates, result.smoothed)], mark="●"))
+    first, last = (f"{end:.2g}" for end in result.rates[[0, -1]])
+    about = {
+        "suggestion": "none" if rate is None else f"--learning-rate {rate:g}",
+        "reason": result.reason,
+        "ran": _what_ran(result),
+        "run": f"{result.run.run_dir}, without a checkpoint",
+        "picture": picture,
+    }
+    plot = Plot("loss", lines, _HEIGHT, first_x=first, last_x=f"learning rate {last}")
+    return Group(plot, Text(), key_value_table(about))
+
+
+def _what_ran(result: RateResult) -> str:
+    run, config = result.run, result.config
+    steps = f"{run.steps:,} of {config.max_steps:,} steps of {config.batch_size:,} images"
+    workers = f"{format_count(run.num_workers, 'worker')} ({config.device})"
+    time = format_duration(run.seconds)
+    return f"{steps}, {run.samples_seen:,} images in all, in {config.precision}, on {workers}, in {time}"
+
+
+def rate_figure(result: RateResult) -> Figure:
+    """Each step's loss over its learning rate, averaged, and the suggested rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.plot(result.rates, result.losses, color="#8fb7d9", linewidth=1, label="each step")
+    axes.plot(result.rates, result.smoothed, color=BLUE, linewidth=2, label="averaged over neighbouring steps")
+    if result.suggestion is not None:
+        axes.axvline(result.suggestion, color=ORANGE, linewidth=2, label=f"suggested: {result.suggestion:g}")
+    plain_axes(axes)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.legend(frameon=False)
+    figure.suptitle(one_line(f"{result.run.name}    {_what_ran(result)}"), x=0.01, ha="left", fontsize=9, color=GREY)
+    return figure

@@ -1,0 +1,149 @@
+"""``raytrain.find_rate``: one short run whose learning rate rises, and the rate that its losses suggest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.optimisation import Schedule
+from raytrain.errors import UsageError
+from raytrain.launch.train import train
+from raytrain.monitor.snapshot import View
+from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.documents import new_name, read_resolved_config, run_store
+from raytrain.runs.history import read_metrics
+from raytrain.runs.outcome import TrainResult
+
+if TYPE_CHECKING:
+    from raytrain.training.run import Run
+
+_NUM_STEPS, _FEWEST_STEPS = 100, 20
+_MANY_EPOCHS = 1000  # --max-steps ends the run
+_NEIGHBOURS = 1 / 20  # of the steps, on each side, that a loss is averaged over
+_DIVISOR = 10
+_FALLS_BY = 0.05  # of the loss of the first steps, at least
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RateResult:
+    """What a run with a rising learning rate says: ``rates``, ``losses`` and ``smoothed``, each (num_steps,).
+
+    ``suggestion`` is None if the losses suggest none; ``reason`` is the sentence for either.
+    """
+
+    run: TrainResult
+    config: ResolvedConfig
+    rates: Floats
+    losses: Floats
+    smoothed: Floats
+    suggestion: float | None
+    reason: str
+
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values."""
+        curves = {name: getattr(self, name).tolist() for name in ("rates", "losses", "smoothed")}
+        ran = {"batch_size": self.config.batch_size, "precision": self.config.precision}
+        return {**self.run.summary(), **ran, "suggestion": self.suggestion, "reason": self.reason, **curves}
+
+
+def find_rate(
+    config: TrainConfig,
+    *,
+    loop: Callable[[Run], None] | None = None,
+    view: View | None = None,
+    signals: StopSignals | None = None,
+) -> RateResult:
+    """Train a few steps, each at a higher learning rate, and suggest one: the range test of Smith 2015.
+
+    The rate of step i of n, counted from 0, is low · (high / low) ^ (i / (n - 1)). The run ends earlier if the loss is
+    over four times the first step's. It tests nothing and keeps no checkpoint; its history stays, as any run's.
+
+    Args:
+        config: the options of the run. ``max_steps`` is n, by default 100; ``schedule`` may be ``rising:LOW..HIGH``, by
+            default from 1e-6 to 10.
+        loop, view, signals: as for :func:`raytrain.train`. A loop of one's own logs ``loss``, and leaves the rate of
+            the optimizer's groups alone, which rise in proportion; the first one's is the rate that is meant.
+
+    Raises:
+        UsageError, StorageError, TrainingFailed: as :func:`raytrain.train` does.
+    """
+    short = _short_run(config)
+    result = train(short, loop=loop, view=view, signals=signals)
+    store = run_store(short.storage, result.name)
+    rows = [row for row in read_metrics(store) if row.kind == "step" and row.learning_rate]
+    rates, losses = (np.array([row.value(name) for row in rows], np.float64) for name in ("learning_rate", "loss"))
+    finite = np.isfinite(losses)
+    if finite.sum() < _FEWEST_STEPS:
+        raise UsageError(
+            f"Run {result.name!r} has {finite.sum()} steps with a loss, too few to suggest a learning rate; a loop of "
+            f"your own logs run.log(loss=…), and {_FEWEST_STEPS} steps are needed at least."
+        )
+    rates, losses = rates[finite], losses[finite]
+    averaged = smooth(losses)
+    suggestion, reason = suggest(rates, averaged)
+    return RateResult(
+        run=result,
+        config=read_resolved_config(store),
+        rates=rates,
+        losses=losses,
+        smoothed=averaged,
+        suggestion=suggestion,
+        reason=reason,
+    )
+
+
+def _short_run(config: TrainConfig) -> TrainConfig:
+    """The run with the rising rate, without anything beside its steps."""
+    schedule = config.schedule if config.is_range_test else "rising"
+    num_steps = config.max_steps or _NUM_STEPS
+    if num_steps < _FEWEST_STEPS:
+        raise UsageError(f"--max-steps is {num_steps}; a learning rate is found in {_FEWEST_STEPS} steps at least.")
+    return dataclasses.replace(
+        config,
+        name=config.name or new_name(f"{config.recipe}-rate"),
+        schedule=schedule,
+        learning_rate=Schedule.parse(schedule).rates[1],
+        warmup_epochs=0.0,
+        max_steps=num_steps,
+        epochs=_MANY_EPOCHS,
+        log_every=1,
+        evaluate_every=0,
+        until=None,
+        patience=None,
+        resume=False,
+    )
+
+
+def smooth(losses: Floats) -> Floats:
+    """Each of ``losses``, (num_steps,), averaged with its neighbours: a twentieth of all steps on each side."""
+    window = np.ones(2 * max(1, round(len(losses) * _NEIGHBOURS)) + 1)
+    return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
+
+
+def suggest(rates: Floats, smoothed: Floats) -> tuple[float | None, str]:
+    """A learning rate, or None, and the reason; ``rates`` and ``smoothed`` losses are (num_steps,)."""
+    lowest = int(smoothed.argmin())
+    rate, loss, first = (float(value) for value in (rates[lowest], smoothed[lowest], smoothed[0]))
+    if loss > first * (1 - _FALLS_BY):
+        return None, (
+            f"no rate from {rates[0]:.2g} to {rates[-1]:.2g} made the loss of the first steps, {first:.4g}, "
+            f"{_FALLS_BY:.0%} smaller; look at the images and labels, or give more steps with --max-steps"
+        )
+    if lowest == len(rates) - 1:
+        return None, (
+            f"the loss still falls at the highest rate, {rate:.2g}; try --schedule rising:{rates[0]:.2g}.."
+            f"{100 * rate:.2g}"
+        )
+    suggestion = float(f"{rate / _DIVISOR:.2g}")
+    return suggestion, (
+        f"the loss, averaged over neighbouring steps, is lowest at {rate:.2g} ({loss:.4g}, after {first:.4g} in the "
+        f"first steps); the suggestion is that rate / {_DIVISOR}"
+    )
