@@ -12,13 +12,13 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,6 +27,7 @@ from PIL import Image
 
 import raytrain
 from raytrain.cli.main import main
+from raytrain.errors import UsageError
 from raytrain.training.model import build_model
 from tests.helpers.ray_head import free_port
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
@@ -139,13 +140,14 @@ def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch
 
     monkeypatch.setattr(model_server, "_MAX_HELD_BYTES", 100)
     replica = model_server.Replica(
-        cast(Any, SimpleNamespace(load_predictor=lambda *_: None, store=None, format=SimpleNamespace(shape=(8, 8, 3)))),
+        served(lambda *_: None),
         1,
     )
     monkeypatch.setattr(replica, "_decode", len)
     monkeypatch.setattr(replica, "_classify", lambda size: asyncio.sleep(0, {"size": size}))
 
     async def scenario() -> None:
+        await asyncio.wrap_future(replica._predictor)
         rest = asyncio.Event()
         slow = asyncio.create_task(replica(posted(b"x" * 80, rest)))
         await asyncio.sleep(0)
@@ -158,7 +160,62 @@ def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch
     asyncio.run(scenario())
 
 
-def posted(content: bytes, rest: asyncio.Event | None = None) -> Any:
+def served(load: Callable[..., object]) -> Any:
+    """The network of the run ``first``, loaded by ``load``."""
+    return SimpleNamespace(run="first", load_predictor=load, store=None, format=SimpleNamespace(shape=(8, 8, 3)))
+
+
+def test_a_replica_answers_while_it_loads_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raytrain.launch.ray import model_server
+
+    loading = threading.Event()
+
+    def load(*_: object) -> None:
+        loading.wait()
+        raise UsageError("the weights are damaged.")
+
+    replica = model_server.Replica(served(load), 1)
+
+    async def scenario() -> None:
+        early = await replica(posted(b"x"))
+        assert (early.status_code, early.headers["Retry-After"]) == (503, "1") and b"is being loaded" in bytes(
+            early.body
+        )
+        page = await replica(posted(b"", method="GET", headers={"accept": "text/html,*/*"}))
+        assert (page.status_code, page.media_type) == (200, "text/html")
+        loading.set()
+        with suppress(UsageError):
+            await asyncio.wrap_future(replica._predictor)
+        late = await replica(posted(b"x"))
+        assert late.status_code == 500 and b"the weights are damaged" in bytes(late.body)
+        assert (await replica(posted(b"x", path="/second"))).status_code == 404
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("boundary", ["xyz", '"xyz"'])
+def test_the_file_of_a_form_is_taken_byte_for_byte(boundary: str) -> None:
+    from raytrain.launch.ray import model_server
+
+    content = bytes(range(256)) + b"\r\n\r\n--xy\r\n"
+    field = b'--xyz\r\nContent-Disposition: form-data; name="note"\r\n\r\nhello\r\n'
+    file = (
+        b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a.png"\r\n\r\n' + content + b"\r\n--xyz--\r\n"
+    )
+    kind = f"multipart/form-data; boundary={boundary}"
+    assert model_server._posted_file(kind, field + file) == content
+    assert model_server._posted_file("image/png", file) == file
+    with pytest.raises(model_server._Refused, match="the form has no file"):
+        model_server._posted_file(kind, field + b"--xyz--")
+
+
+def posted(
+    content: bytes,
+    rest: asyncio.Event | None = None,
+    method: str = "POST",
+    path: str = "/first",
+    headers: dict[str, str] | None = None,
+) -> Any:
     """A request whose body ends once ``rest`` is set."""
 
     async def stream() -> AsyncIterator[bytes]:
@@ -166,4 +223,4 @@ def posted(content: bytes, rest: asyncio.Event | None = None) -> Any:
         if rest is not None:
             await rest.wait()
 
-    return SimpleNamespace(method="POST", stream=stream)
+    return SimpleNamespace(method=method, stream=stream, url=SimpleNamespace(path=path), headers=headers or {})
