@@ -110,7 +110,8 @@ def look_figure(result: LookResult) -> Figure:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_LETTERS else f"{text[: _MAX_LETTERS - 1]}…"
+    lines = [text] if len(text) <= _MAX_LETTERS else text.split(", ")  # a line for each of the classes that are mixed
+    return "\n".join(line if len(line) <= _MAX_LETTERS else f"{line[: _MAX_LETTERS - 1]}…" for line in lines[:2])
 
 
 def look(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
