@@ -221,7 +221,7 @@ def profiled_loop(run: Run, loop: Callable[[Run], None] | None, folder: str) -> 
     """Train a few steps with ``loop``. Writes ``worker-RANK.trace.json.gz`` and ``worker-RANK.json`` to ``folder``."""
     steps = torch_profiler.schedule(wait=0, warmup=WARM_UP_STEPS, active=NUM_STEPS, repeat=1)
     write = partial(_write, folder=Path(folder), run=run)
-    with torch_profiler.profile(schedule=steps, on_trace_ready=write) as profiler:
+    with torch_profiler.profile(schedule=steps, on_trace_ready=write, acc_events=True) as profiler:
         (loop or built_in.train)(cast(Run, _ProfiledRun(run, profiler)))
 
 

@@ -154,9 +154,9 @@ def _before(batch: Batch) -> tuple[Tensor, Tensor]:
 def _last_of_slices(batch: Batch) -> tuple[Tensor, Tensor]:
     """For each part of the batch, the last image before this worker's slice of it, and its label."""
     num_parts, world_size = len(batch.part_sizes), dist.get_world_size()
-    ends = [max(end - 1, 0) for end in np.cumsum(batch.part_sizes).tolist()]
+    sizes = torch.tensor(batch.part_sizes).to(batch.labels.device, non_blocking=True)
+    ends = (sizes.cumsum(0) - 1).clamp(min=0)
     images = _gathered(batch.images[ends].contiguous())  # (N, P, C, H, W)
-    sizes = torch.tensor(batch.part_sizes, device=batch.labels.device)
     labels, counts = _gathered(torch.stack([batch.labels[ends], sizes], dim=1)).unbind(dim=2)  # (N, P) each
     order = torch.arange(num_parts * world_size, device=counts.device)  # of the slices: part by part, rank by rank
     filled = torch.where(counts.T.flatten() > 0, order, -1).cummax(dim=0).values  # the last with images up to each

@@ -103,7 +103,7 @@ def update_running_statistics(model: nn.Module) -> None:
     unbiased = torch.cat([variance for *_, variance in calls]).double()
     counts_and_momenta = [[count, layer.next_momentum(number)] for layer, number, count, *_ in calls]
     per_layer = torch.tensor(counts_and_momenta, dtype=torch.float64)
-    per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0)  # (C, 2)
+    per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0, output_size=sum(sizes))  # (C, 2)
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
     variance = torch.where(count > 1, unbiased * (count - 1) / count, 0.0)
     sums = torch.stack([count, count * mean, count * (variance + mean.square())])

@@ -69,10 +69,11 @@ def evaluate(run: Run, model: Network) -> dict[str, float]:
     for batch in run.test_batches():
         logits = model(batch.images)  # (m, C)
         run.show(batch, logits)
-        answers = logits.argmax(dim=1)
+        answers, one = logits.argmax(dim=1), torch.ones_like(batch.labels, dtype=torch.float64)
         loss += F.cross_entropy(logits, batch.labels, reduction="sum").double()
-        for count, labels in zip(counts, (answers[answers == batch.labels], batch.labels, answers), strict=True):
-            count += torch.bincount(labels, minlength=num_classes)
+        counts[0].index_add_(0, answers, one * (answers == batch.labels))  # bincount would wait for the device
+        counts[1].index_add_(0, batch.labels, one)
+        counts[2].index_add_(0, answers, one)
     totals = np.array(run.total(torch.cat([loss, counts.flatten()])))
     right, truth, predicted = totals[1:].reshape(3, num_classes)
     count = truth.sum()

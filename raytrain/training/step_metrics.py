@@ -92,13 +92,15 @@ class StepMetrics:
                 self._logged[[self._names.index(name) for name in sums]] += values
 
     def _number(self, name: str, value: Tensor | float) -> Tensor:
-        """The value as float64 () on the device."""
-        if isinstance(value, Tensor) and value.numel() != 1:
+        """The value as float64 () on the device. The host waits for it only if it is a tensor on another device."""
+        if not isinstance(value, Tensor):
+            return torch.full((), float(value), dtype=torch.float64, device=self._worker.device)
+        if value.numel() != 1:
             raise UsageError(
                 f"run.log({name}=...) got a tensor of shape {tuple(value.shape)}; give one number, the sum over the "
                 "images."
             )
-        return torch.as_tensor(value, dtype=torch.float64, device=self._worker.device).detach().reshape(())
+        return value.detach().to(self._worker.device, torch.float64).reshape(())
 
     def read(self) -> StepTotals:
         """Read and add the totals of a step, and record the row that ended with the step before, if one did."""

@@ -76,7 +76,7 @@ class Report:
                 check.required,
                 "yes" if check.holds else "[bold red]no",
             )
-        return Group(measured, compared)
+        return Group(*([measured] if self.figures else []), *([compared] if self.checks else []))
 
     def document(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""

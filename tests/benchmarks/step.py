@@ -50,6 +50,8 @@ NUM_WORKERS, BATCH_PER_WORKER, BLOCK_ROWS, NUM_CLASSES = 2, 128, 512, 10
 BATCH = NUM_WORKERS * BATCH_PER_WORKER
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 WARM_UP = 5
+Images = np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C)
+Labels = np.ndarray[Any, np.dtype[np.int64]]  # (n,)
 
 
 def measure(bench: Bench) -> Report:
@@ -178,8 +180,8 @@ def train_plainly(file: str, precision: str) -> list[float]:
 class MemorySource:
     """A data source that takes local batches from blocks in memory, as they are in the object store."""
 
-    images: np.ndarray[Any, np.dtype[np.uint8]]  # (n, H, W, C), in the order of the first epoch.
-    labels: np.ndarray[Any, np.dtype[np.int64]]
+    images: Images  # in the order of the first epoch
+    labels: Labels
     partition: Partition
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
@@ -187,7 +189,7 @@ class MemorySource:
         return batches_from_cache(self.partition, CachedBlocks(self._block, order), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        one_batch = BatchPlan(len(self.images), BATCH, 1, 0, max_steps=1)
+        one_batch = BatchPlan(len(self.images), self.partition.plan.batch_size, 1, 0, max_steps=1)
         return batches_from_cache(
             Partition(one_batch, self.partition.rank, self.partition.loads),
             CachedBlocks(self._block, CacheOrder(one_batch, Cursor(), BLOCK_ROWS)),
@@ -220,10 +222,20 @@ def through_raytrain(images: str, precision: str, folder: str) -> list[float]:
 def train_in_memory(
     file: str, options: dict[str, Any], folder: str, loop: Callable[[Run], None] | None = None
 ) -> list[float]:
-    config = _resolved(**options)
     with np.load(file) as arrays:
         images, labels = arrays["images"], arrays["labels"]
-    plan = BatchPlan(len(images), BATCH, config.epochs, config.seed)
+    spec, run = run_in_memory(_resolved(**options), images, labels, folder, loop)
+    times = _step_times()
+    train_run(spec, run)
+    return times
+
+
+def run_in_memory(
+    config: ResolvedConfig, images: Images, labels: Labels, folder: str, loop: Callable[[Run], None] | None = None
+) -> tuple[RunSpec, Run]:
+    """This process's part of a run on images in memory, on the device that the options name."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    plan = BatchPlan(len(images), config.batch_size, config.epochs, config.seed, max_steps=config.max_steps)
     spec = RunSpec(
         config=config,
         loop=loop,
@@ -233,11 +245,8 @@ def train_in_memory(
         test_plan=plan,
         store=open_store(folder),
     )
-    source = MemorySource(images, labels, Partition(plan, dist.get_rank(), (1.0,) * NUM_WORKERS))
-    run = make_run(spec, source, Silent(), torch.device("cpu"))
-    times = _step_times()
-    train_run(spec, run)
-    return times
+    source = MemorySource(images, labels, Partition(plan, rank, (1.0,) * world_size))
+    return spec, make_run(spec, source, Silent(), torch.device(config.device))
 
 
 # raytrain's loop under Ray.

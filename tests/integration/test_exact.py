@@ -136,7 +136,7 @@ def make_run(
     distributed = torch.distributed.is_initialized()
     rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     source = MemorySource(block, spec, rank, options.worker_load or (1.0,) * world_size)
-    return assembly.make_run(spec, source, recorder, torch.device("cpu"), weights)
+    return assembly.make_run(spec, source, recorder, torch.device(options.device), weights)
 
 
 def make_spec(
@@ -187,7 +187,7 @@ def on_one_worker(cases: dict[str, Case], fresh: str) -> dict[str, dict[str, Any
         seen = note_parts(run)
         train(run)
         outcome = run.finish()
-        state = {key.removeprefix("module."): value.clone() for key, value in weights_of(run).items()}
+        state = {key.removeprefix("module."): value.cpu().clone() for key, value in weights_of(run).items()}
         results[name] = {"state": state, "rows": recorder.rows, "seen": seen, "outcome": outcome}
     return results
 
@@ -224,7 +224,7 @@ def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, An
         model = run.build_model()
     if options.batch_norm == "aggregate":
         model = with_slice_batch_norm(model)
-    model.to(torch.float64 if options.precision == "float64" else torch.float32)
+    model.to(options.device, torch.float64 if options.precision == "float64" else torch.float32)
     optimizers = {
         "sgd": lambda: torch.optim.SGD(
             model.parameters(), 1.0, momentum=options.momentum, weight_decay=options.weight_decay
@@ -236,7 +236,7 @@ def alone(case: Case, world_size: int = 1) -> tuple[nn.Module, list[dict[str, An
     loads = options.worker_load or (1.0,) * world_size
     batches = _batches(run, images(case.num_samples, case.bad), loads if options.batch_norm == "aggregate" else (1.0,))
     rows = train_alone(model, optimizers[options.optimizer](), batches, rates, options.label_smoothing)
-    return model, rows
+    return model.cpu(), rows
 
 
 @torch.no_grad()
@@ -285,8 +285,8 @@ def _split(samples: Any, loads: tuple[float, ...]) -> list[Any]:
 
 
 def _augmented(run: Run, block: Block, samples: Any, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pixels = run.augment.train(torch.from_numpy(block.images[samples]), samples, epoch)
-    return pixels, torch.from_numpy(block.labels[samples])
+    pixels = run.augment.train(torch.from_numpy(block.images[samples]).to(run.device), samples, epoch)
+    return pixels, torch.from_numpy(block.labels[samples]).to(run.device)
 
 
 def assert_same(

@@ -1,9 +1,8 @@
 """A step on a GPU, with tensors that are on one in name only: all stay there, and the host waits for none of them.
 
 torch's fake tensors have shapes, types and devices, and no values, so that this needs no GPU. What can't be tried that
-way: the backward, cuDNN's LSTM, and torchvision's transforms, which draw their random numbers on the host. In a step,
-the host waits for a GPU in two places: where it reads the totals of the step before, which were copied by then
-(``StepMetrics.read``), and in the step of torch's GradScaler, with ``--precision float16``.
+way: the backward, cuDNN's LSTM, and torchvision's transforms, which draw their random numbers on the host.
+``tests/gpu`` tries them on a GPU. docs/architecture.md lists where the host waits in a step, and why.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,13 @@ from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, mix_batch
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import Loss
+from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Worker
+from raytrain.training.run import Run
 from raytrain.training.step_metrics import StepMetrics, StepTotals
+from tests.gpu.same import OPTIONS
+from tests.integration.test_exact import Recorder, images, make_run
+from tests.integration.test_exact import config as small_config
 
 GPU = torch.device("cuda", 0)
 OF_UNKNOWN_SIZE = "nonzero", "masked_select", "unique"
@@ -55,7 +60,7 @@ class HostWaits(TorchDispatchMode):
             return devices[0] != result.device.type and not kwargs.get("non_blocking")
         if name.startswith("aten.copy_"):
             return devices[0] != devices[1] and not (kwargs.get("non_blocking") or args[2:] == (True,))
-        if name.startswith("aten.index"):
+        if name.startswith(("aten.index.", "aten.index_put")):
             indices = [each for each in args[1] if isinstance(each, Tensor)]
             return devices[0] == "cuda" and any(each.dtype == torch.bool or not each.is_cuda for each in indices)
         return "cuda" in devices and ("_local_scalar_dense" in name or any(each in name for each in OF_UNKNOWN_SIZE))
@@ -155,3 +160,61 @@ def test_what_a_loop_logs_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             return metrics.num_used()
 
         assert call(step).device == GPU
+
+
+@pytest.fixture
+def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
+    """Makes a run whose network is made on the GPU, to which fake weights cannot be moved, and images are copied."""
+
+    def copied(arrays: Any, device: torch.device) -> list[Tensor]:
+        return [torch.from_numpy(np.require(each, requirements=["W"])).to(device, non_blocking=True) for each in arrays]
+
+    monkeypatch.setattr("raytrain.training.batch._to_device", copied)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
+    monkeypatch.setattr(PreparedModels, "_move", lambda self, model: None)
+
+    def prepared(**options: Any) -> Run:
+        chosen = {"device": "cuda", "precision": "float32", "model": "tests.gpu.same:network", **options}
+        run = make_run(small_config(**chosen), images(40), str(tmp_path), Recorder())
+        run.steps.metrics._copied = None  # an event, and pinned memory with it
+        with GPU:
+            run.prepare(run.build_model())
+        return run
+
+    return prepared
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
+    name: str, run_on_gpu: Callable[..., Run]
+) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run = run_on_gpu(**OPTIONS[name])
+        batches = run.source.train(0)
+        steps = [HostWaits() for _ in range(3)]
+        for number, waits in enumerate(steps):
+            with waits, run.models.computing():
+                batch = run._begin_step(batches)
+                for part in run.parts(batch):
+                    logits = run.models.trained[0](part.images)
+                    run.log(loss=run.loss(logits, part.targets), correct=run.correct(logits, part), rate=0.1)
+                    run.show(part, logits)
+                run.steps.metrics.num_used()
+                run.models.end_step(number)
+            assert logits.device == batch.images.device == GPU
+    assert steps[-1].found == []
+
+
+@pytest.mark.parametrize("views", [(), ("flip", "shift")])
+def test_an_evaluation_waits_once_at_its_end(
+    views: tuple[str, ...], run_on_gpu: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run = run_on_gpu(test_views=views, ema_decay=0.9)
+        monkeypatch.setattr(run, "total", lambda sums: [1.0] * len(sums))
+        monkeypatch.setattr(run.steps, "evaluated", lambda measured, thresholds: 1)
+        monkeypatch.setattr(run.gallery, "write", lambda *place: None)
+        run.evaluate()
+        with HostWaits() as waits:
+            run.evaluate()
+    assert waits.found == []

@@ -1,0 +1,126 @@
+"""Photographs: how busy a GPU is while they are streamed, and whether it had better decode them itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+
+import raytrain
+from raytrain.data.images.crop_box import Cropping
+from raytrain.data.images.decode import ImageShape, decode, fastest_resizer
+from raytrain.launch.machine_batches import num_decoders
+from raytrain.launch.placement import cores
+from raytrain.monitor.snapshot import Snapshot
+from raytrain.runs.machine_history import MachineUse
+from tests.gpu.trial import Trial
+from tests.helpers.photographs import draw_photographs
+
+_SIDE = 224
+
+
+def streamed(trial: Trial) -> None:
+    """ResNet-50 on JPEGs that are decoded whenever they are needed, and on cached ones: how busy the GPU is."""
+    photographs = trial.folder / "photographs"
+    draw_photographs(photographs, trial.scaled(4096, on_cpu=60), num_different=trial.scaled(256, on_cpu=20))
+    trial.says(f"{num_decoders()} threads decode, of {cores()} cores, with {fastest_resizer()} as resizer")
+    for cache in ("none", "memory"):
+        uses: dict[tuple[float, int | None], MachineUse] = {}
+        result = raytrain.train(_options(trial, photographs, cache), view=partial(_note, uses))
+        rates = list(uses.values())[1:]  # while the first was measured, the GPU chose its kernels
+        trial.says(f"{cache}: {result.steps} steps in {result.seconds - (result.startup_seconds or 0):.1f} s")
+        if rates:
+            trial.figure(f"--cache {cache}", "images/s", *(use.images_per_s for use in rates))
+            trial.figure(f"--cache {cache}: the loop waits for images", "of 1", *(u.data_wait_fraction for u in rates))
+            trial.figure(f"--cache {cache}: use of the cores", "of 1", *(use.cpu_fraction or 0.0 for use in rates))
+        busy = [use.gpu_fraction for use in rates if use.gpu_fraction is not None]
+        if busy:
+            trial.figure(f"--cache {cache}: the GPU is idle", "of 1", *(1 - fraction for fraction in busy))
+        trial.holds(f"--cache {cache}: the run stopped when its time was up", result.status == "stopped")
+
+
+def _options(trial: Trial, photographs: Path, cache: Any) -> raytrain.TrainConfig:
+    return raytrain.recipes.custom(
+        data=str(photographs),
+        name=f"photographs-{cache}",
+        storage=str(trial.folder / "runs"),
+        model="resnet50" if trial.on_gpu else "tests.integration.test_exact:network",
+        image_size=(_SIDE, _SIDE),
+        random_resized_crop=True,
+        cache_side=1.0 if cache == "memory" else None,
+        flip="random",
+        batch_size=trial.scaled(256, on_cpu=8),
+        epochs=1000,
+        max_time=f"{trial.scaled(24, on_cpu=12)}s",
+        evaluate_every=0,
+        checkpoint_every=(),
+        channels_last=True,
+        precision="bfloat16" if trial.on_gpu else "float32",
+        workers=1,
+        backend="local",
+        device=trial.device,
+        cache=cache,
+    )
+
+
+def _note(uses: dict[tuple[float, int | None], MachineUse], snapshot: Snapshot) -> None:
+    for use in snapshot.machines:
+        uses.setdefault((use.images_per_s, use.step), use)
+
+
+def decoded(trial: Trial) -> None:
+    """JPEGs decoded and resized by raytrain on the cores, and by torchvision on the device (nvJPEG on a GPU)."""
+    draw_photographs(trial.folder / "photographs", trial.scaled(128, on_cpu=10))
+    files = [file.read_bytes() for file in sorted((trial.folder / "photographs").rglob("*.jpg"))]
+    trial.says(f"{len(files)} JPEGs of 500x375, {np.mean([len(file) for file in files]) / 1000:.0f} KB each")
+    crop = Cropping(resizer=fastest_resizer()).crop
+    on_cores = partial(decode, shape=ImageShape(_SIDE, _SIDE, 3), crop=crop)
+    rounds = trial.scaled(5, on_cpu=1)
+    for threads in (1, num_decoders(), cores()):
+        with ThreadPoolExecutor(threads) as pool:
+            rate = _rate(trial, lambda pool=pool: list(pool.map(on_cores, files * 2)), 2 * len(files), rounds)
+        trial.figure(f"raytrain, {threads} threads", "images/s", *rate)
+    data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    for size in (1, 32, len(files)):
+        rate = _rate(trial, partial(_by_torchvision, data, size, trial.device), len(files), rounds)
+        trial.figure(f"torchvision on {trial.device}, {size} at a time, with resizing", "images/s", *rate)
+    ours = torch.stack([torch.from_numpy(on_cores(file).copy()) for file in files]).permute(0, 3, 1, 2)
+    theirs = _by_torchvision(data, len(files), trial.device).cpu()
+    levels = (ours.double() - theirs.double()).abs()
+    trial.check("mean difference of the pixels", levels.mean().item(), "of 255", at_most=2)
+    trial.figure("largest difference of a pixel", "of 255", levels.max().item())
+
+
+def _by_torchvision(data: Sequence[Tensor], size: int, device: str) -> Tensor:
+    """All images, uint8 (n, 3, SIDE, SIDE) on the device, decoded ``size`` at a time; those of a batch are one size."""
+    batches: list[Tensor] = []
+    for start in range(0, len(data), size):
+        images: Any = decode_jpeg(list(data[start : start + size]), mode=ImageReadMode.RGB, device=device)
+        pixels = torch.stack(images).float()
+        resized = F.interpolate(pixels, (_SIDE, _SIDE), mode="bilinear", antialias=True)
+        batches.append(resized.round().clamp(0, 255).to(torch.uint8))
+    return torch.cat(batches)
+
+
+def _rate(trial: Trial, action: Callable[[], object], num_images: int, rounds: int) -> list[float]:
+    """Images per second in each round; the median of them is what counts."""
+    action()
+    times: list[float] = []
+    for _ in range(rounds):
+        trial.synchronise()
+        started = time.perf_counter()
+        action()
+        trial.synchronise()
+        times.append(time.perf_counter() - started)
+    assert median(times) > 0
+    return [num_images / seconds for seconds in times]
