@@ -97,13 +97,13 @@ def run(part: Part, device: str, limit_s: float, cifar: Path | None = None) -> O
         command = [sys.executable, "-m", "tests.gpu.trial", part.function, json.dumps(given)]
         started = time.monotonic()
         with open(printed, "wb") as output:
-            code = _wait(subprocess.Popen(command, **_apart(), stdout=output, stderr=output), limit_s)
+            code = _wait(subprocess.Popen(command, **_apart(folder), stdout=output, stderr=output), limit_s)
         seconds = time.monotonic() - started
         end = printed.read_text(errors="replace")[-4000:]
         return _outcome(part, code, seconds, notes.read_text(), end)
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+def _wait(process: subprocess.Popen[Any], limit_s: float) -> int | None:
     """The exit code; None if it took too long. Nothing that the process has started is left, but what ends with it."""
     try:
         return process.wait(limit_s)
@@ -115,15 +115,16 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         process.wait()
 
 
-def _apart() -> dict[str, Any]:
+def _apart(folder: str) -> dict[str, Any]:
     """How a process is started that can be ended with all of its own."""
-    return {"cwd": _ROOT, "env": _environment(), "stdin": subprocess.DEVNULL, "start_new_session": True}
+    return {"cwd": _ROOT, "env": _environment(folder), "stdin": subprocess.DEVNULL, "start_new_session": True}
 
 
-def _environment() -> dict[str, str]:
+def _environment(folder: str) -> dict[str, str]:
     cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without it, matrix products differ from call to call
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **cublas, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    alone = {"RAY_TMPDIR": folder}  # which hides clusters that run on this machine
+    return {**os.environ, **cublas, **alone, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _outcome(part: Part, code: int | None, seconds: float, notes: str, end: str) -> Outcome:

@@ -40,7 +40,7 @@ def _metered(trial: Trial) -> None:
     matrix = torch.rand(trial.scaled(8192, on_cpu=256), trial.scaled(8192, on_cpu=256), device=trial.device)
     until = time.monotonic() + trial.scaled(2, on_cpu=0)
     while time.monotonic() < until:
-        matrix @ matrix
+        _ = matrix @ matrix
         trial.synchronise()
     meter.step(32, 0.1, 1)
     use = measured[0]

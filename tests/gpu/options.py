@@ -8,7 +8,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,9 +108,7 @@ def waits(trial: Trial) -> None:
     for name, (chosen, limit) in WAITING.items():
         options = _options(trial, model=_NETWORK, max_steps=_LAST + 1, **{"precision": "float32", **chosen})
         run = make_run(options, images(64), f"{trial.folder}/{name}", Recorder())
-        batches = run.batches
-        run.batches = lambda batches=batches: _watched(batches())
-        places = _places_of_waits(lambda run=run: train(run))
+        places = _places_of_waits(partial(_train_watched, run))
         trial.check(f"{name}: waits in a step", places.total() / (_LAST - _FIRST), "", at_most=limit)
         for place, number in places.items():
             trial.says(f"{name}: {number} waits in {_LAST - _FIRST} steps at {place}")
@@ -122,14 +121,20 @@ def waits(trial: Trial) -> None:
 _FIRST, _LAST = 4, 12
 
 
-def _watched(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """torch warns of waits between these steps: what was set up in the first ones stays, the last ends the run."""
-    for batch in batches:
-        torch.cuda.set_sync_debug_mode("warn" if _FIRST <= batch.step < _LAST else "default")
-        yield batch
+def _train_watched(run: Run) -> None:
+    """torch warns of waits between two steps: the first ones set up what stays, and the last one ends the run."""
+    batches = run.batches
+
+    def watched(evaluate: Callable[[], dict[str, float]] | None = None) -> Iterator[Batch]:
+        for batch in batches(evaluate):
+            torch.cuda.set_sync_debug_mode("warn" if _FIRST <= batch.step < _LAST else "default")
+            yield batch
+
+    run.batches = watched
+    train(run)
 
 
-def _places_of_waits(action: Any) -> Counter[str]:
+def _places_of_waits(action: Callable[[], object]) -> Counter[str]:
     places: Counter[str] = Counter()
 
     def note(message: Any, *rest: Any, **options: Any) -> None:
@@ -157,7 +162,7 @@ def copies(trial: Trial) -> None:
     matrix = torch.rand(trial.scaled(6144, on_cpu=128), trial.scaled(6144, on_cpu=128), device=device)
     arrived: list[Tensor] = []
     for number in range(3 * len(locals_)):
-        matrix @ matrix  # what is copied next must not be written over what is read still
+        _ = matrix @ matrix  # what is copied next must not be written over what is read still
         batch = to_batch(locals_[number % len(locals_)], augment, device, training=True)
         arrived = [*arrived[-3:], batch.images.mean(dim=(1, 2, 3))]
         if number % len(locals_) == len(locals_) - 1:
@@ -175,7 +180,7 @@ def _time_copies(trial: Trial, locals_: list[LocalBatch], augment: Augment, matr
         for local in locals_:
             if computes:
                 for _ in range(4):
-                    matrix @ matrix
+                    _ = matrix @ matrix
             if copies:
                 to_batch(local, augment, device, training=True)
         trial.synchronise()

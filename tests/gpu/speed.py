@@ -135,7 +135,8 @@ class Bench:
         augment = Augment(config)
         pixels, truth = (torch.from_numpy(each) for each in (self.images, self.labels))
         pixels, truth = (pixels.to(device), truth.to(device)) if kept else (pixels, truth)
-        model = build_model(config.model, NUM_CLASSES, 3, 0).to(device, memory_format=torch.channels_last)
+        model = build_model(config.model, NUM_CLASSES, 3, 0).to(device)
+        model.to(memory_format=torch.channels_last)  # pyright: ignore
         optimizer = torch.optim.SGD(model.parameters(), config.learning_rate, momentum=config.momentum, fused=True)
         with Clock(self.trial, self.work.num_steps).runs() as clock:
             for _ in range(_WARM_UP + self.work.num_steps):
