@@ -15,7 +15,7 @@ import raytrain
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.metric_row import MetricRow
 from tests.gpu.trial import Trial
-from tests.helpers.photographs import draw_photographs
+from tests.helpers.photographs import write_photographs
 
 _PUBLISHED_S = "3.83 s, with torch.compile 3.29 s (Jordan 2024, arXiv:2404.00498), on an A100"
 _LEAST_ACCURACY = 0.94
@@ -40,7 +40,7 @@ def _options(trial: Trial, **chosen: Any) -> raytrain.TrainConfig:
 
 def run_and_use(trial: Trial) -> None:
     """Train, stop, resume, evaluate, predict, load and export."""
-    draw_photographs(trial.folder / "photographs", trial.scaled(400, on_cpu=80), size=(160, 120))
+    write_photographs(trial.folder / "photographs", trial.scaled(400, on_cpu=80))
     stopped = raytrain.train(_options(trial, max_steps=3))
     trial.holds("a run with --max-steps 3 ends after them", (stopped.steps, stopped.status) == (3, "finished"))
     result = raytrain.train(_options(trial, resume=True, epochs=trial.scaled(6, on_cpu=2)))
@@ -86,7 +86,7 @@ def cramped(num_classes: int, channels: int) -> nn.Module:
 
 def out_of_memory(trial: Trial) -> None:
     """``--accumulate auto`` finds the parts that fit into a real GPU's memory."""
-    draw_photographs(trial.folder / "photographs", 600, size=(320, 240), num_different=20)
+    write_photographs(trial.folder / "photographs", 600)
     options: dict[str, Any] = {"model": "tests.gpu.commands:cramped", "image_size": (224, 224), "batch_size": 256}
     result = raytrain.train(_options(trial, accumulate="auto", precision="float32", max_steps=4, **options))
     parts = json.loads((trial.folder / "runs" / "run" / "config.json").read_text())["accumulate"]
@@ -96,7 +96,7 @@ def out_of_memory(trial: Trial) -> None:
 
 def profiled(trial: Trial) -> None:
     """``raytrain profile`` sees all phases of a step, also on a GPU."""
-    draw_photographs(trial.folder / "photographs", trial.scaled(200, on_cpu=80), size=(160, 120))
+    write_photographs(trial.folder / "photographs", trial.scaled(200, on_cpu=80))
     config = _options(trial, model="resnet18", batch_size=trial.scaled(64, on_cpu=16), flip="random", translate=2)
     profile = raytrain.profile(config, output=str(trial.folder / "traces"))
     for name, seconds in profile.phases.items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.data.local_batch import LocalBatch
+from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.training.augment import Augment
 from raytrain.training.batch import Batch, to_batch

@@ -18,13 +18,14 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 import raytrain
 from raytrain.data.images.crop_box import Cropping
-from raytrain.data.images.decode import ImageShape, decode, fastest_resizer
+from raytrain.data.images.decode import ImageShape, decode
+from raytrain.data.images.resize import fastest_resizer
 from raytrain.launch.machine_batches import num_decoders
 from raytrain.launch.placement import cores
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.machine_history import MachineUse
 from tests.gpu.trial import Trial
-from tests.helpers.photographs import draw_photographs
+from tests.helpers.photographs import write_photographs
 
 _SIDE = 224
 
@@ -32,7 +33,7 @@ _SIDE = 224
 def streamed(trial: Trial) -> None:
     """ResNet-50 on JPEGs that are decoded whenever they are needed, and on cached ones: how busy the GPU is."""
     photographs = trial.folder / "photographs"
-    draw_photographs(photographs, trial.scaled(4096, on_cpu=60), num_different=trial.scaled(256, on_cpu=20))
+    write_photographs(photographs, trial.scaled(1024, on_cpu=60))
     trial.says(f"{num_decoders()} threads decode, of {cores()} cores, with {fastest_resizer()} as resizer")
     for cache in ("none", "memory"):
         uses: dict[tuple[float, int | None], MachineUse] = {}
@@ -80,7 +81,7 @@ def _note(uses: dict[tuple[float, int | None], MachineUse], snapshot: Snapshot) 
 
 def decoded(trial: Trial) -> None:
     """JPEGs decoded and resized by raytrain on the cores, and by torchvision on the device (nvJPEG on a GPU)."""
-    draw_photographs(trial.folder / "photographs", trial.scaled(128, on_cpu=10))
+    write_photographs(trial.folder / "photographs", trial.scaled(128, on_cpu=10))
     files = [file.read_bytes() for file in sorted((trial.folder / "photographs").rglob("*.jpg"))]
     trial.says(f"{len(files)} JPEGs of 500x375, {np.mean([len(file) for file in files]) / 1000:.0f} KB each")
     crop = Cropping(resizer=fastest_resizer()).crop
