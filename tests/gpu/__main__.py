@@ -191,16 +191,16 @@ def write(out: Path, device: str, outcomes: Sequence[Outcome], seconds: float) -
     }
     (out / "gpu.json").write_text(json.dumps(_finite(document), indent=1) + "\n")
     with open(out / "gpu.txt", "w") as file:
-        console = Console(file=file, width=150, highlight=False, markup=False)
+        console = Console(file=file, width=150, highlight=False)
         console.print(f"On {device}, Python {document['python']}, {document['seconds']} s")
         for outcome in outcomes:
             console.print(f"\n== {outcome.part.name}: {outcome.status}, {outcome.seconds:.1f} s")
             for sentence in outcome.sentences:
-                console.print(sentence)
+                console.print(sentence, markup=False)
             if outcome.figures or outcome.checks:
                 console.print(Report("", outcome.figures, outcome.checks).tables())
             if outcome.output:
-                console.print(outcome.output)
+                console.print(outcome.output, markup=False)
 
 
 def _version(name: str) -> str | None:
