@@ -226,9 +226,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="folder for gpu.json and gpu.txt")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these; all by default")
     parser.add_argument("--seconds", type=float, help="for all parts together; 460 by default, on the CPU 1,800")
-    parser.add_argument(
-        "--cifar", type=Path, help="folder of CIFAR-10 as train|test/<class>/*.jpg; without it no accuracy"
-    )
+    parser.add_argument("--cifar", type=Path, help="folder that has CIFAR-10 in train and test, in folders or packed")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

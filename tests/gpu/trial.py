@@ -27,7 +27,7 @@ class Trial:
     """An empty folder for files."""
     notes: Path
     cifar: Path | None = None
-    """Folder of CIFAR-10 as train/<class>/*.jpg and test/<class>/*.jpg; None if there is none."""
+    """Folder that has CIFAR-10 in train and test; None if there is none."""
 
     @property
     def on_gpu(self) -> bool:
