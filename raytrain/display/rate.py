@@ -22,11 +22,13 @@ _HEIGHT = 10
 
 def rate_page(result: RateResult, picture: str) -> RenderableType:
     """The plot, the suggested rate with its reason, and exactly what was trained."""
-    rate, rates = result.suggestion, np.log10(result.rates)
-    lines = [Series("loss", "dim", rates, result.losses), Series("averaged", "cyan", rates, result.smoothed)]
+    rate, rates = result.suggestion, np.log10(result.rates).tolist()
+    curves = {("loss", "dim"): result.losses, ("averaged", "cyan"): result.smoothed}
+    lines = [Series(*about, rates, losses.tolist()) for about, losses in curves.items()]
     if rate is not None:
-        there = np.log10(rate)
-        lines.append(Series("suggested", "yellow", [there], [np.interp(there, rates, result.smoothed)], mark="●"))
+        there = float(np.log10(rate))
+        loss = float(np.interp(there, rates, result.smoothed))
+        lines.append(Series("suggested", "yellow", [there], [loss], mark="●"))
     first, last = (f"{end:.2g}" for end in result.rates[[0, -1]])
     about = {
         "suggestion": "none" if rate is None else f"--learning-rate {rate:g}",

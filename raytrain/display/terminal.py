@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,6 +16,7 @@ from rich.text import Text
 from raytrain.display.console import PlainConsole, format_duration
 from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_line
 from raytrain.display.event_text import event_text
+from raytrain.display.notebook import as_html
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import sample_of_rows
 from raytrain.runs.logs import STARTUP
@@ -31,19 +32,23 @@ _NUM_ROWS = 2**12  # more than a terminal has dots
 class LiveView:
     """Base class of the views of a run and of a sweep: a context manager that owns a part of the terminal.
 
-    On a ``console`` that is a terminal, it redraws a picture in place; otherwise, it prints plain lines. ``waiting`` is
-    shown until there is a picture, or something else to wait for.
+    On a ``console`` that is a terminal or a notebook, it redraws a picture in place; otherwise, it prints plain lines.
+    ``waiting`` is shown until there is a picture, or something else to wait for.
     """
 
     def __init__(self, console: Console | None, waiting: str) -> None:
         self._console = console or PlainConsole()
-        self._live: Live | None = None
+        self._live: Live | _CellOutput | None = None
         spinner = Spinner("dots", waiting)
-        live = self._console.is_terminal
-        tell = (lambda line: spinner.update(text=Text(line))) if live else self._print
+        tell = self._print
+        if self._console.is_jupyter:
+            self._live, tell = _CellOutput(waiting), lambda line: self._draw(Text(line), keep=True)
+        elif self._console.is_terminal:
+            self._live, tell = (
+                Live(spinner, console=self._console, transient=True),
+                lambda line: spinner.update(text=line),
+            )
         self._startup_lines = startup_lines(tell)
-        if live:
-            self._live = Live(spinner, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -65,6 +70,27 @@ class LiveView:
         assert self._live is not None
         self._live.transient = not keep
         self._live.update(picture, refresh=True)
+
+
+class _CellOutput:
+    """A picture below a notebook's cell, with the methods of rich's Live; a saved notebook keeps the last one alone."""
+
+    transient = False
+
+    def __init__(self, waiting: str) -> None:
+        self._waiting = waiting
+
+    def start(self, refresh: bool = True) -> None:
+        from IPython.display import HTML, display
+
+        self._display: Any = display(HTML(as_html(Text(self._waiting))), display_id=True)
+
+    def update(self, picture: RenderableType, refresh: bool = True) -> None:
+        from IPython.display import HTML
+
+        self._display.update(HTML(as_html(picture)))
+
+    def stop(self) -> None: ...
 
 
 @contextmanager

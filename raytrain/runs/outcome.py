@@ -152,7 +152,9 @@ def train_command(config: TrainConfig) -> str:
 
 def resume_command(config: TrainConfig, command: str = "train") -> str:
     """The shortest command that resumes a run: its documents hold its options, but for where it trains, and code."""
-    code = [name for name in _OWN_CODE if any(map(names_own_function, as_tuple(getattr(config, name) or ())))]
+    code = [
+        name for name in _OWN_CODE if any(names_own_function(str(each)) for each in as_tuple(getattr(config, name)))
+    ]
     return shlex.join(["raytrain", command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume"])
 
 

@@ -29,6 +29,20 @@ config = raytrain.recipes.digits(
 )
 handle = raytrain.start(config)
 """
+FRAMES = """
+from tests.helpers.snapshots import snapshot
+from tests.helpers.stored_histories import step_row
+with View() as view:
+    for step in range(1, 50):
+        view.update(snapshot([step_row(step)], first_row=step - 1, step=step, num_steps=50))
+"""
+TRIALS = """
+from raytrain.experiments.trials import TrialResult
+with View() as view:
+    for epoch in range(1, 50):
+        view.update([TrialResult(name="rates-00", values={}, run_dir="", status="running", epoch=epoch, num_epochs=50)])
+"""
+ROOT = Path(__file__).parents[2]
 WAIT = "(await handle).status"
 
 
@@ -51,6 +65,17 @@ def test_an_executed_notebook_keeps_the_last_picture(tmp_path: Path) -> None:
     assert [output.data.get("text/plain") for output in result] == ["'finished'"]
     assert "widget" not in "".join(shown[0].data)
     assert "finished" in shown[0].data["text/html"] and "evaluated after epoch 2" in shown[0].data["text/html"]
+
+
+@pytest.mark.parametrize("view", ["terminal.TerminalView", "sweep.SweepTerminalView"])
+def test_a_view_in_an_executed_notebook_keeps_its_last_picture_alone(view: str) -> None:
+    update = {"terminal.TerminalView": FRAMES, "sweep.SweepTerminalView": TRIALS}[view]
+    module, _, name = view.partition(".")
+    source = f"from raytrain.display.{module} import {name} as View\n{update}"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    shown = NotebookClient(notebook, resources={"metadata": {"path": ROOT}}).execute().cells[0].outputs
+    assert len(shown) == 1 and "49" in shown[0].data["text/html"]
+    assert ">48" not in shown[0].data["text/html"]
 
 
 def test_a_run_that_cannot_start_says_why_below_the_cell(tmp_path: Path) -> None:
