@@ -55,7 +55,9 @@ def _own_metrics(snapshot: Snapshot) -> list[str]:
 
 def _decimal(value: float | None) -> str:
     """A metric is None if it was not finite when it was written."""
-    return "nan" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    if value is None or not 0 < abs(value) < 0.001:
+        return "nan" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.2g}"
 
 
 def dashboard(

@@ -145,7 +145,8 @@ class TerminalView(LiveView):
             if number >= self._num_events:
                 self._print(f"{format_duration(at_s)}  {event_text(event)}")
                 self._num_events = number + 1
-        if snapshot.rows and (self._clock() >= self._next_line_s or snapshot.over):
+        known = snapshot.rows and snapshot.status != "starting"  # a run that resumes has rows, but no step yet
+        if known and (self._clock() >= self._next_line_s or snapshot.over):
             self._print(progress_line(snapshot))
             self._next_line_s = self._clock() + self._interval_s
 

@@ -308,3 +308,13 @@ def test_an_outlier_does_not_flatten_a_plot_and_a_lone_point_is_drawn() -> None:
     assert "5,000" not in spiky and "≥" in spiky and "≥" not in plain
     assert sum(bool(re.search(r"[┤│] *[^ ]", line)) for line in spiky.splitlines()) >= 6  # lines with dots
     assert "•" in text(Plot("loss", [Series("train", "cyan", [1], [0.5])]))
+
+
+def test_a_run_that_resumes_shows_no_step_before_it_trains() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with TerminalView(console) as view:
+        view.update(snapshot([step_row(10)], status="starting", step=0))
+        later = MetricRow(kind="step", step=11, epoch=1, metrics={"loss": 1.0, "second_learning_rate": 2e-5})
+        view.update(snapshot([later], first_row=1, step=11, status="finished"))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 1 and "step 11/1,000" in lines[0] and "second learning rate 2e-05" in lines[0]

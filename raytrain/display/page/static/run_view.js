@@ -116,7 +116,8 @@ export class RunView {
     fill(this.facts, [state.num_workers ? workers : null, `${formatDuration(state.elapsed_s)} elapsed`, skipped, retried, state.problem].filter(Boolean).join(" · "));
     this.bar.value = state.step / state.num_steps;
     const left = state.time_left_s == null ? "" : ` · ${formatDuration(state.time_left_s)} left`;
-    fill(this.progress, `${Math.floor((100 * state.step) / state.num_steps)} % · epoch ${state.epoch} of ${state.num_epochs} · step ${formatNumber(state.step)} of ${formatNumber(state.num_steps)}${left}`);
+    const waiting = state.status === "starting" ? "waiting for the workers … · " : "";
+    fill(this.progress, `${waiting}${Math.floor((100 * state.step) / state.num_steps)} % · epoch ${state.epoch} of ${state.num_epochs} · step ${formatNumber(state.step)} of ${formatNumber(state.num_steps)}${left}`);
     this.stopPanel.show(state, [...this.events.values()]);
     this.showBanner();
     this.showTiles();
@@ -175,7 +176,7 @@ export class RunView {
   series(name) {
     const { step, evaluation } = this.zoomed ?? this.curves;
     const series = [], train = step.get(name), test = evaluation.get(name);
-    const smoothed = name !== "learning_rate";
+    const smoothed = !name.endsWith("learning_rate");
     if (train?.mean.some((value) => value != null)) {
       const x = step.x(this.axis), averaged = smoothed && this.strength > 0;
       const band = train.low.some((low, i) => low !== train.high[i]) ? { low: train.low, high: train.high } : {};
