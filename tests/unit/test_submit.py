@@ -152,7 +152,7 @@ def test_a_head_that_has_just_started_is_asked_again_with_the_same_job(
     assert client.submitted["submission_id"] == "raytrain_1"
 
     monkeypatch.setattr(job_server, "_STARTS_WITHIN_S", 0.0)
-    client.refusals = [RuntimeError("…status code 500: Traceback:\n  File …\nTimeoutError: no agent\n"), no_agent]
+    client.refusals = [RuntimeError("…status code 500: Traceback:\n  File …\nTimeoutError: no agent\n."), no_agent]
     assert submit(tmp_path) == 2
     assert "did not take the job (TimeoutError: no agent)." in capsys.readouterr().err
 

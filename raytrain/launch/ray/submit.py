@@ -133,7 +133,7 @@ class JobServer:
         return job
 
     def _send(self, job: str, **command: Any) -> None:
-        """Have Ray take the job. A head that has just started answers with status 500 until its agent has, too."""
+        """Have Ray take the job. A head's job server listens before the rest of it, and says status 500 until then."""
         give_up_at = time.monotonic() + _STARTS_WITHIN_S
         while True:
             try:
@@ -143,7 +143,7 @@ class JobServer:
                 if f"{job} already exists" in str(error):  # it was taken, and only the answer was lost
                     return
                 if "status code 500" not in str(error) or time.monotonic() > give_up_at:
-                    reason = str(error).strip().splitlines()[-1]  # of a traceback, the last line says what happened
+                    reason = str(error).rstrip(".\n ").rpartition("\n")[2]  # a traceback's last line says what happened
                     raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
             time.sleep(_RETRY_S)
 
