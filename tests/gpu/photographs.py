@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -36,17 +36,16 @@ def streamed(trial: Trial) -> None:
     write_photographs(photographs, trial.scaled(1024, on_cpu=60))
     trial.says(f"{num_decoders()} threads decode, of {cores()} cores, with {fastest_resizer()} as resizer")
     for cache in ("none", "memory"):
-        uses: dict[tuple[float, int | None], MachineUse] = {}
-        result = raytrain.train(_options(trial, photographs, cache), view=partial(_note, uses))
-        rates = list(uses.values())[1:]  # while the first was measured, the GPU chose its kernels
+        watch = Watch(trial)
+        result = raytrain.train(_options(trial, photographs, cache), view=watch)
+        rates = list(watch.uses.values())[1:]  # while the first was measured, the GPU chose its kernels
         trial.says(f"{cache}: {result.steps} steps in {result.seconds - (result.startup_seconds or 0):.1f} s")
         if rates:
             trial.figure(f"--cache {cache}", "images/s", *(use.images_per_s for use in rates))
             trial.figure(f"--cache {cache}: the loop waits for images", "of 1", *(u.data_wait_fraction for u in rates))
             trial.figure(f"--cache {cache}: use of the cores", "of 1", *(use.cpu_fraction or 0.0 for use in rates))
-        busy = [use.gpu_fraction for use in rates if use.gpu_fraction is not None]
-        if busy:
-            trial.figure(f"--cache {cache}: the GPU is idle", "of 1", *(1 - fraction for fraction in busy))
+        if watch.busy:
+            trial.figure(f"--cache {cache}: the GPU is idle", "of 1", 1 - mean(watch.busy), 1 - median(watch.busy))
         trial.holds(f"--cache {cache}: the run stopped when its time was up", result.status == "stopped")
 
 
@@ -62,7 +61,7 @@ def _options(trial: Trial, photographs: Path, cache: Any) -> raytrain.TrainConfi
         flip="random",
         batch_size=trial.scaled(256, on_cpu=8),
         epochs=1000,
-        max_time=f"{trial.scaled(24, on_cpu=12)}s",
+        max_time=f"{trial.scaled(28, on_cpu=12)}s",
         evaluate_every=0,
         checkpoint_every=(),
         channels_last=True,
@@ -74,9 +73,19 @@ def _options(trial: Trial, photographs: Path, cache: Any) -> raytrain.TrainConfi
     )
 
 
-def _note(uses: dict[tuple[float, int | None], MachineUse], snapshot: Snapshot) -> None:
-    for use in snapshot.machines:
-        uses.setdefault((use.images_per_s, use.step), use)
+class Watch:
+    """A view of a run: what each worker measures, and how busy the GPU is, twice a second from then on."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self.uses: dict[tuple[float, int | None], MachineUse] = {}
+        self.busy: list[float] = []
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        for use in snapshot.machines:
+            self.uses.setdefault((use.images_per_s, use.step), use)
+        if self.uses and self._trial.on_gpu and not snapshot.over:
+            self.busy.append(torch.cuda.utilization() / 100)
 
 
 def decoded(trial: Trial) -> None:

@@ -184,6 +184,7 @@ def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return prepared
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
     name: str, run_on_gpu: Callable[..., Run]
