@@ -50,4 +50,4 @@ def write_photographs(folder: Path, num: int) -> None:
         pixels = large[number % len(large)][top : top + 375, left : left + 500]
         file = folder / f"{number % 10}" / f"{number:05d}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(as_jpeg(pixels, quality=95))
+        file.write_bytes(as_jpeg(pixels, quality=85))
