@@ -110,14 +110,11 @@ def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
         if url := re.search(r"Starting s3 server on \[(http://[\w.:]+)/?\]", _text(log)):
             return url[1]
         time.sleep(0.02)
-    raise StorageError(f"The local S3 server did not start: {_last_line(_text(log))}")
+    last_line = _text(log).strip().rpartition("\n")[2] or f"rclone wrote nothing within {START_TIMEOUT_S:.0f} s."
+    raise StorageError(f"The local S3 server did not start: {last_line}")
 
 
 def _text(log: IO[bytes]) -> str:
     return os.pread(log.fileno(), 1 << 20, 0).decode(
         errors="replace"
     )  # unlike read, keeps the file offset, which the server uses too
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2] or f"rclone wrote nothing within {START_TIMEOUT_S:.0f} s."

@@ -13,7 +13,6 @@ from raytrain.display.dashboard import dashboard
 from raytrain.launch.train import RunHandle
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.runs.history import sample_of_rows
-from raytrain.runs.metric_row import MetricRow
 from raytrain.trackers.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class NotebookView:
         if self._widget is not None and not snapshot.over:
             self._widget.draw()
         else:
-            self._keep(dashboard_html(snapshot, self._rows.rows))
+            self._keep(as_html(dashboard(snapshot, self._rows.rows)))
 
     def _keep(self, picture: str) -> None:
         """Show ``picture``, which the saved notebook keeps, in place of the widget."""
@@ -107,11 +106,6 @@ class NotebookView:
         self._display.update(HTML(picture))
         if self._widget is not None:
             self._widget.close()
-
-
-def dashboard_html(snapshot: Snapshot, rows: list[MetricRow]) -> str:
-    """The picture of a run as HTML, with its colours."""
-    return as_html(dashboard(snapshot, rows))
 
 
 def as_html(page: RenderableType) -> str:

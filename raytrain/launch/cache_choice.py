@@ -154,7 +154,7 @@ class SharedImages(AbstractContextManager["SharedImages"]):
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that no run can use."""
-        return self._monitor.skipped_images
+        return self._monitor.skipped_images()
 
     def finish(self, status: EndStatus) -> None:
         """End the list of skipped images: it is in storage when this returns."""

@@ -10,7 +10,7 @@ from raytrain.errors import OutOfMemory, RaytrainError
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
-from raytrain.runs.metric_row import SkipLimit, SkippedImage
+from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.store import Store
 
@@ -104,7 +104,3 @@ class Coordinator(RunMonitor):
     def ending(self) -> Ending:
         """How the run ends, as far as this is known."""
         return Ending(self._is_checked, self._outcome, self._error, self.failure, self._lost)
-
-    def list_skipped(self) -> list[SkippedImage]:
-        """The images that could not be used so far."""
-        return self.skipped_images

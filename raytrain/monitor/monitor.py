@@ -150,7 +150,6 @@ class RunMonitor:
         """Why the run has to end although its workers could continue; None if it need not."""
         return self._failure
 
-    @property
     def skipped_images(self) -> list[SkippedImage]:
         """The images that could not be used so far."""
         return self._history.skipped_images

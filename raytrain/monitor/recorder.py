@@ -10,15 +10,14 @@ from typing import Any
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.monitor.stop_request import clear_stop_request, read_stop_request
+from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.background import Throttle
 from raytrain.runs.checkpoint_files import newest_checkpoint
-from raytrain.runs.documents import CONFIG, SUMMARY, write_config, write_json
+from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, STOP_REQUEST, SUMMARY, write_config, write_json
 from raytrain.runs.machine_history import (
     MEASURE_EVERY_S,
     MachineHistory,
     read_machine_history,
-    write_machine_history,
     write_machines,
 )
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
@@ -49,7 +48,7 @@ class RunRecorder:
         not fit the new ones.
         """
         if not restarting:
-            clear_stop_request(self._store)
+            self._store.delete(STOP_REQUEST)  # it was meant for an earlier start
         self.write_status("starting")
         if self._store.exists(CONFIG):
             self._unwritten = config
@@ -116,7 +115,7 @@ class RunRecorder:
     def _write_machines(self, store: Store, snapshot: Snapshot) -> None:
         if self._machines is not None:
             write_machines(store, snapshot.machines)
-            write_machine_history(store, self._machines)
+            write_json(store, MACHINE_HISTORY, self._machines.to_json())
 
     def _replace_config(self, snapshot: Snapshot) -> None:
         if self._unwritten is not None and snapshot.num_workers:

@@ -35,11 +35,6 @@ def read_stop_request(store: Store) -> StopReason | None:
     return None
 
 
-def clear_stop_request(store: Store) -> None:
-    """Delete a stop request: it was meant for an earlier start of the run."""
-    store.delete(STOP_REQUEST)
-
-
 class StopSignals:
     """While open, the first SIGINT or SIGTERM becomes :attr:`stop_request`.
 

@@ -116,11 +116,6 @@ def read_machine_history(store: Store) -> MachineHistory:
     return MachineHistory.from_json(read_json(store, MACHINE_HISTORY))
 
 
-def write_machine_history(store: Store, history: MachineHistory) -> None:
-    """Write ``history`` for those who look at the run from elsewhere, or later."""
-    write_json(store, MACHINE_HISTORY, history.to_json())
-
-
 def _measured(use: MachineUse) -> Iterable[tuple[str, float | None]]:
     return (
         ("images_per_s", use.images_per_s),

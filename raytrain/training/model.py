@@ -80,8 +80,11 @@ def build_pretrained(name: str, channels: int, image_size: tuple[int, int] | Non
             f"--weights DEFAULT are torchvision's or timm's, and --model {name} is your own; give a file of its "
             "weights."
         )
-    make = _pretrained_timm(in_timm, channels, image_size) if in_timm is not None else _pretrained_torchvision(name)
     library = "torchvision" if in_timm is None else "timm"
+    if in_timm is None:
+        make = partial(_torchvision_classifier(name), weights="DEFAULT", progress=False)
+    else:
+        make = _pretrained_timm(in_timm, channels, image_size)
     try:
         with torch.random.fork_rng(devices=[]):
             return make()
@@ -153,10 +156,6 @@ def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
     if name not in names:
         raise unknown_classifier(name, names)
     return models.get_model_builder(name)
-
-
-def _pretrained_torchvision(name: str) -> Callable[[], nn.Module]:
-    return partial(_torchvision_classifier(name), weights="DEFAULT", progress=False)
 
 
 def _with_channels(model: nn.Module, channels: int) -> nn.Module:

@@ -68,8 +68,5 @@ def _classifiers_of(library: str) -> list[str]:
     """The names of the functions that a library's files register; empty if they are written in another way."""
     package = importlib.util.find_spec(library)
     folders = (package and package.submodule_search_locations) or []
-    return [name for folder in folders for file in Path(folder, "models").glob("*.py") for name in _registered(file)]
-
-
-def _registered(file: Path) -> list[str]:
-    return _REGISTERED.findall(file.read_text())
+    files = [file for folder in folders for file in Path(folder, "models").glob("*.py")]
+    return [name for file in files for name in _REGISTERED.findall(file.read_text())]

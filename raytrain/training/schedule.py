@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +32,8 @@ class EarlyStop:
         config = self._config
         if config.target is not None:
             name, value = config.target
-            if _is_reached(name, measured.get(name, float("nan")), value):
+            reached = operator.le if _is_loss(name) else operator.ge
+            if reached(measured.get(name, float("nan")), value):
                 self.reason = StopReason("target", config.until, metric=name, value=measured[name])
         if config.best is not None and config.best not in measured:
             raise UsageError(
@@ -66,10 +68,6 @@ class EarlyStop:
             return False
         self.reason = self.reason or StopReason("time", self._config.max_time)
         return True
-
-
-def _is_reached(name: str, measured: float, wanted: float) -> bool:
-    return measured <= wanted if _is_loss(name) else measured >= wanted
 
 
 def _score(name: str, measured: Mapping[str, float]) -> float | None:

@@ -29,7 +29,7 @@ from raytrain.display.dashboard import dashboard
 from raytrain.display.diagnostics_tables import audit_page
 from raytrain.display.evaluation import confusion_figure, evaluation_page, label_evaluation_page
 from raytrain.display.look import look_figure, look_html, look_page
-from raytrain.display.notebook import dashboard_html
+from raytrain.display.notebook import as_html
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
 from raytrain.inference.classification_metrics import LabelEvaluation, LabelScore, score
@@ -130,7 +130,7 @@ def test_events_of_a_run(text: str) -> None:
         view.update(shown)
     harmless(file.getvalue())
     assert file.getvalue().count("\n") == 1
-    harmless(dashboard_html(shown, []))
+    harmless(as_html(dashboard(shown, [])))
 
 
 def evaluation(names: tuple[str, ...]) -> EvaluationResult:

@@ -19,8 +19,8 @@ from raytrain.demo.demo import render_digits
 from raytrain.display.page.server import PageServer
 from raytrain.display.page.watched_runs import HomeRuns, StoredRuns, WatchedRuns
 from raytrain.monitor.events import Note, TrainingStarted
-from raytrain.runs.documents import CONFIG, EVALUATION, STOP_REQUEST, SWEEP, read_json, write_json
-from raytrain.runs.machine_history import MachineHistory, MachineUse, write_machine_history
+from raytrain.runs.documents import CONFIG, EVALUATION, MACHINE_HISTORY, STOP_REQUEST, SWEEP, read_json, write_json
+from raytrain.runs.machine_history import MachineHistory, MachineUse
 from tests.helpers.dropping_proxy import DroppingProxy
 from tests.helpers.snapshots import snapshot
 from tests.helpers.stored_evaluation import HOSTILE_NAME, png_url
@@ -310,7 +310,7 @@ def test_the_use_of_the_machines_of_a_run_that_is_over_is_drawn_over_its_time(vi
     for elapsed_s in range(5, 100, 5):
         store_use = {"object_store_bytes": elapsed_s, "object_store_total_bytes": 100}
         history.add(elapsed_s, [worker, replace(worker, rank=1, gpu_fraction=0.9, **store_use)])
-    write_machine_history(store, history)
+    write_json(store, MACHINE_HISTORY, history.to_json())
     end_run(store, "finished", 49, "checkpoints/step-000000049.pt")
     with page_of(tmp_path, "run") as server:
         page = visit(server.url)

@@ -16,7 +16,6 @@ from raytrain.runs.machine_history import (
     MachineHistory,
     MachineUse,
     read_machine_history,
-    write_machine_history,
 )
 
 
@@ -79,7 +78,7 @@ def test_a_resume_continues_what_is_stored(tmp_path: Path) -> None:
     history = MachineHistory()
     for step in range(2 * MAX_POINTS):
         history.add(5.0 * step, [use(0, 0.5), use(1, None)])
-    write_machine_history(store, history)
+    write_json(store, MACHINE_HISTORY, history.to_json())
     resumed = read_machine_history(store)
     assert resumed.to_json() == history.to_json()
     for each in (history, resumed):

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
-from raytrain.monitor.stop_request import clear_stop_request, read_stop_request, request_stop
+from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs.checkpoint_files import list_checkpoints, newest_step
 from raytrain.runs.documents import (
     STATUS,
@@ -120,14 +120,11 @@ def test_a_storage_that_does_not_exist_has_no_runs(storage: str) -> None:
     assert list_runs(storage) == []
 
 
-def test_a_stop_request_can_be_read_and_cleared(storage: str) -> None:
+def test_a_stop_request_can_be_read(storage: str) -> None:
     store = make_run(storage, "first")
     assert read_stop_request(store) is None
     request_stop(storage, "first", StopReason("caller", "enough seen"))
     assert read_stop_request(store) == StopReason("caller", "enough seen")
-    clear_stop_request(store)
-    clear_stop_request(store)
-    assert read_stop_request(store) is None
 
 
 def test_an_unknown_run_is_refused_with_similar_names(storage: str) -> None:

@@ -128,7 +128,7 @@ class PageServer:
         """Let only viewers with the token see a run, and tell a browser what the page may do."""
         allowed = not request.path.startswith("/api/") or (self._has_token(request) and _is_same_origin(request))
         try:
-            response = await handler(request) if allowed else _refusal()
+            response = await handler(request) if allowed else web.json_response({"error": "wrong token"}, status=403)
         except web.HTTPException as error:
             response = web.Response(status=error.status, text=error.reason)
         if not response.prepared:
@@ -227,10 +227,6 @@ async def _file(request: web.Request) -> web.Response:
     name = request.path.rpartition("/")[2] or "index.html"
     text = (_STATIC / name).read_text("utf-8")
     return web.Response(text=text, content_type=_TYPES.get(name.rpartition(".")[2], "text/plain"))
-
-
-def _refusal() -> web.Response:
-    return web.json_response({"error": "wrong token"}, status=403)
 
 
 def _is_same_origin(request: web.Request) -> bool:

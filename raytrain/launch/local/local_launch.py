@@ -83,7 +83,7 @@ class LocalLaunch:
     def look(self, snapshot: Snapshot) -> None:
         """Tell runs that share the images which of them cannot be used."""
         if self._shared is not None:
-            self._shared.skip(self._coordinator.skipped_images)
+            self._shared.skip(self._coordinator.skipped_images())
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the agent has ended, or a worker has said how the run ends; returns whether the agent has."""

@@ -182,15 +182,11 @@ class _Trainer(TorchTrainer):
         policy = None if self._grows else options.get("scaling_policy")
         for name in _ASKS_FOR_MACHINES:
             if hasattr(policy, name):
-                setattr(policy, name, _do_nothing)
+                setattr(policy, name, lambda: None)
         return super()._initialize_and_run_controller(**options)
 
 
 _ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _controller_reporters(coordinator: CoordinatorHandle) -> list[Any]:

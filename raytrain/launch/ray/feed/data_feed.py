@@ -161,7 +161,7 @@ class SharedImages(AbstractContextManager["SharedImages"]):
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that no run can use."""
-        return ray.get(self.coordinator.list_skipped.remote())
+        return ray.get(self.coordinator.skipped_images.remote())
 
     def finish(self, status: EndStatus) -> None:
         """End the list of skipped images: it is in storage when this returns."""
