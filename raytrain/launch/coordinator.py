@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from raytrain.errors import OutOfMemory, RaytrainError
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
-from raytrain.runs.metric_row import SkipLimit
 from raytrain.runs.outcome import Outcome
 from raytrain.storage.store import Store
 
@@ -48,22 +48,10 @@ class Ending:
 
 
 class Coordinator(RunMonitor):
-    """The monitor of the run in ``store``, and what its workers say of how it ends.
+    """The monitor of the run in ``store``, with what it has ``known`` from the start, and what its workers say."""
 
-    ``started_at`` is when the user started the run, as ``time.monotonic()`` tells the time on this machine.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        store: Store,
-        num_steps: int,
-        steps_per_epoch: int,
-        skip_limit: SkipLimit | None = None,
-        started_at: float | None = None,
-    ) -> None:
-        history = History(store)
-        super().__init__(name, num_steps, steps_per_epoch, history, skip_limit=skip_limit, started_at=started_at)
+    def __init__(self, name: str, store: Store, **known: Any) -> None:
+        super().__init__(name, history=History(store), **known)
         self._is_checked = False
         self._end_has_come = threading.Event()
         self._outcome: Outcome | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from raytrain.runs.documents import EVALUATION, matches, read_json
 from raytrain.runs.redact import one_line
@@ -52,7 +52,8 @@ def sheet(images: Sequence[Pixels], captions: Sequence[str]) -> Pixels:
     for number, (pixels, caption) in enumerate(zip(images, captions, strict=True)):
         row, column = divmod(number, columns)
         left, top = _GAP + column * width, _GAP + row * height
-        page.paste(_tile(pixels), (left, top))
+        tile = ImageOps.pad(Image.fromarray(pixels), (_TILE, _TILE), Image.Resampling.NEAREST, _WHITE)
+        page.paste(tile, (left, top))
         for line, text in enumerate(caption.split("\n")[:2]):
             draw.text((left, top + _TILE + 2 + 14 * line), _cut(text, _TILE, font), _BLACK, font)
     return np.asarray(page)
@@ -122,16 +123,6 @@ def _write_counts(axes: Axes, matrix: NDArray[np.int64], fractions: NDArray[np.f
     axes.vlines(edges, -0.5, len(matrix) - 0.5, color="#e4e4e4", linewidth=0.5)
 
 
-def _tile(pixels: Pixels) -> Image.Image:
-    """An image in a square, its pixels enlarged without blurring them."""
-    image = Image.fromarray(pixels)
-    scale = _TILE / max(image.size)
-    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    tile = Image.new("RGB", (_TILE, _TILE), _WHITE)
-    tile.paste(image.resize(size, Image.Resampling.NEAREST), ((_TILE - size[0]) // 2, (_TILE - size[1]) // 2))
-    return tile
-
-
 def _cut(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
     """As much of ``text`` as fits into ``width`` pixels."""
     if font.getlength(text) <= width:
@@ -150,24 +141,16 @@ class Pictures:
     captions: list[str]
 
 
-@dataclass(frozen=True)
-class EvaluationPictures:
-    """All images of an evaluation after ``step`` completed steps; the step is -1 if there is none."""
-
-    step: int
-    groups: list[Pictures]
-
-
-def read_pictures(store: Store, after: int) -> EvaluationPictures:
-    """The images of the last evaluation; none if it was not after a later step than ``after``."""
+def read_pictures(store: Store, after: int) -> tuple[int, list[Pictures]]:
+    """The step of the last evaluation, and its images; -1 and none if that is not a later step than ``after``."""
     document = read_json(store, EVALUATION)
     step = document.get("step")
     if type(step) is not int or step <= after:
-        return EvaluationPictures(-1, [])
+        return -1, []
     names = [one_line(str(name)[:_MAX_NAME]) for name in _list(document.get("classes"))[: _MAX_CLASSES + 1]]
     groups = [_examples(_list(document.get(part)), names, key) for part, key in _GROUPS.items()]
     groups.append(_confusions(_list(document.get("confusion")), names))
-    return EvaluationPictures(step, [group for group in groups if group.images])
+    return step, [group for group in groups if group.images]
 
 
 def _examples(examples: list[Any], names: list[str], key: str) -> Pictures:

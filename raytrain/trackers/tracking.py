@@ -187,12 +187,12 @@ class TrackerThread:
             return
         from raytrain.trackers.pictures import read_pictures
 
-        found = read_pictures(self._store, after=self._position.picture_step)
-        if not found.groups:
+        step, groups = read_pictures(self._store, after=self._position.picture_step)
+        if not groups:
             return
-        with self._moved(dataclasses.replace(self._position, picture_step=found.step), self._position):
-            for group in found.groups:
-                tracker.log_image(group.key, group.images, found.step, caption=group.captions)
+        with self._moved(dataclasses.replace(self._position, picture_step=step), self._position):
+            for group in groups:
+                tracker.log_image(group.key, group.images, step, caption=group.captions)
 
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
         if checkpoint == self._position.network:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -150,11 +151,10 @@ def screen_pixels(images: Tensor, config: ResolvedConfig, max_side: int) -> Pixe
 
 def _added_up(lists: Any) -> list[list[int]]:
     """The cells of all workers, added up, those with the largest counts first."""
-    counts: dict[tuple[int, int], int] = {}
+    counts: Counter[tuple[int, int]] = Counter()
     for label, prediction, count in (cell for cells in lists for cell in cells):
-        counts[label, prediction] = counts.get((label, prediction), 0) + count
-    cells = sorted(counts.items(), key=lambda cell: -cell[1])
-    return [[*pair, count] for pair, count in cells[:_MAX_CONFUSIONS]]
+        counts[label, prediction] += count
+    return [[*pair, count] for pair, count in counts.most_common(_MAX_CONFUSIONS)]
 
 
 def _png(pixels: Any) -> str:

@@ -37,7 +37,9 @@ class StandIn:
         self.config: ResolvedConfig = prepared.resolve(2, "cpu")
         self.closed: list[bool] = []
         plan = prepared.data.plan(self.config)
-        self.coordinator = Coordinator(prepared.name, prepared.store, plan.num_steps, plan.steps_per_epoch)
+        self.coordinator = Coordinator(
+            prepared.name, prepared.store, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
+        )
         self._train = train
 
     def start(self) -> Coordinator:

@@ -109,12 +109,12 @@ def test_a_run_without_an_evaluation_has_no_images(store: Store) -> None:
 )
 def test_what_is_damaged_is_left_out(damage: dict[str, Any], left: list[str], store: Store) -> None:
     write_json(store, EVALUATION, {**evaluation(step=1), **damage})
-    assert [group.key for group in read_pictures(store, after=-1).groups] == left
+    assert [group.key for group in read_pictures(store, after=-1)[1]] == left
 
 
 def test_names_of_classes_hold_no_control_characters(store: Store) -> None:
     write_json(store, EVALUATION, {**evaluation(step=1), "classes": [HOSTILE_NAME, "b" * 5000]})
-    worst = read_pictures(store, after=-1).groups[0]
+    worst = read_pictures(store, after=-1)[1][0]
     assert all(line.isprintable() for text in worst.captions for line in text.split("\n"))
     assert len(worst.captions[0]) < 300
 

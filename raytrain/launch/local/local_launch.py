@@ -49,10 +49,10 @@ class LocalLaunch:
         self._coordinator = Coordinator(
             prepared.name,
             prepared.store,
-            plan.num_steps,
-            plan.steps_per_epoch,
-            prepared.skip_limit(),
-            prepared.started_at,
+            num_steps=plan.num_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            skip_limit=prepared.skip_limit(),
+            started_at=prepared.started_at,
         )
         with ExitStack() as opened:
             folder = opened.enter_context(TemporaryFolder())
