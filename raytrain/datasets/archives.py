@@ -24,6 +24,7 @@ ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")
 _IMAGE_COLUMNS = ("image", "image_bytes", "bytes", "jpg", "png", "img")
 _ROWS_AT_A_TIME = 64
 _MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
+_NO_LABELS = NO_LABELS | {"-1"}
 _LABEL_SUFFIXES = (".cls", ".json")
 
 
@@ -55,7 +56,7 @@ class Archive:
         try:
             found = self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
             for key, content, label in found:
-                if _is_none(label):
+                if label.strip() in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                 else:
                     yield ArchivedImage(_safe(key), content, label.strip())
@@ -254,10 +255,6 @@ def _class_name(value: Any, classes: Sequence[str]) -> str:
     if value is None or (classes and value == -1):
         return ""
     return classes[value] if isinstance(value, int) and 0 <= value < len(classes) else str(value)
-
-
-def _is_none(label: str) -> bool:
-    return label.strip() in NO_LABELS | {"-1"}
 
 
 def _with_suffix(key: str, content: bytes) -> str:

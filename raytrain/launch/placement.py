@@ -115,12 +115,8 @@ def _free_bytes(folder: str) -> int:
 
 def available_bytes() -> int:
     """Memory that can be taken without swapping, within the limit of the container."""
-    limits = [_read_number(Path(path).read_text()) for path in _LIMITS if os.access(path, os.R_OK)]
-    return min(limit for limit in [*limits, psutil.virtual_memory().available] if limit is not None)
-
-
-def _read_number(text: str) -> int | None:
-    return int(text) if text.strip().isdecimal() else None
+    limits = [Path(path).read_text().strip() for path in _LIMITS if os.access(path, os.R_OK)]
+    return min([psutil.virtual_memory().available, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def fastest_precision(device: str) -> Precision:
@@ -128,17 +124,13 @@ def fastest_precision(device: str) -> Precision:
     if device == "cpu":
         native = bool(NATIVE_FLAGS["bfloat16"] & cpu_flags())
     else:
-        native = all(_capability(gpu.capability) >= AMPERE for gpu in gpus())
+        native = all(tuple(map(int, gpu.capability.split("."))) >= AMPERE for gpu in gpus())
     return "bfloat16" if native else "float32"
 
 
 def common_precision(found: Iterable[str | None]) -> Precision:
     """What all workers train with if their machines ``found`` these; None stands for one that did not say."""
     return "bfloat16" if set(found) == {"bfloat16"} else "float32"
-
-
-def _capability(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
 
 
 _LOG = logging.getLogger("raytrain")

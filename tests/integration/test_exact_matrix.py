@@ -69,6 +69,7 @@ LOADS: dict[str, dict[int, tuple[float, ...]]] = {
     "idle": {2: (1, 0), 3: (1, 0, 2), 5: (0, 1, 0, 3, 1)},
     "uneven": {2: (1, 3), 3: (0.5, 3, 1), 5: (1, 2, 0.5, 1, 3)},
 }
+FIVE = pytest.param(5, marks=pytest.mark.slow)  # more workers than most machines that run the tests have cores
 NUM_STEPS = 7
 """Of each run. All runs but those of single images start another epoch, after a shorter last batch."""
 
@@ -115,7 +116,7 @@ def test_every_pair_of_option_values_occurs_in_a_run() -> None:
             assert tuple(zip((one, other), pair, strict=True)) in covered
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, FIVE])
 def test_workers_compute_what_one_process_computes(world_size: int) -> None:
     for name, case in cases(world_size).items():
         model, rows = alone(case, world_size)
@@ -141,7 +142,7 @@ def test_a_repeated_run_is_bitwise_the_same(world_size: int) -> None:
             assert [row.loss for row in second[name]["rows"]] == [row.loss for row in first[name]["rows"]]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 3, FIVE])
 def test_any_number_of_workers_gets_bitwise_the_same_images(world_size: int) -> None:
     for name in cases(world_size):
         by_rank = [by_name[name]["seen"] for by_name in results(world_size)]
