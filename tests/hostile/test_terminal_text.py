@@ -178,6 +178,7 @@ def test_names_in_a_data_set_are_shown_and_drawn(text: str, tmp_path: Path) -> N
         classes=counts,
         size_bytes=None,
         sample=ImageSample(5, {"PNG": 4}, None, None, ((text, text),)),
+        shrinking=None,
         duplicates=Duplicates(5, 5, same, same),
         first_images=FirstImages(np.zeros((2, 4, 4, 3), np.uint8), (text, f"60% {text} 40% dog")),
     )
