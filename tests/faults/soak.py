@@ -137,6 +137,7 @@ def scene(folder: Path, backend: str) -> Iterator[Callable[[int], Soaked]]:
             **there.environment,
             **server.environment(),
             "AWS_ENDPOINT_URL": proxy.url,
+            "PYTHONFAULTHANDLER": "1",
             "TMPDIR": str(folder / "tmp"),
         }
         yield lambda number: Soaked(f"run-{number}", ("memory", "none")[number % 2], there, proxy, folder, environment)
