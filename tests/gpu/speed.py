@@ -30,7 +30,6 @@ from tests.benchmarks.step import NUM_CLASSES, Images, Labels, run_in_memory
 from tests.benchmarks.switches import train_unfused
 from tests.gpu.trial import Trial
 
-_WARM_UP = 8
 _MEAN, _STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 _LEAST_OF_PLAIN = 0.95
 
@@ -52,8 +51,8 @@ class Work:
             "batch_size": self.batch_size,
             "learning_rate": 0.01,
             "epochs": 1000,
-            "max_steps": _WARM_UP + self.num_steps,
-            "precision": "bfloat16",
+            "max_steps": _warm_up(trial) + self.num_steps,
+            "precision": "bfloat16" if trial.on_gpu else "float32",
             "channels_last": True,
             "flip": "random",
             "evaluate_every": 0,
@@ -78,11 +77,17 @@ def _works(trial: Trial) -> tuple[Work, Work]:
     return small, Work("ResNet-50, 256 images of 224x224", "resnet50", 224, 256, 20)
 
 
+def _warm_up(trial: Trial) -> int:
+    """Steps that do not count, in which kernels are chosen."""
+    return trial.scaled(8, on_cpu=2)
+
+
 class Clock:
     """The seconds from the end of the warm-up to the end of the last step, by the optimizer's steps."""
 
     def __init__(self, trial: Trial, num_steps: int) -> None:
-        self._trial, self._last, self._count = trial, _WARM_UP + num_steps, 0
+        self._trial, self._first, self._count = trial, _warm_up(trial), 0
+        self._last = self._first + num_steps
         self._num_steps = num_steps
         self._since = self.first_step_s = self.step_s = time.perf_counter()
 
@@ -97,7 +102,7 @@ class Clock:
 
     def _tick(self) -> None:
         self._count += 1
-        if self._count in (1, _WARM_UP, self._last):
+        if self._count in (1, self._first, self._last):
             self._trial.synchronise()
             seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
             if self._count == 1:
@@ -139,11 +144,11 @@ class Bench:
         model.to(memory_format=torch.channels_last)  # pyright: ignore
         optimizer = torch.optim.SGD(model.parameters(), config.learning_rate, momentum=config.momentum, fused=True)
         with Clock(self.trial, self.work.num_steps).runs() as clock:
-            for _ in range(_WARM_UP + self.work.num_steps):
+            for _ in range(_warm_up(self.trial) + self.work.num_steps):
                 samples = torch.randint(len(pixels), (self.work.batch_size,))
                 batch, targets = _batch(pixels, truth, samples, device)
                 inputs = augment.train(batch, samples.numpy(), 0)
-                with torch.autocast(device.type, torch.bfloat16):
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.trial.on_gpu):
                     logits = model(inputs)
                 loss = F.cross_entropy(logits.float(), targets)
                 optimizer.zero_grad()
@@ -195,7 +200,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # with it, and w
 
 def switches(trial: Trial) -> None:
     """Milliseconds of a step with each switch and without it. Equal options are measured once."""
-    for work in reversed(_works(trial)):  # the larger network first: there may be too little time for all
+    for work in _works(trial)[:: -1 if trial.on_gpu else 2]:  # the larger one first: there may be no time for both
         bench, measured = Bench.of(trial, work), dict[str, float]()
         for name, states in SWITCHES.items():
             if name == "gradient checkpointing" and not work.model.startswith("resnet"):
