@@ -134,6 +134,31 @@ def test_a_page_that_loses_its_connection_comes_back_by_itself(visit: Visit, tmp
         expect(page.locator(".connection")).to_have_text("live")
 
 
+def test_a_page_says_what_a_run_waits_for_that_starts(visit: Visit, tmp_path: Path) -> None:
+    runs = WatchedRuns(str(tmp_path), [])
+    with PageServer(runs, 0) as server:
+        page = visit(server.url)
+        for phase in ("listing the images …", "starting the workers …"):
+            runs.starting(phase)
+            expect(page.locator("main")).to_have_text(phase)
+        runs.update(snapshot([], status="starting"))
+        expect(page.locator(".progress-text")).to_contain_text("waiting for the workers … · 0 %")
+        assert "starting the workers" not in page.content()
+
+
+def test_a_run_whose_rate_rises_is_drawn_over_the_rate(visit: Visit, tmp_path: Path) -> None:
+    rows = [replace(step_row(step, loss=3.0 - step / 20), learning_rate=1e-6 * 2.0**step) for step in range(1, 21)]
+    store_run(tmp_path, "rate", rows, schedule="rising")
+    with page_of(tmp_path, "rate") as server:
+        page = visit(server.url)
+        expect(page.get_by_role("button", name="over the learning rate")).to_be_visible()
+        assert ink(page, "Loss") > 0
+        page.locator(".u-over").first.hover(position={"x": 3, "y": 3})
+        expect(page.locator(".where").first).to_have_text("learning rate 2.00e-6")
+        page.get_by_role("button", name="over the learning rate").click()
+        expect(page.get_by_role("button", name="over steps")).to_be_visible()
+
+
 def test_a_wrong_token_shows_nothing_but_what_to_do(visit: Visit, tmp_path: Path) -> None:
     store_run(tmp_path, "secret-run", [step_row(1, loss=1.0)])
     with page_of(tmp_path, "secret-run") as server:
