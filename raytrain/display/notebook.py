@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import io
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
 
 from raytrain.display.console import PlainConsole
 from raytrain.display.dashboard import dashboard
 from raytrain.launch.train import RunHandle
 from raytrain.monitor.snapshot import Snapshot, View
+from raytrain.runs.background import Throttle
 from raytrain.runs.history import sample_of_rows
 from raytrain.trackers.tracker import Tracker
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from raytrain.display.page.widget import RunWidget
     from raytrain.training.run import Run
 
+WAITING = "reading the data, starting the workers …"
 _WIDTH = 110
+_PICTURE_EVERY_S = 1.0  # a notebook draws more slowly than a terminal
 _STYLE = "font: 12px/1.15 Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre; overflow-x: auto"
 
 
@@ -49,33 +52,46 @@ def start(
     return handle
 
 
+class CellOutput:
+    """The output of a notebook's cell, with the methods of rich's Live: a saved notebook keeps the last picture alone.
+
+    It begins with ``widget``, or with ``waiting`` if there is none.
+    """
+
+    transient = False
+
+    def __init__(self, waiting: str, widget: RunWidget | None = None) -> None:
+        self._waiting, self._widget = waiting, widget
+
+    def start(self, refresh: bool = True) -> None:
+        """Show it."""
+        from IPython.display import HTML, display
+
+        self._display: Any = display(self._widget or HTML(as_html(Text(self._waiting))), display_id=True)
+
+    def update(self, picture: RenderableType, refresh: bool = True) -> None:
+        """Show ``picture`` in its place."""
+        from IPython.display import HTML
+
+        self._display.update(HTML(as_html(picture)))
+
+    def stop(self) -> None:
+        """The last picture stays."""
+
+
 class NotebookView:
     """Shows one run in the output of the cell that made the view: ``view.update(snapshot)``, from any thread.
 
-    While the run trains, it is a widget, or the terminal's picture if anywidget is not installed or nobody can stop
-    the run. In the end it is the picture, which stays in the saved notebook.
-
-    Args:
-        stop: what the widget's Stop button calls.
-        interval_s: seconds between pictures; a notebook draws more slowly than a terminal.
-        clock: a monotonic clock, in seconds.
+    While the run trains, it is a widget, or the terminal's picture if anywidget is not installed. In the end it is the
+    picture, which stays in the saved notebook. ``stop`` is what the widget's Stop button calls.
     """
 
-    def __init__(
-        self,
-        stop: Callable[[], None] | None = None,
-        interval_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        from IPython.display import HTML, display
-
-        self._widget = _widget(stop) if stop else None
-        waiting = HTML("<pre>reading the data, starting the workers …</pre>")
-        self._display: Any = display(self._widget or waiting, display_id=True)
-        self._interval_s = interval_s
-        self._clock = clock
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._widget = _widget(stop)
+        self._output = CellOutput(WAITING, self._widget)
+        self._output.start()
         self._rows = sample_of_rows()
-        self._next_picture_s = clock()
+        self._throttle = Throttle()
         self._over = False
 
     def update(self, snapshot: Snapshot) -> None:
@@ -84,26 +100,23 @@ class NotebookView:
         self._over = snapshot.over
         if self._widget is not None:
             self._widget.update(snapshot)
-        if self._over or self._clock() >= self._next_picture_s:
-            self._next_picture_s = self._clock() + self._interval_s
+        if self._throttle.due("picture", _PICTURE_EVERY_S) or self._over:
             self._draw(snapshot)
 
     def fail(self, error: BaseException) -> None:
         """Show why the run has ended, unless its last picture does."""
         if not self._over:
-            self._keep(f"<pre>{html.escape(str(error))}</pre>")
+            self._keep(Text(str(error)))
 
     def _draw(self, snapshot: Snapshot) -> None:
         if self._widget is not None and not snapshot.over:
             self._widget.draw()
         else:
-            self._keep(as_html(dashboard(snapshot, self._rows.rows)))
+            self._keep(dashboard(snapshot, self._rows.rows))
 
-    def _keep(self, picture: str) -> None:
+    def _keep(self, picture: RenderableType) -> None:
         """Show ``picture``, which the saved notebook keeps, in place of the widget."""
-        from IPython.display import HTML
-
-        self._display.update(HTML(picture))
+        self._output.update(picture)
         if self._widget is not None:
             self._widget.close()
 

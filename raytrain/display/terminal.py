@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,7 +16,7 @@ from rich.text import Text
 from raytrain.display.console import PlainConsole, format_duration
 from raytrain.display.dashboard import CTRL_C, dashboard, plot_height, progress_line
 from raytrain.display.event_text import event_text
-from raytrain.display.notebook import as_html
+from raytrain.display.notebook import WAITING, CellOutput
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import sample_of_rows
 from raytrain.runs.logs import STARTUP
@@ -38,11 +38,11 @@ class LiveView:
 
     def __init__(self, console: Console | None, waiting: str) -> None:
         self._console = console or PlainConsole()
-        self._live: Live | _CellOutput | None = None
+        self._live: Live | CellOutput | None = None
         spinner = Spinner("dots", waiting)
         tell = self._print
         if self._console.is_jupyter:
-            self._live, tell = _CellOutput(waiting), lambda line: self._draw(Text(line), keep=True)
+            self._live, tell = CellOutput(waiting), lambda line: self._draw(Text(line), keep=True)
         elif self._console.is_terminal:
             self._live, tell = (
                 Live(spinner, console=self._console, transient=True),
@@ -70,27 +70,6 @@ class LiveView:
         assert self._live is not None
         self._live.transient = not keep
         self._live.update(picture, refresh=True)
-
-
-class _CellOutput:
-    """A picture below a notebook's cell, with the methods of rich's Live; a saved notebook keeps the last one alone."""
-
-    transient = False
-
-    def __init__(self, waiting: str) -> None:
-        self._waiting = waiting
-
-    def start(self, refresh: bool = True) -> None:
-        from IPython.display import HTML, display
-
-        self._display: Any = display(HTML(as_html(Text(self._waiting))), display_id=True)
-
-    def update(self, picture: RenderableType, refresh: bool = True) -> None:
-        from IPython.display import HTML
-
-        self._display.update(HTML(as_html(picture)))
-
-    def stop(self) -> None: ...
 
 
 @contextmanager
@@ -124,7 +103,7 @@ class TerminalView(LiveView):
         clock: Callable[[], float] = time.monotonic,
         hint: str = CTRL_C,
     ) -> None:
-        super().__init__(console, "reading the data, starting the workers …")
+        super().__init__(console, WAITING)
         self._interval_s = interval_s
         self._hint = hint
         self._clock = clock
