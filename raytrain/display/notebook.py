@@ -124,7 +124,7 @@ class NotebookView:
 def as_html(page: RenderableType) -> str:
     """What the terminal shows, as HTML, with its colours."""
     console = PlainConsole(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, force_jupyter=False)
-    console.print(page)
+    console.print(page, soft_wrap=isinstance(page, Text))  # a sentence is not cut in the middle of a path
     return console.export_html(inline_styles=True, code_format=f'<pre style="{_STYLE}">{{code}}</pre>')
 
 

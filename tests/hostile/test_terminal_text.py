@@ -175,7 +175,6 @@ def test_names_in_a_data_set_are_shown_and_drawn(text: str, tmp_path: Path) -> N
         training_images=3,
         test_images=2,
         left_out={},
-        shrinking=None,
         classes=counts,
         size_bytes=None,
         sample=ImageSample(5, {"PNG": 4}, None, None, ((text, text),)),
