@@ -101,7 +101,8 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
     from raytrain.display.console import PlainConsole, key_value_table
 
     text = key_value_table(outcome.document) if outcome.text is None else outcome.text
-    PlainConsole().print(text, highlight=False)
+    console = PlainConsole()
+    console.print(text, highlight=False, soft_wrap=isinstance(text, str) and not console.is_terminal)
 
 
 def _print_error(error: Exception, as_json: bool) -> int:

@@ -25,9 +25,6 @@ from raytrain.config.network import (
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
 from raytrain.errors import UsageError
 
-_FIVE_HALVINGS_OF = 16
-"""Side of images, in pixels, of which the last strided layer of networks for photographs sees one pixel."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -138,9 +135,7 @@ class TrainConfig(
         if self.device_type != device:
             options["device"] = device
         if self.precision == "auto":
-            # In bfloat16, torch's CPU kernels give wrong gradients for strided convolutions of a map of one pixel.
-            shrinks_to_a_pixel = device == "cpu" and min(self.full_image_size) <= _FIVE_HALVINGS_OF
-            options["precision"] = "float32" if shrinks_to_a_pixel else fastest_precision
+            options["precision"] = fastest_precision
         if self.resizer == "auto":
             options["resizer"] = fastest_resizer
         options["workers"] = self.workers if self.elastic_workers else num_workers

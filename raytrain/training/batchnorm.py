@@ -17,7 +17,7 @@ with torch's lazy modules), so that hooks and references to it stay valid. The n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, cast
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.errors import UsageError
+from raytrain.training.gradients import digest_of, digests_agree
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -38,7 +39,7 @@ def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
     Other subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, stay as they are. Returns ``model``.
     """
     for layer in list(model.modules()):
-        if _can_convert(layer):
+        if type(layer) in _PLAIN or _is_timms(layer):
             _become(cast(_BatchNorm, layer), SynchronisedBatchNorm if mode == "sync" else AggregatedBatchNorm)
     return model
 
@@ -46,10 +47,10 @@ def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
 def freeze(model: nn.Module) -> nn.Module:
     """Make the batch norm layers of ``model`` keep their running statistics, also in training; before ``convert``.
 
-    Layers without running statistics are left to ``convert``. Changes the layers in place, and returns ``model``.
+    Layers without running statistics are left to ``convert``. Returns ``model``.
     """
     for layer in list(model.modules()):
-        if _can_convert(layer) and cast(_BatchNorm, layer).running_mean is not None:
+        if (type(layer) in _PLAIN or _is_timms(layer)) and cast(_BatchNorm, layer).running_mean is not None:
             _become(cast(_BatchNorm, layer), FrozenBatchNorm)
     return model
 
@@ -57,8 +58,7 @@ def freeze(model: nn.Module) -> nn.Module:
 def set_num_used(model: nn.Module, num_used: int) -> None:
     """Set, before a forward, how many images of this rank's batch count: all of them, or 0 if they are a placeholder.
 
-    A placeholder (any finite images) takes part in the collectives of the step, and changes no statistic and no
-    gradient.
+    A placeholder (any finite images) takes part in the collectives of the step, and changes nothing.
     """
     for layer in model.modules():
         if isinstance(layer, _ConvertedBatchNorm):
@@ -88,35 +88,50 @@ def update_running_statistics(model: nn.Module) -> None:
     enter the running ones with the layer's momentum and the unbiased variance, as nn.BatchNorm does with a whole batch.
     If a layer was called several times, such as for two views of each image, each call counts, in their order.
 
-    One all-reduce serves all layers. It is in float64, in which Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to
-    cancellation.
+    One all-reduce serves all layers, and a second one what was before their last calls. They are in float64, in which
+    Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
     """
-    updated = [
-        layer for layer in model.modules() if isinstance(layer, AggregatedBatchNorm) and layer.updates_statistics
-    ]
-    calls = [(layer, number, *call) for layer in updated for number, call in enumerate(layer.take_calls())]
-    if not calls:
+    layers = [each for each in model.modules() if isinstance(each, AggregatedBatchNorm) and each.updates_statistics]
+    if not layers:
         return
-    layers = [layer for layer, *_ in calls]
-    sizes = [layer.num_features for layer in layers]
-    mean = torch.cat([mean for *_, mean, _ in calls]).double()  # (C,), the channels of all calls in a row
-    unbiased = torch.cat([variance for *_, variance in calls]).double()
-    counts_and_momenta = [[count, layer.next_momentum(number)] for layer, number, count, *_ in calls]
-    per_layer = torch.tensor(counts_and_momenta, dtype=torch.float64)
+    calls = [(layer, layer.take_calls()) for layer in layers]
+    earlier = [(layer, call) for layer, of_layer in calls for call in of_layer[:-1]]
+    last = _updates([(layer, of_layer[-1]) for layer, of_layer in calls], [len(of_layer) for _, of_layer in calls])
+    for layer, *update in [*(_updates(earlier) if earlier else ()), *last]:
+        layer.update_running(*update)
+
+
+_Call = tuple[int, float, Tensor, Tensor]
+"""Values per channel on this worker, weight in the running statistics, mean and unbiased variance (C,)."""
+
+
+def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[int] = ()) -> list[tuple[Any, ...]]:
+    """What the ``calls`` on all workers add to the running statistics of their layers; ``numbers`` must be the same."""
+    sizes = [layer.num_features for layer, _ in calls]
+    mean = torch.cat([mean for _, (*_, mean, _) in calls]).double()  # (C,), the channels of all calls in a row
+    unbiased = torch.cat([variance for _, (*_, variance) in calls]).double()
+    per_layer = torch.tensor([call[:2] for _, call in calls], dtype=torch.float64)
     per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0, output_size=sum(sizes))  # (C, 2)
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
     variance = torch.where(count > 1, unbiased * (count - 1) / count, 0.0)
-    sums = torch.stack([count, count * mean, count * (variance + mean.square())])
+    digest = torch.tensor(digest_of(numbers), dtype=torch.float64).to(mean.device, non_blocking=True)
+    sums = torch.cat([count, count * mean, count * (variance + mean.square()), digest])
     if _world_size() > 1:
         dist.all_reduce(sums)
+    *sums, digest = sums.split([sum(sizes)] * 3 + [2])
+    # On a GPU the host waits only if there is more to send: one of the workers that differ has more.
+    if (digest.is_cpu or max(numbers, default=1) > 1) and not digests_agree(digest.tolist(), _world_size()):
+        raise UsageError(
+            "The workers call a layer of aggregated batch norm different numbers of times in a step; call it equally "
+            "often on every worker, or use --batch-norm sync."
+        )
     count = sums[0].clamp(min=1)
     mean = sums[1] / count
     variance = (sums[2] / count - mean.square()).clamp(min=0)
     counted = count > 1
-    updates = torch.stack([mean, _unbiased(variance, count), momentum * counted]).to(layers[0].batch_mean.dtype)
-    by_layer = zip(layers, updates.split(sizes, dim=1), counted.split(sizes), strict=True)
-    for layer, (mean, variance, weight), counts in by_layer:
-        layer.update_running(mean, variance, weight, counts[0])
+    updates = torch.stack([mean, _unbiased(variance, count), momentum * counted]).to(calls[0][0].batch_mean.dtype)
+    by_layer = zip(calls, updates.split(sizes, dim=1), counted.split(sizes), strict=True)
+    return [(layer, *update, counts[0]) for (layer, _), update, counts in by_layer]
 
 
 class _ConvertedBatchNorm(_BatchNorm):
@@ -148,9 +163,9 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
 
     batch_mean: Tensor
     batch_var: Tensor
-    count: int | None = None
-    """Values per channel in the local batch whose statistics wait to be joined; None without one."""
-    earlier: tuple[tuple[int, Tensor, Tensor], ...] = ()  # counts, means and variances of the calls before that one
+    count: int | None = None  # values per channel in the last call, if its statistics wait to be joined
+    weight_of_batch: float = 0.0  # of that call in the running statistics
+    earlier: tuple[_Call, ...] = ()  # the calls before that one
 
     @property
     def updates_statistics(self) -> bool:
@@ -161,9 +176,9 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
         for name, running in (("batch_mean", self.running_mean), ("batch_var", self.running_var)):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
 
-    def take_calls(self) -> list[tuple[int, Tensor, Tensor]]:
-        """Counts, means and variances of the calls since the last time; one of count 0 if there was none."""
-        calls = [*self.earlier, (self.count or 0, self.batch_mean, self.batch_var)]
+    def take_calls(self) -> list[_Call]:
+        """The calls since the last time; one of count 0 if there was none."""
+        calls = [*self.earlier, (self.count or 0, self.weight_of_batch, self.batch_mean, self.batch_var)]
         self.count, self.earlier = None, ()
         return calls
 
@@ -172,8 +187,10 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        if self.count is not None and self.updates_statistics and not self.repeats:
-            self.earlier += ((self.count, self.batch_mean.clone(), self.batch_var.clone()),)
+        if self.updates_statistics and not self.repeats:
+            if self.count is not None:
+                self.earlier += ((self.count, self.weight_of_batch, self.batch_mean.clone(), self.batch_var.clone()),)
+            self.weight_of_batch = self.next_momentum(len(self.earlier))
         if self.placeholder:
             self.count = 0
             return _batch_norm(self, input, self.running_mean, self.running_var, training=self.running_mean is None)
@@ -186,7 +203,7 @@ class FrozenBatchNorm(_ConvertedBatchNorm):
     """Normalises with its running statistics, and never leaves eval mode.
 
     torchvision's FrozenBatchNorm2d would not do: it has no num_batches_tracked and makes buffers of the parameters, so
-    that its checkpoints don't fit the plain model; it knows 2 dimensions only, and importing torchvision takes seconds.
+    that its checkpoints don't fit the plain model, and it knows 2 dimensions only.
     """
 
     def prepare(self) -> None:
@@ -232,20 +249,10 @@ class _NormaliseTogether(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        total: Tensor,
-        eps: float,
-        placeholder: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight, bias, mean, variance, total, ctx.eps, ctx.placeholder = inputs
         ctx.save_for_backward(x, weight, mean, variance, total)
-        ctx.eps, ctx.placeholder = eps, placeholder
-        return _normalise(x, weight, bias, mean, variance, eps)
+        return _normalise(x, weight, bias, mean, variance, ctx.eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -268,10 +275,6 @@ class _NormaliseTogether(torch.autograd.Function):
                 sums *= -weight * invstd / total
                 dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # the missing terms are again w'·x̂ + b'
         return dx, dweight, dbias, None, None, None, None, None
-
-
-def _can_convert(layer: nn.Module) -> bool:
-    return type(layer) in _PLAIN or _is_timms(layer)
 
 
 def _is_timms(layer: nn.Module) -> bool:

@@ -7,6 +7,7 @@ none has, it stays without: so unused layers, layers left out at random and unfr
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain.errors import UsageError
 from raytrain.training.protocols import Worker
 
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300
@@ -62,6 +64,8 @@ class JoinedGradients:
         unique = list({id(each): each for each in parameters}.values())
         for hook in self._hooks:
             hook.remove()
+        for each in unique:
+            _check_hooks(each)
         self._parameters = parameters
         self._buckets = [_Bucket.of(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
         self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
@@ -167,6 +171,18 @@ def differing(tensors: Mapping[str, Tensor], step: int) -> list[str]:
     return [name for name, differs in zip(tensors, (spread > allowed).tolist(), strict=True) if differs]
 
 
+def digest_of(value: object) -> tuple[int, int]:
+    """A number for a value that must be the same on all workers, and its square: their sums are exact in float64."""
+    number = zlib.crc32(repr(value).encode()) & 0xFFFFF
+    return number, number**2
+
+
+def digests_agree(sums: Sequence[float], world_size: int) -> bool:
+    """Whether the digests of all workers are the same, told by their ``sums``."""
+    digests, squares = map(int, sums)
+    return digests**2 == squares * world_size
+
+
 def _digest(tensor: Tensor) -> Tensor:
     """Sums of all, of each second and of each third element, and the norm: float64 (4,). NaN becomes a number."""
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
@@ -180,6 +196,16 @@ def _rounding(tensor: Tensor) -> float:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     return 16 * torch.finfo(tensor.dtype).eps
+
+
+def _check_hooks(parameter: Any) -> None:
+    """Raise UsageError if the loop or its network has hooks on ``parameter``: they would get one worker's gradient."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise UsageError(
+            f"A hook of a parameter of the shape {tuple(parameter.shape)} would get the gradient of one worker's "
+            "images alone; change the gradient (parameter.grad) between run.backward and run.step instead, or train on "
+            "one worker."
+        )
 
 
 def _divided(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

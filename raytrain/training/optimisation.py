@@ -94,10 +94,14 @@ def _split_by_layer(group: dict[str, Any], scales: dict[Tensor, float], learning
     ]
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters that ``optimizer`` trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
     """Scale the gradients down to the Euclidean norm ``max_norm`` over all parameters, if theirs is larger."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    nn.utils.clip_grad_norm_(parameters, max_norm)
+    nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
 
 
 @cache
@@ -154,24 +158,27 @@ class LearningRates:
     def __init__(self, config: TrainConfig, plan: BatchPlan) -> None:
         self._config, self._plan = config, plan
         self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
-        self._prepared: dict[Optimizer, list[float]] = {}
+        self._prepared: dict[Any, list[float]] = {}
 
     def prepared(self, thing: object) -> None:
         """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
         if isinstance(thing, LRScheduler) and self._is_scheduled:
             raise self._two_schedules()
-        if isinstance(thing, Optimizer):
-            self._prepared[thing] = [group["lr"] for group in thing.param_groups]
+        if groups := getattr(thing, "param_groups", None):  # also what behaves like an optimizer, around another
+            self._prepared[thing] = [group["lr"] for group in groups]
 
     @contextmanager
     def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[list[float]]:
         """In this context the groups have their rates of ``step``, by default those that they have times the factor.
 
-        Gives them. Raises UsageError if the loop has changed them although ``--schedule`` does, too.
+        Gives them. Raises UsageError if the optimizer was not prepared, or if the loop has changed them although
+        ``--schedule`` does, too.
         """
         groups = optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        before = self._prepared.get(optimizer, rates)
+        before = self._prepared.get(optimizer)
+        if before is None:
+            raise UsageError("run.step got an optimizer that no checkpoint would hold; give it to run.prepare first.")
         is_own = learning_rate is not None or not rates[0] if self._config.is_range_test else False
         if is_own or (self._is_scheduled and learning_rate is None and rates[: len(before)] != before):
             raise self._two_schedules()

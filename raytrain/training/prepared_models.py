@@ -23,6 +23,7 @@ from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import CheckpointState, StateDict
 from raytrain.training.gradients import JoinedGradients, broadcast_weights, differing
 from raytrain.training.model import initialise_lazy_layers
+from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
 
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -114,6 +115,9 @@ def apply_options(model: nn.Module, config: TrainConfig) -> None:
         checkpoint_gradients(model)
     if config.precision in AUTOCAST_DTYPES:
         model.register_forward_hook(_widen)
+        for layer in model.modules():
+            if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.stride[-1] > 1:
+                layer.forward = partial(_convolve, layer.forward, layer.stride[-1])
     if config.compile:
         model.compile()
 
@@ -128,6 +132,14 @@ def mixed_precision(config: TrainConfig, device: torch.device) -> torch.autocast
 def full_precision(device: torch.device) -> torch.autocast:
     """A context without autocast, for what follows a forward: a backward computes in the types of its forward."""
     return torch.autocast(device.type, torch.bfloat16, enabled=False)
+
+
+def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:
+    """In float32 for maps narrower than the stride, of which torch's CPU kernels give wrong gradients in bfloat16."""
+    if input.device.type != "cpu" or input.shape[-1] >= stride:
+        return forward(input)
+    with full_precision(input.device):
+        return forward(input.float())
 
 
 def _widen(model: nn.Module, inputs: Any, output: Any) -> Any:
@@ -149,7 +161,6 @@ class PreparedModels:
 
     def __init__(self, config: ResolvedConfig, worker: Worker, state: CheckpointState) -> None:
         self.trained: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
         self._averages: list[WeightAverage] = []
         self._config = config
         self._worker = worker
@@ -175,9 +186,16 @@ class PreparedModels:
         self.trained.append(model)
         return model
 
-    def join_gradients_of(self, optimizer: Optimizer) -> None:
-        """Join the gradients of whatever ``optimizer`` trains, also what is in no network, such as a loss's weight."""
-        self._optimizers.append(optimizer)
+    def check_trained_by(self, optimizer: Optimizer) -> None:
+        """Raise UsageError if ``optimizer`` trains what is in no prepared network, which no checkpoint would hold."""
+        known = {id(parameter) for parameter in self.parameters()}
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"The optimizer trains a parameter of the shape {tuple(parameter.shape)} that is in no prepared "
+                    "network, so no checkpoint would hold it: give its network to run.prepare, or "
+                    "nn.ParameterList([...]) of single ones."
+                )
 
     @property
     def evaluated(self) -> nn.Module:
@@ -191,6 +209,7 @@ class PreparedModels:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """In this context all networks are in evaluation mode; then each layer is in its own again."""
+        self.end_part()  # the loop may have used the networks since it stepped
         modes = [(layer, layer.training) for model in self.trained for layer in model.modules()]
         for model in self.trained:
             model.eval()
@@ -236,38 +255,29 @@ class PreparedModels:
             stack.enter_context(full_precision(self._worker.device))
             for model in self.trained:
                 stack.enter_context(batchnorm.keep_statistics(model))
-            self._gradients.backward(loss, self._parameters(), joins=self._is_last_part)
+            self._gradients.backward(loss, self.parameters(), joins=self._is_last_part)
 
     def end_part(self) -> None:
-        """The forward and backward are done: update the running statistics of batch norm from all workers' images."""
+        """Update the running statistics of batch norm from all workers' images in the forwards since the last time."""
         for model in self.trained:
             batchnorm.update_running_statistics(model)
 
     def end_step(self, step: int) -> None:
-        """The last part of ``step`` (counted from 0) is done, too: add the new weights to their averages."""
-        self.end_part()
+        """Add the weights after ``step`` (counted from 0) to their averages."""
         for average in self._averages:
             average.update(step)
 
-    def _parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """All parameters that are trained now, some more than once."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        in_models = [parameter for model in self.trained for parameter in model.parameters()]
-        in_optimizers = [parameter for group in groups for parameter in group["params"]]
-        return [parameter for parameter in (*in_models, *in_optimizers) if parameter.requires_grad]
+        return [each for model in self.trained for each in model.parameters() if each.requires_grad]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Weights and buffers that are in checkpoints, and what optimizers train beside them, by name."""
+        """Weights and buffers that are in checkpoints, by name."""
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.trained, start=1):
             before = f"network {number}'s " if number > 1 else ""
             state = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
             found.update({before + name: tensor for name, tensor in state.items()})
-        known = {id(tensor) for tensor in found.values()}
-        for number, optimizer in enumerate(self._optimizers, start=1):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            others = {f"parameter {n} of optimizer {number}": each for n, each in enumerate(parameters, start=1)}
-            found.update({name: each for name, each in others.items() if id(each) not in known})
         return found
 
     def _move(self, model: nn.Module) -> None:

@@ -36,6 +36,7 @@ from raytrain.training.optimisation import (
     check_closure,
     check_logits,
     clip_gradients,
+    parameters_of,
 )
 from raytrain.training.prepared_models import PreparedModels, full_precision
 from raytrain.training.protocols import BatchSource, Reporter, Worker
@@ -121,8 +122,6 @@ class Run:
         if isinstance(thing, nn.Module):
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
         self.state.add("optimizer" if isinstance(thing, Optimizer) else "state", thing)
-        if isinstance(thing, Optimizer):
-            self.models.join_gradients_of(thing)
         self._rates.prepared(thing)
         return thing
 
@@ -177,7 +176,9 @@ class Run:
         self.steps.backward(loss)
         self._adapt_scale()
         weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (self._part.num_used > 0)
+        self._scale_gradients()
         self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
+        self._scale_gradients(back=True)
 
     def step(
         self,
@@ -200,6 +201,7 @@ class Run:
         """
         clip_norm = clip_norm or self.config.clip_norm
         check_closure(optimizer, self.config, is_given=closure is not None)
+        self.models.check_trained_by(optimizer)
         if closure is None:
             self.steps.optimizer_steps()
         with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
@@ -209,12 +211,13 @@ class Run:
                 self.steps.optimizer_steps()
             else:
                 if clip_norm is not None:
-                    self._scaler.unscale_(optimizer)
                     clip_gradients(optimizer, clip_norm)
+                self._scale_gradients(optimizer)
                 self._scaler.step(optimizer)
         self.steps.learning_rates += rates
         self._scale_is_used = True
         optimizer.zero_grad()
+        self.models.end_part()
 
     def log(self, **sums: Tensor | float) -> None:
         """Log sums over this worker's images; their means over all workers' images go into the metrics history.
@@ -267,7 +270,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Measure the run on the test images, at any time, on every worker; the numbers go into the metrics history."""
-        self.steps.report_start()  # otherwise nobody would read the test images
+        self.steps.begin_evaluation()
         started = time.perf_counter()
         self.evaluating = True
         with self.models.evaluating():
@@ -322,6 +325,15 @@ class Run:
         self._part = batch
         self.models.begin_part(batch, is_last=True)
         return batch
+
+    def _scale_gradients(self, optimizer: Optimizer | None = None, *, back: bool = False) -> None:
+        """Multiply gradients by the scale of float16, a power of two, or divide them by it: loops see none of it."""
+        if self._scaler.is_enabled():
+            parameters = set(self.models.parameters() if optimizer is None else parameters_of(optimizer))
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            scale = self._scaler.scale(torch.ones((), device=self.device))
+            if gradients:
+                torch._foreach_mul_(gradients, scale.reciprocal() if back else scale)  # pyright: ignore
 
     def _adapt_scale(self) -> None:
         """Adapt the scale of float16's losses once all optimizers have stepped with the gradients of a backward."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from raytrain.data.plan.batch_plan import GlobalBatch
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
+from raytrain.training.gradients import digest_of, digests_agree
 from raytrain.training.protocols import Worker
 
 _MEAN_OF = {"correct": "accuracy"}
@@ -28,9 +29,12 @@ class StepTotals:
     stop_requests: float = 0
     checkpoint_requests: float = 0
     loops_returned: float = 0  # before the end of the run
+    evaluations: float = 0  # that begin
 
 
 _NUM_TOTALS = len(dataclasses.fields(StepTotals))
+_FIRST_NAME = _NUM_TOTALS + 2
+_ROOM = 32  # for names: what workers send has one size, also if one of them logs what the others do not
 
 
 class StepMetrics:
@@ -46,8 +50,9 @@ class StepMetrics:
         self._worker = worker
         self._record = record
         self._names: tuple[str, ...] = ()
-        self._logged = torch.zeros(0, dtype=torch.float64, device=worker.device)
-        self._host = self._sums = torch.zeros(_NUM_TOTALS, dtype=torch.float64)
+        self._sent_names = self._names
+        self._logged = torch.zeros(_ROOM, dtype=torch.float64, device=worker.device)
+        self._host = self._sums = torch.zeros(0, dtype=torch.float64)
         self._copied = torch.cuda.Event() if worker.device.type == "cuda" else None
         self._work: dist.Work | None = None
         self._pending = False
@@ -57,12 +62,18 @@ class StepMetrics:
 
     def start(self, own: StepTotals) -> None:
         """Send this worker's contribution to a step, with what it logged in the step before."""
-        contribution = torch.tensor(dataclasses.astuple(own), dtype=torch.float64)
-        self._sums = torch.cat([contribution.to(self._worker.device, non_blocking=True), self._logged])
+        self._sums, self._sent_names = self._contribution(own), self._names
         self._logged = torch.zeros_like(self._logged)
         if self._worker.world_size > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
         self._pending = True
+
+    def joined(self, own: StepTotals) -> StepTotals:
+        """The totals of what each worker gives now, beside those of the step."""
+        sums = self._contribution(own)
+        if self._worker.world_size > 1:
+            dist.all_reduce(sums)
+        return self._totals(sums.tolist())
 
     def num_used(self) -> Tensor:
         """Number of used images in the step's global batch, float64 () on the device. The host does not wait for it."""
@@ -83,11 +94,12 @@ class StepMetrics:
         new = tuple(name for name in sums if name not in self._names)
         if new:
             self._names += new
-            self._logged = torch.cat([self._logged, self._logged.new_zeros(len(new))])
+            while len(self._names) > len(self._logged):
+                self._logged = torch.cat([self._logged, self._logged.new_zeros(_ROOM)])
         if counts:
             values = torch.stack([self._number(name, value) for name, value in sums.items()])
             if tuple(sums) == self._names:
-                self._logged += values
+                self._logged[: len(values)] += values
             else:
                 self._logged[[self._names.index(name) for name in sums]] += values
 
@@ -108,10 +120,10 @@ class StepMetrics:
         if self._copied is not None:
             self._copied.synchronize()
         values = self._host.tolist()
-        for name, value in zip(self._names, values[_NUM_TOTALS:], strict=False):  # a name that is new has no sum yet
+        totals = self._totals(values)
+        for name, value in zip(self._sent_names, values[_FIRST_NAME:], strict=False):
             self._row_sums[name] = self._row_sums.get(name, 0.0) + value
         self._record_closed_row()
-        totals = StepTotals(*values[:_NUM_TOTALS])
         self._row_images += totals.num_used
         self._row_wait_s += totals.wait_s
         self.samples_seen += int(totals.num_used)
@@ -145,6 +157,20 @@ class StepMetrics:
     def exclude(self, seconds: float) -> None:
         """Don't count the ``seconds`` of an evaluation as training time."""
         self._since += seconds
+
+    def _contribution(self, own: StepTotals) -> Tensor:
+        """The totals, a digest of the names, and what was logged."""
+        head = torch.tensor([*dataclasses.astuple(own), *digest_of(self._names)], dtype=torch.float64)
+        return torch.cat([head.to(self._worker.device, non_blocking=True), self._logged])
+
+    def _totals(self, values: list[float]) -> StepTotals:
+        """The sums of all workers' contributions. Raises UsageError, on all of them, if their names differ."""
+        if not digests_agree(values[_NUM_TOTALS:_FIRST_NAME], self._worker.world_size):
+            raise UsageError(
+                f"The workers log different names (worker {self._worker.rank}: {', '.join(self._names) or 'none'}); "
+                "call run.log with the same names on every worker: it adds up the sums of all of them."
+            )
+        return StepTotals(*values[:_NUM_TOTALS])
 
     def _record_closed_row(self) -> None:
         if self._closed_row is not None:

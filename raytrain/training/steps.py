@@ -105,6 +105,12 @@ class Steps:
         self._start_reported = False
         self._exhausted = False  # the loop has got all batches that it gets
 
+    def begin_evaluation(self) -> None:
+        """An evaluation begins. Raises UsageError, on all workers, if some of them do not evaluate."""
+        self.report_start()  # otherwise nobody would read the test images
+        totals = self.metrics.joined(StepTotals(evaluations=1))
+        _check_together(totals, self._worker.world_size, self.progress.step + self._stepped)
+
     def report_start(self) -> None:
         """Report, once, that the workers train: from now on the driver reads ahead."""
         if self._worker.rank == 0 and not self._start_reported:
@@ -147,14 +153,15 @@ class Steps:
             )
         totals = self._complete()
         step = self.progress.step
-        _check_loops_returned(totals.loops_returned, self._worker.world_size, step)
+        _check_together(totals, self._worker.world_size, step)
         ends_run = step == self._plan.num_steps
         if totals.stop_requests and not ends_run:
             return True
         if (ends_run and not self._config.is_range_test) or self._evaluation_is_due():
             evaluate()
         if totals.checkpoint_requests or self._schedule.due_at(step):
-            self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
+            flushed = self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
+            _check_together(flushed, self._worker.world_size, step)
             self._save()
         return self._early_stop.reason is not None
 
@@ -187,7 +194,8 @@ class Steps:
         if not self._exhausted and self._stepped:
             self._complete()  # the loop returned after this step
         totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))
-        _check_loops_returned(totals.loops_returned, self._worker.world_size, self.progress.step)
+        _check_together(totals, self._worker.world_size, self.progress.step)
+        self._models.end_part()
         if self._models.trained and self._schedule.due_at_end(self.progress.step):
             self._save()
         self._checkpoints.close()
@@ -208,12 +216,12 @@ class Steps:
             self._trace.add(step, self._local.samples)
         self.progress = replace(self.progress, step=step, samples_seen=self.metrics.samples_seen)
         self._num_here += 1
-        if self._num_here & (self._num_here - 1) == 0:  # in the first steps, then more and more rarely
-            self._models.check_agreement(step)
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             self.metrics.close_row(batch, self.learning_rates)
-        if step == 1:
-            self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
+        if self._num_here & (self._num_here - 1) == 0:  # in the first steps, then more and more rarely
+            others = self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
+            _check_together(others, self._worker.world_size, step)
+            self._models.check_agreement(step)
         return totals
 
     def _evaluation_is_due(self) -> bool:
@@ -244,14 +252,15 @@ class Steps:
             self._reporter.record(row)
 
 
-def _check_loops_returned(num_returned: float, num_workers: int, step: int) -> None:
-    """Raise UsageError if the loop has returned, after ``step`` completed steps, on some of the workers only."""
-    if 0 < num_returned < num_workers:
-        raise UsageError(
-            f"After step {step:,} the loop returned on {num_returned:.0f} of {num_workers} workers and continued on "
-            "the others; every worker must take the same steps: decide to break by what all of them know, such as "
-            "run.total(...)."
-        )
+def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
+    """Raise UsageError if the loop did, after ``step`` completed steps, on some workers what it did not on others."""
+    for what, number in (("returned", totals.loops_returned), ("called run.evaluate()", totals.evaluations)):
+        if 0 < number < num_workers:
+            raise UsageError(
+                f"After step {step:,} the loop {what} on {number:.0f} of {num_workers} workers and continued on the "
+                "others; every worker must take the same steps: decide by what all of them know, such as "
+                "run.total(...)."
+            )
 
 
 def _check_sum(loss: Tensor) -> None:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
+from raytrain.errors import UsageError
 from raytrain.training import batchnorm
 from tests.helpers.gloo_processes import run_in_processes
 
@@ -236,6 +238,7 @@ def run_corners() -> dict[str, Any]:
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
         found[f"{mode}, frozen"] = (frozen(own.float()).detach(), own.float(), copy.deepcopy(frozen.state_dict()))
     found["mixed"] = run_mixed_precision()
+    found["unequal"] = called_unequally()
     found["twice"] = [called_twice(updates) for updates in (False, True)]
     return found
 
@@ -251,6 +254,32 @@ def called_twice(updates_between: bool) -> dict[str, Tensor]:
                 batchnorm.update_running_statistics(model)
         batchnorm.update_running_statistics(model)
     return copy.deepcopy(model.state_dict())
+
+
+def called_unequally() -> str:
+    """The error of layers that are called once on rank 0 and twice on rank 1."""
+    model = batchnorm.convert(network(Case(())), "aggregate")
+    for _ in range(1 + dist.get_rank()):
+        model(batch(Case((6,)), 0)[0][:3])
+    with pytest.raises(UsageError) as error:
+        batchnorm.update_running_statistics(model)
+    return str(error.value)
+
+
+def test_calls_that_differ_in_number_between_workers_are_refused(corners: list[dict[str, Any]]) -> None:
+    for found in corners:
+        assert "different numbers of times in a step; call it equally often" in found["unequal"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torchs_update_bn_measures_the_layers_anew(mode: Literal["sync", "aggregate"]) -> None:
+    theirs = nn.Sequential(nn.BatchNorm2d(2))
+    ours = batchnorm.convert(copy.deepcopy(theirs), mode)
+    views = [factor * batch(Case((6,)), 0)[0].float() for factor in (1, -3, 2)]
+    for model in (ours, theirs):
+        update_bn(views, model)
+    batchnorm.update_running_statistics(ours)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 def test_each_of_several_calls_before_an_update_counts(corners: list[dict[str, Any]]) -> None:

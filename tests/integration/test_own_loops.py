@@ -148,9 +148,10 @@ def methods_and_layers_left_out(run: Run) -> None:
 
 
 def unfreezing(run: Run) -> None:
-    """Train the head for two steps, then all layers, and a temperature that is in no network."""
+    """Train the head for two steps, then all layers, and a temperature of the loop's own."""
     model = run.prepare(TwoPaths(run.num_classes))
-    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    temperature = nn.Parameter(torch.ones(()))
+    run.prepare(nn.ParameterList([temperature]))
     optimizer = run.prepare(torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
     for batch in run.batches(evaluate=dict):
         model.body.requires_grad_(batch.step >= 2)
@@ -374,7 +375,7 @@ def test_a_layer_that_only_some_workers_use_stays_the_same_on_all(tmp_path: Path
     assert run_in_processes(2, drops_a_layer_on_one_worker, str(tmp_path)) == [[0.0], [0.0]]
 
 
-def test_unfrozen_layers_and_parameters_outside_of_networks_train_as_on_one_worker(tmp_path: Path) -> None:
+def test_unfrozen_layers_and_single_parameters_train_as_on_one_worker(tmp_path: Path) -> None:
     ours = run_in_processes(2, train_with, [unfreezing], str(tmp_path / "two"))[0]["unfreezing"]
     theirs = train_with([unfreezing], str(tmp_path / "one"))["unfreezing"]
     assert_same_weights("unfreezing", ours["weights"], theirs["weights"], 1e-10)
@@ -422,6 +423,40 @@ def test_a_scheduler_beside_the_schedule_of_the_options_is_refused(tmp_path: Pat
         with pytest.raises(UsageError, match="and so do --schedule cosine"):
             run.step(optimizer)
         break
+
+
+class Recording(torch.optim.SGD):
+    """Keeps a copy of the gradients that it steps with."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.got = [each.grad.clone() for group in self.param_groups for each in group["params"]]
+        return super().step(closure)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_gradients_have_no_scale_in_the_loop_and_in_each_of_two_optimizers(precision: str, tmp_path: Path) -> None:
+    run = make_run(config(batch_size=7, precision=precision), images(NUM_IMAGES), str(tmp_path), Recorder())
+    head, body = nn.Linear(16, run.num_classes), nn.Linear(3 * 8 * 8, 16)
+    model = run.prepare(nn.Sequential(nn.Flatten(), body, head))
+    optimizers = [run.prepare(Recording(each.parameters(), lr=0.1)) for each in (head, body)]
+    reference = copy.deepcopy(model)
+    for batch in run.batches(evaluate=dict):
+        reference.load_state_dict(model.state_dict())
+        reference.zero_grad()
+        F.cross_entropy(reference(batch.images), batch.labels).backward()
+        for _ in range(2):  # halves, which add up
+            run.backward(cross_entropy(model(batch.images), batch.labels) / 2)
+        wanted = [gradients_of(each) for each in (reference[2], reference[1])]
+        torch.testing.assert_close([gradients_of(head), gradients_of(body)], wanted, rtol=0.02, atol=2e-3)
+        torch._foreach_mul_(gradients_of(model), 2.0)  # pyright: ignore[reportPrivateImportUsage]
+        for optimizer in optimizers:
+            run.step(optimizer)
+        got = [[each / 2 for each in optimizer.got] for optimizer in optimizers]
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=2e-3)
 
 
 def draws(run: Run) -> list[tuple[float, ...]]:
@@ -499,6 +534,18 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def trains_a_loose_parameter(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    own = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [own]})
+    run.backward(cross_entropy(model(batch.images), batch.labels) + own.sum())
+    run.step(optimizer)
+
+
+def steps_what_is_not_prepared(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    run.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_state_that_no_checkpoint_can_hold_is_refused_when_the_first_is_written(tmp_path: Path) -> None:
     def with_window(run: Run) -> None:
         run.prepare(Window())
@@ -523,6 +570,8 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_step, r"without run.step\(optimizer\) for this one"),
         (no_backward, "run.step without run.backward"),
         (logs_a_vector, r"run.log\(loss=...\) got a tensor of shape \(7,\)"),
+        (trains_a_loose_parameter, r"trains a parameter of the shape \(3,\) that is in no prepared network"),
+        (steps_what_is_not_prepared, r"an optimizer that no checkpoint would hold; give it to run.prepare first"),
     ],
 )
 def test_a_mistake_in_a_loop_is_reported_in_the_first_step(

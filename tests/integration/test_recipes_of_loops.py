@@ -25,6 +25,7 @@ NAMES = (
     "unfreezing",
     "auxiliary_head",
     "gradient_penalty",
+    "contrastive",
     "lbfgs",
 )
 

@@ -107,6 +107,34 @@ def own_evaluation(run: Run) -> None:
         run.step(optimizer)
 
 
+def step_and_then(run: Run, then: Callable[[Tensor], object], network: nn.Module | None = None) -> None:
+    model = run.prepare(network or nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches():
+        loss = F.cross_entropy(model(batch.images), batch.labels, reduction="sum")
+        run.backward(loss)
+        run.step(optimizer)
+        then(loss)
+
+
+def log_on_worker_0(run: Run) -> None:
+    step_and_then(run, lambda loss: run.log(loss=loss) if run.rank == 0 else None)
+
+
+def log_other_names(run: Run) -> None:
+    step_and_then(run, lambda loss: run.log(**{f"loss of worker {run.rank}": loss}))
+
+
+def evaluate_on_worker_0(run: Run) -> None:
+    step_and_then(run, lambda loss: run.evaluate() if run.rank == 0 else None)
+
+
+def clamp_in_a_hook(run: Run) -> None:
+    head = nn.Linear(3 * 8 * 8, run.num_classes)
+    head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    step_and_then(run, lambda loss: None, nn.Sequential(nn.Flatten(), head))
+
+
 def error_of(loop: Callable[[Run], None], folder: str) -> tuple[str, int]:
     """The error of a run with ``loop``, and the number of steps before it."""
     run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
@@ -125,6 +153,10 @@ def error_of(loop: Callable[[Run], None], folder: str) -> tuple[str, int]:
         (queue, 1, r"the workers differ in queue: "),
         (head_drawn_again, 2, r"the workers differ in 1\.weight: .* random numbers"),
         (own_step, 1, r"the workers differ in 1\.weight, 1\.bias: .* run\.backward"),
+        (log_on_worker_0, 1, r"log different names \(worker 0: loss\)"),
+        (log_other_names, 1, r"log different names \(worker 0: loss of worker 0\)"),
+        (evaluate_on_worker_0, 0, r"called run\.evaluate\(\) on 1 of 2 workers"),
+        (clamp_in_a_hook, 0, r"A hook of a parameter of the shape \(4, 192\) would get the gradient of one worker"),
         (own_evaluation, 6, r"measured accuracy .* on worker 0 and .* on worker 1; .* run\.total"),
     ],
 )
@@ -132,12 +164,20 @@ def test_workers_that_differ_stop_with_the_names_of_what_differs(
     loop: Callable[[Run], None], step: int, what: str, tmp_path: Path
 ) -> None:
     (error, stopped_at), (other, _) = run_in_processes(2, error_of, loop, str(tmp_path))
-    assert error == other
+    assert error == other.replace("worker 1: none", "worker 0: loss").replace(
+        "worker 1: loss of worker 1", "worker 0: loss of worker 0"
+    )
     assert stopped_at == step
     with pytest.raises(UsageError, match=what):
         raise UsageError(error)
 
 
-@pytest.mark.parametrize("loop", [moving_average, queue, head_drawn_again, own_step, own_evaluation])
+ALONE = (
+    *(moving_average, queue, head_drawn_again, own_step, own_evaluation),
+    *(log_on_worker_0, log_other_names, evaluate_on_worker_0, clamp_in_a_hook),
+)
+
+
+@pytest.mark.parametrize("loop", ALONE)
 def test_one_worker_has_nobody_to_agree_with(loop: Callable[[Run], None], tmp_path: Path) -> None:
     assert error_of(loop, str(tmp_path)) == ("", 12)

@@ -1,0 +1,404 @@
+"""Loops as people write them for plain PyTorch: on one and on two workers they end as plain PyTorch does.
+
+Each loop is written once. Plain PyTorch runs it with ``Plain``, which has torch's own calls in place of the run's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from torch.utils.checkpoint import checkpoint
+
+from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
+from tests.helpers.reference_loop import small_net
+from tests.integration.test_exact import Recorder, config, images, make_run
+
+OPTIONS = config(batch_size=7, epochs=2, log_every=1, flip="none", translate=0)  # 6 steps per epoch
+NUM_IMAGES = 38
+WIDTH = 3 * 8 * 8
+
+
+@dataclass
+class PlainBatch:
+    images: Tensor
+    labels: Tensor
+    step: int
+    num_used: int
+
+
+class Plain:
+    """Torch's own calls in place of a run's, on whole global batches."""
+
+    num_classes, rank, world_size = 4, 0, 1
+
+    def __init__(self, batches: list[PlainBatch]) -> None:
+        self._batches = batches
+        self._steps_per_epoch = len(batches) // 2
+
+    def prepare(self, thing: Any) -> Any:
+        return thing.double() if isinstance(thing, nn.Module) else thing
+
+    def batches(self, evaluate: Callable[[], dict[str, float]] = dict) -> Iterator[PlainBatch]:
+        for batch in self._batches:
+            self._batch = batch
+            yield batch
+            if (batch.step + 1) % self._steps_per_epoch == 0:
+                with torch.no_grad():
+                    evaluate()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / len(self._batch.labels)).backward()
+
+    def step(self, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+    def log(self, **sums: Any) -> None: ...
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def small() -> nn.Module:
+    return seeded(lambda: small_net(nn.BatchNorm2d, 3, 4))
+
+
+def linear(width: int = 4) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, width)))
+
+
+def sgd(run: Any, model: nn.Module, **options: Any) -> Any:
+    return run.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options))
+
+
+def gan(run: Any) -> list[nn.Module]:
+    """Two networks and two losses; the critic has batch norm, and sees real and made images apart."""
+    make = lambda: nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))  # noqa: E731
+    critic = run.prepare(seeded(make))
+    generator = run.prepare(seeded(lambda: nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh())))
+    judges, makes = (run.prepare(torch.optim.Adam(each.parameters(), lr=0.01)) for each in (critic, generator))
+    for batch in run.batches(evaluate=dict):
+        noise = batch.images.flatten(1)[:, :4]
+        made = generator(noise)
+        run.backward((F.softplus(-critic(batch.images)) + F.softplus(critic(made.detach()))).sum())
+        run.step(judges)
+        run.backward(F.softplus(-critic(generator(noise))).sum())
+        run.step(makes)
+        judges.zero_grad()
+    return [critic, generator]
+
+
+def clipped_critic(run: Any) -> list[nn.Module]:
+    """Weights that are clipped after each step."""
+    critic = run.prepare(linear(1))
+    optimizer = run.prepare(torch.optim.RMSprop(critic.parameters(), lr=0.05))
+    for batch in run.batches(evaluate=dict):
+        run.backward((critic(batch.images)[:, 0] * (batch.labels * 2.0 - 3)).sum())
+        run.step(optimizer)
+        with torch.no_grad():
+            for each in critic.parameters():
+                each.clamp_(-0.02, 0.02)
+    return [critic]
+
+
+def weight_averaging(run: Any) -> list[nn.Module]:
+    """torch's stochastic weight averaging, with a schedule, and batch norm that is measured anew at the end."""
+    model = run.prepare(small())
+    average = run.prepare(AveragedModel(model))
+    optimizer = sgd(run, model)
+    schedule = run.prepare(SWALR(optimizer, swa_lr=0.01, anneal_epochs=3))
+    seen = []
+    for batch in run.batches(evaluate=dict):
+        seen.append(batch.images)
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        if batch.step >= 6:
+            average.update_parameters(model)
+            schedule.step()
+    update_bn(seen, average)
+    return [model, average]
+
+
+def plateau(run: Any) -> list[nn.Module]:
+    """A rate that falls when the loop's own evaluation gets no better."""
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
+    schedule = run.prepare(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0))
+
+    def measure() -> dict[str, float]:
+        schedule.step(1.0)
+        return {"loss": 1.0}
+
+    for batch in run.batches(evaluate=measure):
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+    model.rate = nn.Parameter(torch.tensor(optimizer.param_groups[0]["lr"]))
+    return [model]
+
+
+def added_group(run: Any) -> list[nn.Module]:
+    """The head alone, then all layers."""
+    model = run.prepare(small())
+    *body, weight, bias = model.parameters()
+    optimizer = run.prepare(torch.optim.SGD([weight, bias], lr=0.1, momentum=0.9))
+    for batch in run.batches(evaluate=dict):
+        if batch.step == 4:
+            optimizer.add_param_group({"params": body, "lr": 0.01})
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+    return [model]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        norm = partial(nn.BatchNorm2d, 4, track_running_stats=False)  # plain PyTorch counts a batch twice
+        self.block = nn.Sequential(norm(), nn.ReLU(), nn.Conv2d(4, 4, 3), norm())
+        self.head = nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Any = checkpoint(self.block, self.stem(images), use_reentrant=self.reentrant)
+        return self.head(features.mean((2, 3)))
+
+
+def with_checkpoints(run: Any) -> list[nn.Module]:
+    return trained(run, seeded(lambda: Checkpointed(reentrant=False)))
+
+
+def with_reentrant_checkpoints(run: Any) -> list[nn.Module]:
+    return trained(run, seeded(lambda: Checkpointed(reentrant=True)))
+
+
+def trained(run: Any, network: nn.Module, edit: Callable[[nn.Module], object] = lambda model: None) -> list[nn.Module]:
+    model = run.prepare(network)
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        edit(model)
+        run.step(optimizer)
+    return [model]
+
+
+def clipped_by_hand(run: Any) -> list[nn.Module]:
+    return trained(run, small(), lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+
+def edited_gradients(run: Any) -> list[nn.Module]:
+    """Gradients that are centred, replaced and taken away by hand."""
+
+    def edit(model: nn.Module) -> None:
+        for number, each in enumerate(model.parameters()):
+            assert each.grad is not None
+            each.grad.sub_(each.grad.mean())
+            if number == 0:
+                each.grad = each.grad.sign() * 0.01
+            if number == 1:
+                each.grad = None
+
+    return trained(run, small(), edit)
+
+
+def accumulated_by_hand(run: Any) -> list[nn.Module]:
+    """Each batch in two halves, of which the second may be empty."""
+    model = run.prepare(linear())
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        for pictures, labels in zip(batch.images.tensor_split(2), batch.labels.tensor_split(2), strict=True):
+            run.backward(cross_entropy(model(pictures), labels))
+        run.step(optimizer)
+    return [model]
+
+
+def subset(run: Any) -> list[nn.Module]:
+    """An optimizer of some weights; the others get gradients that nobody clears."""
+    model = run.prepare(small())
+    *_, weight, bias = model.parameters()
+    optimizer = run.prepare(torch.optim.SGD([weight, bias], lr=0.1))
+    for batch in run.batches(evaluate=dict):
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+    return [model]
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+def parametrized(run: Any) -> list[nn.Module]:
+    def make() -> nn.Module:
+        square = parametrize.register_parametrization  # of a weight
+        middle = nn.Linear(8, 8)
+        square(middle, "weight", Symmetric())
+        first = parametrizations.spectral_norm(nn.Linear(WIDTH, 8))
+        return nn.Sequential(nn.Flatten(), first, nn.Tanh(), middle, parametrizations.weight_norm(nn.Linear(8, 4)))
+
+    return trained(run, seeded(make))
+
+
+def modes(run: Any) -> list[nn.Module]:
+    """Evaluation mode in every other step, and a look at the batch in evaluation mode after it."""
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        model.train(batch.step % 2 == 0)
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        model.eval()
+        with torch.no_grad():
+            right = (model(batch.images).argmax(1) == batch.labels).sum()
+        model.train()
+        run.log(right=right)
+    return [model]
+
+
+def prepared_teacher(run: Any) -> list[nn.Module]:
+    teacher = run.prepare(small()).eval().requires_grad_(False)
+    model = run.prepare(linear())
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        run.backward(F.kl_div(model(batch.images).log_softmax(1), teacher(batch.images).softmax(1), reduction="sum"))
+        run.step(optimizer)
+    return [model, teacher]
+
+
+class Momentum(nn.Module):
+    """Momentum contrast: a slow copy of an encoder, and a queue of its newest features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = linear(8), linear(8).requires_grad_(False)
+        self.queue: Tensor
+        self.register_buffer("queue", F.normalize(torch.linspace(-1, 1, 16 * 8).view(16, 8)))
+
+    @torch.no_grad()
+    def follow(self, keys: Tensor) -> None:
+        for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
+        self.queue.copy_(torch.cat([keys, self.queue])[:16])
+
+
+def momentum_contrast(run: Any) -> list[nn.Module]:
+    model = run.prepare(Momentum())
+    optimizer = run.prepare(torch.optim.SGD(model.query.parameters(), lr=0.1))
+    for batch in run.batches(evaluate=dict):
+        query, key = F.normalize(model.query(batch.images)), F.normalize(model.key(batch.images.flip(3))).detach()
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ model.queue.T.clone()], dim=1) / 0.2
+        run.backward(cross_entropy(logits, torch.zeros_like(batch.labels)))
+        run.step(optimizer)
+        model.follow(all_rows(run, key[: batch.num_used]))
+    return [model]
+
+
+def all_rows(run: Any, rows: Tensor) -> Tensor:
+    return torch.from_numpy(run.gather(rows)) if isinstance(run, Run) else rows
+
+
+def caught(run: Any) -> list[nn.Module]:
+    """An exception of the loop's own, caught by the loop."""
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        try:
+            if batch.step == 3:
+                raise RuntimeError("too large")
+            loss = cross_entropy(model(batch.images), batch.labels)
+        except RuntimeError:
+            loss = cross_entropy(model(batch.images * 0.5), batch.labels)
+        run.backward(loss)
+        run.step(optimizer)
+    return [model]
+
+
+def looked_ahead(run: Any) -> list[nn.Module]:
+    """Weights that go back half of the way every third step."""
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
+    slow = copy.deepcopy(model)
+    for batch in run.batches(evaluate=dict):
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        if batch.step % 3 == 2:
+            with torch.no_grad():
+                for old, new in zip(slow.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new, 0.5)
+                    new.copy_(old)
+    return [model]
+
+
+LOOPS = (
+    gan,
+    clipped_critic,
+    weight_averaging,
+    plateau,
+    added_group,
+    with_checkpoints,
+    with_reentrant_checkpoints,
+    clipped_by_hand,
+    edited_gradients,
+    accumulated_by_hand,
+    subset,
+    parametrized,
+    modes,
+    prepared_teacher,
+    momentum_contrast,
+    caught,
+    looked_ahead,
+)
+
+
+def states(models: list[nn.Module]) -> list[Tensor]:
+    return [each.detach().clone() for model in models for each in model.state_dict().values()]
+
+
+def with_a_run(folder: str, batch_norm: str = "sync") -> dict[str, list[Tensor]]:
+    found = {}
+    for loop in LOOPS:
+        options = dataclasses.replace(OPTIONS, batch_norm=batch_norm)
+        run = make_run(options, images(NUM_IMAGES), f"{folder}/{loop.__name__}", Recorder())
+        models = loop(run)
+        assert run.finish().status == "finished"
+        found[loop.__name__] = states(models)
+    return found
+
+
+def with_torch(folder: str) -> dict[str, list[Tensor]]:
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+    model = run.prepare(linear())
+    optimizer = sgd(run, model)
+    batches = []
+    for batch in run.batches(evaluate=dict):
+        batches.append(PlainBatch(batch.images.clone(), batch.labels.clone(), batch.step, batch.num_used))
+        run.backward(model(batch.images).sum())
+        run.step(optimizer)
+    return {loop.__name__: states(loop(Plain(batches))) for loop in LOOPS}
+
+
+def test_they_end_as_with_plain_pytorch(tmp_path: Path) -> None:
+    wanted = with_torch(str(tmp_path / "torch"))
+    both = run_in_processes(2, with_a_run, str(tmp_path / "two"))
+    for found in (with_a_run(str(tmp_path / "one")), with_a_run(str(tmp_path / "own norm"), "aggregate"), *both):
+        for name, ours in found.items():
+            torch.testing.assert_close(
+                ours, wanted[name], rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+            )
