@@ -83,7 +83,10 @@ class Cluster:
         return [each for each in self._processes() if Path(_command(each)[0]).name in ("raylet", "gcs_server")]
 
     def _processes(self) -> list[psutil.Process]:
-        return psutil.Process(self._head.process.pid).children(recursive=True)
+        """All that the head has started, and those that a fork server has, whose output is in the head's folder."""
+        started = psutil.Process(self._head.process.pid).children(recursive=True)
+        forked = [each for each in psutil.process_iter() if "ray::" in _command(each)[0] and each not in started]
+        return [*started, *(each for each in forked if _has_open(each, f"_{self._head.process.pid}/logs/"))]
 
 
 class ThisMachine:
@@ -122,6 +125,12 @@ def _command(process: psutil.Process) -> list[str]:
     with suppress(psutil.Error):  # it has just ended
         return process.cmdline() or [""]
     return [""]
+
+
+def _has_open(process: psutil.Process, part: str) -> bool:
+    with suppress(psutil.Error, OSError):
+        return any(part in file.path for file in process.open_files())
+    return False
 
 
 def _variable(process: psutil.Process, name: str) -> str | None:
