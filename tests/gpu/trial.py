@@ -42,10 +42,10 @@ class Trial:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def figure(self, name: str, unit: str, *values: float) -> Figure:
-        figure = Figure(name, unit, values)
-        self._note("figure", figure)
-        return figure
+    def figure(self, name: str, unit: str, *values: float) -> None:
+        """Note what was measured, once or several times; nothing if it was not."""
+        if values:
+            self._note("figure", Figure(name, unit, values))
 
     def check(self, name: str, value: float, unit: str, **limits: float) -> None:
         """Note a value that must be ``at_least`` or ``at_most`` a limit. The part goes on if it is not."""

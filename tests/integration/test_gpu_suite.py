@@ -21,6 +21,7 @@ _HERE = "tests.integration.test_gpu_suite"
 
 def holds(trial: Trial) -> None:
     trial.figure("a figure", "ms", 1.0, float("nan"))
+    trial.figure("nothing measured", "ms")
     trial.holds("something", True)
 
 
