@@ -77,6 +77,8 @@ def format_value(value: object) -> str:
     if value is None:
         return UNKNOWN
     if isinstance(value, float):
+        if value.is_integer():
+            return f"{value:,.0f}"
         spec = ".1e" if 0 < abs(value) < 1e-4 else ".4f" if abs(value) < 10 else ",.1f"
         return f"{value:{spec}}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(str(value))

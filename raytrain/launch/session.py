@@ -133,8 +133,7 @@ class RunSession:
         if reason is None and snapshot.status == "starting" and snapshot.stop_request is not None:
             return Outcome(status="stopped", progress=Progress(step=self._prepared.first_step))
         reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
-        name, storage = self._prepared.name, self._prepared.config.storage
-        sentence = failure_sentence(name, storage, reason, has_checkpoint=self._has_checkpoint())
+        sentence = failure_sentence(self._prepared.config, reason, has_checkpoint=self._has_checkpoint())
         if ending.outcome is not None:
             return dataclasses.replace(ending.outcome, status="failed", error=sentence)
         return failed(sentence, snapshot, ending.accumulate)

@@ -131,12 +131,6 @@ def successful(result: TrainResult) -> TrainResult:
     return result
 
 
-def failure_sentence(name: str, storage: str, reason: str, *, has_checkpoint: bool = True) -> str:
-    """Why a run failed, and how to resume it."""
-    kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
-    return f"Run {name!r} failed: {reason.rstrip('.')}. {kept} with --name {name} --storage {storage} --resume."
-
-
 DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
 """Where a resumed run trains: each start decides on it."""
 _OWN_CODE = ("model", "loop", "transforms", "track")
@@ -156,6 +150,12 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
         name for name in _OWN_CODE if any(names_own_function(str(each)) for each in as_tuple(getattr(config, name)))
     ]
     return shlex.join(["raytrain", command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume"])
+
+
+def failure_sentence(config: TrainConfig, reason: str, *, has_checkpoint: bool = True, command: str = "train") -> str:
+    """Why a run failed, and how to resume it."""
+    kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
+    return f"Run {config.name!r} failed: {reason.rstrip('.')}. {kept} with {resume_command(config, command)}"
 
 
 def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ from raytrain.storage.store import Store
 from raytrain.training.weights_source import check_unpacked_size
 
 StateDict = dict[str, Any]
+_LATE = "storage has not taken the one before yet"
 _PATIENCE_S = 5.0  # that training waits for a checkpoint to be written before it leaves one out
 _ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
 
@@ -172,25 +173,23 @@ class Checkpoints:
     def save(self, state: dict[str, StateDict], progress: Progress, before: Callable[[], None] = lambda: None) -> None:
         """Copy ``state``, and write it in the background after ``before()``; raises the error of an earlier write."""
         self._raise_error()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, daemon=True, name="checkpoints")
-            self._thread.start()
         job = _Job(Checkpoint(to_cpu(state), progress, self._identity), before)
         with self._changed:
             patience_s = 0.0 if self._is_stuck else _PATIENCE_S
             self._is_stuck = not self._changed.wait_for(lambda: len(self._jobs) < 2, patience_s)
             waiting = self._jobs[1:]
             self._jobs[1:] = [*(each for each in waiting if each.is_best(progress)), job]
-            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, daemon=True, name="checkpoints")
+                self._thread.start()
         for each in waiting:
             if not each.is_best(progress):
-                reason = "storage has not taken the one before yet"
-                self._report(CheckpointSkipped(each.checkpoint.progress.step, reason))
+                self._report(CheckpointSkipped(each.checkpoint.progress.step, _LATE))
 
     def close(self) -> None:
         """Wait until everything is written; raises the error of a write."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._jobs)
+        if (thread := self._thread) is not None:
+            thread.join()
         self._raise_error()
 
     def newest_readable(self, report: Callable[[Event], None]) -> str | None:
@@ -229,8 +228,6 @@ class Checkpoints:
 
     def _write_all(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs)
             try:
                 self._write(*self._jobs[0])
             except Exception as error:  # raised at the next save: training must not die in the middle of a step
@@ -239,6 +236,9 @@ class Checkpoints:
                 del self._jobs[0]
                 self._is_stuck = False
                 self._changed.notify_all()
+                if not self._jobs:
+                    self._thread = None
+                    return
 
     def _write(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
         before()

@@ -108,8 +108,9 @@ class Steps:
     def begin_evaluation(self) -> None:
         """An evaluation begins. Raises UsageError, on all workers, if some of them do not evaluate."""
         self.report_start()  # otherwise nobody would read the test images
-        totals = self.metrics.joined(StepTotals(evaluations=1))
-        _check_together(totals, self._worker.world_size, self.progress.step + self._stepped)
+        if self._worker.world_size > 1:
+            totals = self.metrics.joined(StepTotals(evaluations=1))
+            _check_together(totals, self._worker.world_size, self.progress.step + self._stepped)
 
     def report_start(self) -> None:
         """Report, once, that the workers train: from now on the driver reads ahead."""

@@ -244,6 +244,7 @@ def test_training_goes_on_while_storage_hangs_and_the_newest_and_the_best_checkp
     hang.set()
     checkpoints.close()
     assert events[3:] == [CheckpointWritten(path_of(step), step) for step in (1, 3, 6)]
+    assert all(thread.name != "checkpoints" for thread in threading.enumerate()), "its thread ends with its work"
     assert all(store.exists(path_of(step)) for step in (1, 3, 6))
 
 

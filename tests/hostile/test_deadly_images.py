@@ -69,9 +69,15 @@ def test_a_bad_image_is_told_as_elsewhere_and_ends_no_process() -> None:
         assert process.decode(GOOD).shape == (12, 12, 3)
 
 
-def test_a_process_that_cannot_start_is_not_taken_for_a_bad_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with DecodeProcess(SHAPE) as process, pytest.raises(RuntimeError, match=r"could not start \(exit status 1\)"):
+def test_a_process_that_cannot_start_says_why_and_is_not_taken_for_a_bad_image(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no memory is left >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    expected = r"could not start \(exit status 1; no memory is left\)"
+    with DecodeProcess(SHAPE) as process, pytest.raises(RuntimeError, match=expected):
         process.decode(GOOD)
 
 

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -54,19 +55,23 @@ class DecodeProcess:
         self._pipe, theirs = Pipe()
         shape = self._shape
         arguments = (theirs.fileno(), shape.height, shape.width, shape.channels)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain.data.images.decode_process", *map(str, arguments)],
-            pass_fds=[theirs.fileno()],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the driver alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
-        )
-        theirs.close()
-        with suppress(EOFError, OSError):
-            self._pipe.recv_bytes()
-            return self._process
-        raise RuntimeError(f"The process that decodes images could not start ({self._clean_up(self._process)}).")
+        with tempfile.TemporaryFile() as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "raytrain.data.images.decode_process", *map(str, arguments)],
+                pass_fds=[theirs.fileno()],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the driver alone
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+            )
+            theirs.close()
+            with suppress(EOFError, OSError):
+                self._pipe.recv_bytes()
+                return self._process
+            ended = self._clean_up(self._process)
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"The process that decodes images could not start ({ended}; {said or 'it said nothing'}).")
 
     def _ask(self, data: bytes, crop: Crop) -> Pixels:
         self._pipe.send(crop)

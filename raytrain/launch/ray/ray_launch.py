@@ -66,9 +66,8 @@ class RayMonitor:
         try:
             return ray.get(getattr(self._coordinator, method).remote(*arguments))
         except RayActorError:
-            name, storage, url = self._prepared.name, self._prepared.config.storage, self._prepared.store.url
-            sentence = failure_sentence(name, storage, "the process that coordinates it has died")
-            raise CoordinatorLost(sentence, name, url) from None
+            sentence = failure_sentence(self._prepared.config, "the process that coordinates it has died")
+            raise CoordinatorLost(sentence, self._prepared.name, self._prepared.store.url) from None
 
 
 class RayLaunch:

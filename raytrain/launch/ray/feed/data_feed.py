@@ -168,6 +168,6 @@ class SharedImages(AbstractContextManager["SharedImages"]):
         ray.get(self.coordinator.finish.remote(status, None))
 
     def _lost(self) -> CoordinatorLost:
-        name, storage = self._prepared.name, self._prepared.config.storage
-        sentence = failure_sentence(name, storage, "the process that coordinates its trials has died")
-        return CoordinatorLost(sentence, name, self._prepared.store.url)
+        reason = "the process that coordinates its trials has died"
+        sentence = failure_sentence(self._prepared.config, reason, command="sweep")
+        return CoordinatorLost(sentence, self._prepared.name, self._prepared.store.url)
