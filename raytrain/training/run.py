@@ -38,7 +38,7 @@ from raytrain.training.optimisation import (
     clip_gradients,
     parameters_of,
 )
-from raytrain.training.prepared_models import PreparedModels, full_precision
+from raytrain.training.prepared_models import PreparedModels, WeightAverage, full_precision
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
 
@@ -121,7 +121,8 @@ class Run:
         """
         if isinstance(thing, nn.Module):
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
-        self.state.add("optimizer" if isinstance(thing, Optimizer) else "state", thing)
+        kinds = {Optimizer: "optimizer", WeightAverage: "average"}  # an average is what later commands use
+        self.state.add(next((name for kind, name in kinds.items() if isinstance(thing, kind)), "state"), thing)
         self._rates.prepared(thing)
         return thing
 

@@ -44,7 +44,7 @@ def test_a_run_is_evaluated_and_resumed_with_its_average(images: Path, tmp_path:
     average = state(tmp_path, "whole", "average")
     assert largest_difference(average, state(tmp_path, "stopped", "average")) < 1e-12
     assert largest_difference(average, state(tmp_path, "whole", "model")) > 1e-4
-    assert largest_difference(average, state(tmp_path, "by-hand", "state")) < 1e-12
+    assert largest_difference(average, state(tmp_path, "by-hand", "average")) < 1e-12
     losses = [[row.metrics["loss"] for row in rows.rows if row.kind == "evaluation"] for rows in (whole, by_hand)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

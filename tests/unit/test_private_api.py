@@ -86,6 +86,14 @@ def test_an_elastic_run_is_refused_if_this_ray_has_none(monkeypatch: pytest.Monk
     check_elastic(dataclasses.replace(elastic, min_workers=4))
 
 
+def test_variables_that_ray_removes_meanwhile_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_BEFORE", "1")
+    monkeypatch.delenv("RAY_NEW", raising=False)
+    with private_api.variables_set({"RAY_BEFORE": "2", "RAY_NEW": "3"}):
+        del os.environ["RAY_NEW"]
+    assert os.environ["RAY_BEFORE"] == "1" and "RAY_NEW" not in os.environ
+
+
 def test_private_modules_of_ray_are_named_in_one_file() -> None:
     found = subprocess.run(
         ["grep", "-rlE", r"ray\._private|ray\._raylet|ray\.\w+(\.\w+)*\._internal", str(PACKAGE), "--include=*.py"],

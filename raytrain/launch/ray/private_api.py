@@ -196,7 +196,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in variables:
-            del os.environ[name]
+            os.environ.pop(name, None)  # Ray may have removed it
         set_variables({name: value for name, value in before.items() if value is not None})
 
 
