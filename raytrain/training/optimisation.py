@@ -179,7 +179,7 @@ class LearningRates:
         before = self._prepared.get(optimizer)
         if before is None:
             raise UsageError("run.step got an optimizer that no checkpoint would hold; give it to run.prepare first.")
-        is_own = learning_rate is not None or not rates[0] if self._config.is_range_test else False
+        is_own = self._config.is_range_test and (learning_rate is not None or not rates[0])
         if is_own or (self._is_scheduled and learning_rate is None and rates[: len(before)] != before):
             raise self._two_schedules()
         scale = self._scale(step, rates[0])

@@ -48,14 +48,14 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        self._source = model
+        self.source = model
         self._decay = decay
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Add the weights after ``step`` (counted from 0). The decay is smaller in the first steps."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        for average, source in zip(_weights(self.model), _weights(self._source), strict=True):
+        for average, source in zip(_weights(self.model), _weights(self.source), strict=True):
             if average.is_floating_point() or average.is_complex():
                 average.lerp_(source, 1 - decay)
             else:

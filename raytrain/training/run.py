@@ -121,8 +121,10 @@ class Run:
         """
         if isinstance(thing, nn.Module):
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
-        kinds = {Optimizer: "optimizer", WeightAverage: "average"}  # an average is what later commands use
-        self.state.add(next((name for kind, name in kinds.items() if isinstance(thing, kind)), "state"), thing)
+        kind = "optimizer" if isinstance(thing, Optimizer) else "state"
+        if isinstance(thing, WeightAverage) and self.models.trained[:1] == [thing.source]:
+            kind = "average"  # later commands use it in place of the first network
+        self.state.add(kind, thing)
         self._rates.prepared(thing)
         return thing
 
