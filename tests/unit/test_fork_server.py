@@ -17,6 +17,7 @@ import pytest
 
 from raytrain.launch.ray import fork_client, fork_server
 from raytrain.launch.ray.fork_client import GO, READY, connect, py_executable, ray_program, traits
+from raytrain.launch.ray.own_cluster import lean
 
 pytestmark = [
     pytest.mark.not_quick,
@@ -104,6 +105,13 @@ def run(program: str, *arguments: str, folder: Path | None = None) -> str:
 
 
 def test_a_process_becomes_rays_with_the_output_of_its_client_once_the_client_says_go() -> None:
+    asked = Asked(["--help"])
+    asked.connection.sendall(GO)
+    assert USAGE in asked.output()
+
+
+def test_a_process_of_a_ray_that_a_run_starts_for_itself_is_forked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", lean(os.environ)["PYTHONPATH"])
     asked = Asked(["--help"])
     asked.connection.sendall(GO)
     assert USAGE in asked.output()

@@ -142,9 +142,9 @@ def main() -> None:
     with socket.socket(fileno=int(descriptor)) as listener:
         if not os.path.samefile(ray_program(), program):
             raise ImportError(f"{program} is of another Ray")
+        import_all()
         if LATE_VARIABLES.find() is None:
             raise ImportError(LATE_VARIABLES.lost)
-        import_all()
         request = serve(listener)
     with request:
         take_over(read(request))
