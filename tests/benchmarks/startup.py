@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain.launch.ray.connection import ray_start_address
+from raytrain.launch.ray.connection import CURRENT_CLUSTER_FILE, ray_start_address
 from raytrain.launch.ray.own_cluster import lean
 from tests.benchmarks.process_tree import CpuOfTree, end_tree
 from tests.benchmarks.report import Check, Figure, Report
@@ -79,6 +79,8 @@ def _head(environment: dict[str, str]) -> Iterator[int]:
             yield head.pid
         finally:
             end_tree(head)
+            # Otherwise a plain ray.init() would wait for the head that has ended.
+            Path(environment["RAY_TMPDIR"], "ray", CURRENT_CLUSTER_FILE).unlink(missing_ok=True)
 
 
 def _wait_until_idle(pid: int) -> None:
