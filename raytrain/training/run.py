@@ -310,9 +310,7 @@ class Run:
         return (total / self.steps.metrics.num_used().clamp(min=1)).to(loss.dtype)
 
     def _built_in_evaluation(self) -> dict[str, float]:
-        config = self.config
-        network = with_views(self.models.evaluated, config.test_views)
-        return self.evaluation(self, network)
+        return self.evaluation(self, with_views(self.models.evaluated, self.config.test_views))
 
     def _begin_step(self, local_batches: Iterator[LocalBatch]) -> Batch:
         started = time.perf_counter()
