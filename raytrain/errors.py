@@ -50,6 +50,14 @@ class OutOfMemory(RaytrainError):
         self.accumulate = accumulate
 
 
+class LoopFailed(RaytrainError):
+    """A run's loop raised an exception; ``may_pass``: not in the first step of this start, so that another may help."""
+
+    def __init__(self, sentence: str, may_pass: bool) -> None:
+        super().__init__(sentence, may_pass)
+        self.may_pass = may_pass
+
+
 class TrainingFailed(RaytrainError):
     """A run failed; the sentence gives the cause and how to continue, ``summary`` what is known of the run."""
 

@@ -79,7 +79,7 @@ class CheckpointOptions:
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep, besides the best."""
     max_failures: NonNegativeInt = 3
-    """Failures of the worker group to recover from; each time the run continues from its last checkpoint."""
+    """Failures of the workers to recover from, from the last checkpoint; not a loop's that fails twice in one way."""
 
     @property
     def checkpoint_intervals(self) -> Intervals:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from raytrain.config.network import timm_name
+from raytrain.config.user_error import in_one_sentence
 from raytrain.errors import UsageError, did_you_mean, flag
 
 _RAYTRAINS_NETWORKS = "raytrain.models"
@@ -21,7 +22,8 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     place, _, function_name = name.rpartition(":")
     if not place:
         raise UsageError(f"{option} {name} names no function; write package.module:function or file.py:function.")
-    module = _from_file(option, Path(place)) if place.endswith(".py") else _from_package(option, name, place)
+    with in_one_sentence(f"{option} {name} cannot be imported"):
+        module = _from_file(option, Path(place)) if place.endswith(".py") else _from_package(option, name, place)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
@@ -21,13 +21,15 @@ _logger = logging.getLogger(__name__)
 class Ending:
     """What is known of a run's end: ``outcome`` and ``error`` are the workers' last words, at most one of them.
 
-    ``failure`` is why the run has to end although its workers could continue, and ``lost`` why they failed last.
+    ``trace`` is the error's traceback. ``failure`` is why the run has to end although its workers could continue, and
+    ``lost`` why they failed last.
     ``is_checked``: the network, its weights and the options fit together, so that the run may be written down.
     """
 
     is_checked: bool
     outcome: Outcome | None
     error: RaytrainError | None
+    trace: str
     failure: str | None
     lost: str | None
 
@@ -56,7 +58,9 @@ class Coordinator(RunMonitor):
         self._end_has_come = threading.Event()
         self._outcome: Outcome | None = None
         self._error: RaytrainError | None = None
+        self._trace = ""
         self._lost: str | None = None
+        self._first_told: dict[str, int] = {}  # the start in which a failure of the loop was told first
         self._told: str | None = None  # by the first worker that failed, since the workers were started last
 
     def checked(self) -> None:
@@ -68,10 +72,19 @@ class Coordinator(RunMonitor):
         self._outcome = outcome
         self._end_has_come.set()
 
-    def give_up(self, error: RaytrainError) -> None:
-        """A worker met an error of the user's: trying again would end the same way."""
-        self._error = self._error or error
+    def give_up(self, error: RaytrainError, trace: str = "") -> bool:
+        """A worker met an error of the user's; returns whether the run ends by it, for a start would end the same way.
+
+        A loop that fails after some steps is started again, unless an earlier start ended by the same failure.
+        """
+        told_in = self._first_told.setdefault(str(error), self._attempt)
+        if isinstance(error, LoopFailed) and error.may_pass and told_in == self._attempt:
+            self._told = self._told or str(error)
+            return False
+        if self._error is None:
+            self._error, self._trace = error, trace
         self._end_has_come.set()
+        return True
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
         """A worker cannot continue; its neighbours end, too."""
@@ -91,4 +104,4 @@ class Coordinator(RunMonitor):
 
     def ending(self) -> Ending:
         """How the run ends, as far as this is known."""
-        return Ending(self._is_checked, self._outcome, self._error, self.failure, self._lost)
+        return Ending(self._is_checked, self._outcome, self._error, self._trace, self.failure, self._lost)

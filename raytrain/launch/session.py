@@ -115,8 +115,10 @@ class RunSession:
     def _end(self) -> TrainResult:
         self._launch.end_workers()
         ending = self._monitor.ending()
-        if ending.error is not None and not ending.is_checked:
-            raise ending.error
+        if ending.error is not None:
+            _logger.debug("a worker failed: %s", ending.trace)
+            if not ending.is_checked:
+                raise ending.error
         outcome = self._outcome(ending, self._monitor.snapshot(START))
         self._prepared.copy_log()
         result = successful(self._conclude(outcome))
@@ -126,14 +128,13 @@ class RunSession:
     def _outcome(self, ending: Ending, snapshot: Snapshot) -> Outcome:
         """What the workers said, or why they could not say anything."""
         reason = ending.reason
-        if trace := getattr(ending.error, "trace", None):
-            _logger.debug("the loop failed: %s", trace)
         if reason is None and ending.outcome is not None:
             return ending.outcome
         if reason is None and snapshot.status == "starting" and snapshot.stop_request is not None:
             return Outcome(status="stopped", progress=Progress(step=self._prepared.first_step))
         reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
-        sentence = failure_sentence(self._prepared.config, reason, has_checkpoint=self._has_checkpoint())
+        prepared = self._prepared
+        sentence = failure_sentence(prepared.config, reason, prepared.loop, has_checkpoint=self._has_checkpoint())
         if ending.outcome is not None:
             return dataclasses.replace(ending.outcome, status="failed", error=sentence)
         return failed(sentence, snapshot, ending.accumulate)

@@ -152,10 +152,13 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     return shlex.join(["raytrain", command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume"])
 
 
-def failure_sentence(config: TrainConfig, reason: str, *, has_checkpoint: bool = True, command: str = "train") -> str:
-    """Why a run failed, and how to resume it."""
+def failure_sentence(
+    config: TrainConfig, reason: str, loop: object = None, *, has_checkpoint: bool = True, command: str = "train"
+) -> str:
+    """Why a run failed, and how to resume it; no command knows a ``loop`` that was given as a function."""
     kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
-    return f"Run {config.name!r} failed: {reason.rstrip('.')}. {kept} with {resume_command(config, command)}"
+    how = "raytrain.train, the same loop and resume=True" if loop is not None else resume_command(config, command)
+    return f"Run {config.name!r} failed: {reason.rstrip('.')}. {kept} with {how}"
 
 
 def _flags(config: TrainConfig, names: Sequence[str]) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import RaytrainError
+from raytrain.config.user_error import describe, may_pass
+from raytrain.errors import LoopFailed, RaytrainError
 from raytrain.monitor.events import Note
 from raytrain.runs.outcome import Outcome
 from raytrain.training import auto_accumulate as memory
@@ -18,7 +18,6 @@ from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.checkpoint import Checkpoints, CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
-from raytrain.training.loop_error import LoopFailed, describe, may_pass
 from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
@@ -80,8 +79,8 @@ def make_run(
 def train_run(spec: RunSpec, run: Run) -> Outcome:
     """Train ``run`` to its end, or until somebody asks it to stop. Worker 0 knows the checkpoint of the outcome.
 
-    Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the user's
-    own loop raised anything in the first step of this start.
+    Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
+    anything that is its own.
     """
     first_step = run.progress.step
     try:
@@ -92,14 +91,17 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
         raise memory.out_of_memory(run) from error
     except RaytrainError:
         raise
-    except Exception as error:
-        if run.progress.step > first_step or may_pass(error):
+    except (Exception, SystemExit) as error:
+        if may_pass(error):
             raise
-        raise LoopFailed(_first_step_failed(spec, error), traceback.format_exc()) from error
+        step = run.progress.step
+        raise LoopFailed(_failed(spec, error, step, is_first=step == first_step), step > first_step) from error
     return run.finish()
 
 
-def _first_step_failed(spec: RunSpec, error: Exception) -> str:
+def _failed(spec: RunSpec, error: BaseException, step: int, *, is_first: bool) -> str:
+    if not is_first:
+        return f"its loop failed after step {step:,}: {describe(error)}"
     if spec.loop is not None:
         return f"its loop failed in its first step: {describe(error)}"
     height, width = spec.config.full_image_size

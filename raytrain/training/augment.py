@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import Size, first_and_full_size, training_size
+from raytrain.config.user_error import in_one_sentence
 from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import crop_boxes, crop_draws
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform
@@ -134,11 +135,13 @@ def build_transforms(config: ResolvedConfig, own: Callable[[], Transforms] | Non
     uncovers get the mean colour, which is 0 after normalisation.
     """
     wanted = (config.auto_augment, config.color_jitter, config.rotation, config.blur, config.random_erasing)
+    with in_one_sentence(f"--transforms {config.transforms} cannot be made"):
+        chain: list[Any] = [] if own is None else [own()]
     if not any(wanted):
-        return own and own()
+        return chain[0] if chain else None
     from torchvision.transforms import v2  # deferred: the import takes seconds
 
-    chain = [*([own()] if own else []), *_geometry(config), *_colours(config)]
+    chain += [*_geometry(config), *_colours(config)]
     if config.random_erasing:
         chain.append(v2.RandomErasing(config.random_erasing, value=_mean_colour(config)))
     return v2.Compose(chain)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
+from raytrain.config.user_error import in_one_sentence
 from raytrain.config.user_function import load_function
 from raytrain.errors import StorageError, UsageError, did_you_mean
 from raytrain.training.model_names import unknown_classifier, unknown_timm_model
@@ -134,7 +135,12 @@ def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any
         raise UsageError(
             f"--model {name} is called with num_classes and channels, which it does not take: {error}."
         ) from None
-    return lambda: function(num_classes=num_classes, channels=channels)
+
+    def build() -> Any:
+        with in_one_sentence(f"--model {name} cannot be built"):
+            return function(num_classes=num_classes, channels=channels)
+
+    return build
 
 
 def _torchvision_builder(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:

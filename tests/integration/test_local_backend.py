@@ -147,18 +147,18 @@ def train_on(run: Run) -> Iterator[Batch]:
         run.step(optimizer)
 
 
-def test_a_loop_that_fails_again_and_again_ends_the_run_with_its_own_words(data: Path, tmp_path: Path) -> None:
+def test_a_loop_that_fails_twice_in_the_same_way_ends_the_run_with_its_own_words(data: Path, tmp_path: Path) -> None:
     expected = (
-        r"worker \d failed: RuntimeError: this loop never works \(test_local_backend.py, line \d+: `raise Runtime"
+        r"failed after step 1: RuntimeError: this loop never works \(test_local_backend.py, line \d+: `raise Runtime"
     )
     with pytest.raises(raytrain.TrainingFailed, match=expected):
-        raytrain.train(options(data, tmp_path, max_failures=1), loop=failing)
+        raytrain.train(options(data, tmp_path, max_failures=3), loop=failing)
     assert read_run(str(tmp_path), "run").status.status == "failed"
     logs = [log for log in LogReader(open_store(f"{tmp_path}/run"), worker_log(1)).read() if log.stream == "out"]
     assert [log.text for log in logs] == ["worker 1 of 2\n"] * 2, "one for each start"
     [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
-    assert "failed: RuntimeError: this loop never works" in driver.text
-    assert "TrainingFailed: Run 'run' failed: worker" in driver.text
+    assert "worker_failed reason=its loop failed after step 1: RuntimeError: this loop never works" in driver.text
+    assert "TrainingFailed: Run 'run' failed: its loop" in driver.text
 
 
 def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_path: Path) -> None:

@@ -152,18 +152,25 @@ def test_a_killed_worker_does_not_change_the_weights(
     assert steps == list(range(1, 21))
 
 
-@pytest.mark.slow  # test_local_backend has the same without Ray
-def test_an_error_in_the_loop_is_reported_in_one_sentence(images: Path, tmp_path: Path) -> None:
-    def broken(run: raytrain.Run) -> None:
-        print("what the loop prints")
+def broken(run: raytrain.Run, batch: raytrain.Batch, step: int) -> None:
+    print("what the loop prints")
+    if batch.step == step:
         raise RuntimeError("the loop is broken")
 
-    with pytest.raises(raytrain.TrainingFailed, match=r"Run 'run' failed: .*the loop is broken.*--resume") as raised:
-        raytrain.train(config(images, tmp_path, max_failures=0), loop=broken)
+
+@pytest.mark.slow  # test_local_backend has the same without Ray
+@pytest.mark.parametrize(("step", "sentence", "num_starts"), [(0, "in its first step", 1), (3, "after step 3", 2)])
+def test_an_error_in_the_loop_is_reported_in_one_sentence(
+    step: int, sentence: str, num_starts: int, images: Path, tmp_path: Path
+) -> None:
+    expected = rf"its loop failed {sentence}: RuntimeError: the loop is broken \(test_training.py, line \d+: `raise"
+    with pytest.raises(raytrain.TrainingFailed, match=expected) as raised:
+        raytrain.train(config(images, tmp_path), loop=partial(loop_with, before_step=partial(broken, step=step)))
     assert raised.value.summary["status"] == "failed"
     assert read_run(str(tmp_path), "run").status.status == "failed"
     logs = {log.stream: log.text for log in LogReader(run_store(str(tmp_path), "run"), worker_log(0)).read()}
     assert "what the loop prints" in logs["out"] and "RuntimeError: the loop is broken" in logs["err"]
+    assert logs["out"].count("what the loop prints") == num_starts * (step + 1)
     [driver] = LogReader(run_store(str(tmp_path), "run"), DRIVER).read()
     assert "TrainingFailed: Run 'run' failed" in driver.text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.config import ResolvedConfig
-from raytrain.errors import CoordinatorLost, TrainingFailed, UsageError
+from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.prepare import PreparedRun, check_places, prepare
 from raytrain.launch.session import RunSession
@@ -63,10 +63,14 @@ class StandIn:
 
 @contextmanager
 def session(
-    images: Path, storage: Path, train: Callable[[Coordinator], None], signals: StopSignals | None = None
+    images: Path,
+    storage: Path,
+    train: Callable[[Coordinator], None],
+    signals: StopSignals | None = None,
+    loop: Callable[..., None] | None = None,
 ) -> Iterator[tuple[RunSession, StandIn]]:
     wanted = check_places(config(images, storage, precision="float32"))
-    with prepare(wanted, signals=signals) as prepared:
+    with prepare(wanted, signals=signals, loop=loop) as prepared:
         launch = StandIn(prepared, train)
         with RunSession(prepared, launch) as opened:
             yield opened, launch
@@ -145,8 +149,11 @@ def test_storage_that_hangs_holds_up_neither_a_stop_nor_the_views(
 def test_an_error_before_the_run_is_written_down_is_raised_as_it_is_and_leaves_no_run(
     images: Path, tmp_path: Path
 ) -> None:
+    def give_up(coordinator: Coordinator) -> None:
+        coordinator.give_up(UsageError("--model is wrong."))
+
     with pytest.raises(UsageError, match="--model is wrong"):
-        run(images, tmp_path, lambda each: each.give_up(UsageError("--model is wrong.")), StopSignals())
+        run(images, tmp_path, give_up, StopSignals())
     assert not run_store(str(tmp_path), "run").exists(CONFIG)
 
 
@@ -159,6 +166,37 @@ def test_an_error_of_a_run_that_trains_and_what_only_the_monitor_knows_fail_it(i
     with session(images, tmp_path, train) as (opened, launch), pytest.raises(TrainingFailed, match="the loop is wrong"):
         opened.watch()
     assert launch.closed == [False]
+
+
+def test_a_loop_that_fails_after_steps_may_start_again_until_it_fails_in_the_same_way(
+    images: Path, tmp_path: Path
+) -> None:
+    later = LoopFailed("its loop failed after step 3: ValueError: odd.", may_pass=True)
+    with session(images, tmp_path, lambda _: None) as (opened, launch):
+        coordinator = launch.coordinator
+        coordinator.started(2, 0)
+        assert [coordinator.give_up(later) for _ in range(2)] == [False, False], "of the two workers"
+        coordinator.workers_lost({})
+        assert coordinator.ending().lost == str(later)
+        coordinator.started(2, 0)
+        assert not coordinator.give_up(LoopFailed("its loop failed after step 5: ValueError: odd.", may_pass=True))
+        coordinator.checked()
+        assert coordinator.give_up(later, "the trace")
+        assert coordinator.ending().trace == "the trace"
+        with pytest.raises(TrainingFailed, match="failed after step 3"):
+            opened.watch()
+
+
+def test_a_run_whose_loop_is_a_function_names_no_command_that_would_train_another_one(
+    images: Path, tmp_path: Path
+) -> None:
+    def give_up(coordinator: Coordinator) -> None:
+        coordinator.checked()
+        coordinator.give_up(LoopFailed("its loop failed.", may_pass=False))
+
+    with session(images, tmp_path, give_up, loop=print) as (opened, _), pytest.raises(TrainingFailed) as raised:
+        opened.watch()
+    assert str(raised.value).endswith("start it again with raytrain.train, the same loop and resume=True")
 
 
 def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images: Path, tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.config import TrainConfig
+from raytrain.config.user_error import describe
 from raytrain.errors import RaytrainError
 from raytrain.launch.local.local_launch import CallAddress, Caller, Surroundings
 from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
-from raytrain.training.loop_error import describe
 from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
@@ -103,7 +103,8 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     try:
         outcome = _train(spec.with_functions(), here, rank, SocketReporter(here.calls, watch=rank == 0))
     except RaytrainError as error:
-        call("give_up", error)
+        if not call("give_up", error, traceback.format_exc()):
+            os._exit(1)
         return
     except Exception as error:
         call("worker_failed", rank, describe(error), traceback.format_exc())

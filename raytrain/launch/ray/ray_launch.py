@@ -66,8 +66,9 @@ class RayMonitor:
         try:
             return ray.get(getattr(self._coordinator, method).remote(*arguments))
         except RayActorError:
-            sentence = failure_sentence(self._prepared.config, "the process that coordinates it has died")
-            raise CoordinatorLost(sentence, self._prepared.name, self._prepared.store.url) from None
+            prepared, reason = self._prepared, "the process that coordinates it has died"
+            sentence = failure_sentence(prepared.config, reason, prepared.loop)
+            raise CoordinatorLost(sentence, prepared.name, prepared.store.url) from None
 
 
 class RayLaunch:

@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -40,7 +41,6 @@ from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow
 from raytrain.training.assembly import make_run, train_run
-from raytrain.training.loop_error import describe, may_pass
 from raytrain.training.run_spec import RunSpec
 
 
@@ -118,10 +118,9 @@ def work(spec: RunSpec, here: Surroundings) -> None:
         with ProcessLog(spec.store, rank):
             outcome = train_run(spec, make_run(spec, source, reporter, device, weights))
     except RaytrainError as error:
-        ray.get(here.coordinator.give_up.remote(error))  # the driver ends the run
+        if ray.get(here.coordinator.give_up.remote(error, traceback.format_exc())):
+            return  # the driver ends the run; an exception would have Ray Train start other workers
         raise
-    except Exception as error:
-        raise error if may_pass(error) else RaytrainError(describe(error)) from error
     if dist.is_initialized():
         dist.barrier()  # every worker's log must be there before the driver ends them
     if rank == 0:

@@ -1,0 +1,50 @@
+"""A mistake in the user's code is told apart from what another start may do without, and has its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+
+from raytrain.config.user_error import describe, may_pass
+from raytrain.config.user_function import load_function
+from raytrain.errors import UsageError
+from raytrain.training.model import build_model
+
+
+@pytest.mark.parametrize("error", [RayActorError(), ConnectionResetError(), EOFError(), dist.DistBackendError("NCCL")])
+def test_a_loss_of_something_else_may_pass(error: Exception) -> None:
+    assert may_pass(error)
+
+
+@pytest.mark.parametrize("error", [TypeError("x"), RuntimeError("shapes differ"), KeyError("a"), FileNotFoundError()])
+def test_a_mistake_does_not_pass(error: Exception) -> None:
+    assert not may_pass(error)
+
+
+def test_the_line_and_the_first_line_of_the_message_are_named() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError("shapes differ.\nsee elsewhere")
+    assert describe(raised.value).startswith("RuntimeError: shapes differ (test_user_error.py, line ")
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("def train(run)\n    pass\n", r"SyntaxError: .*\(mistaken.py, line 1\)\.$"),
+        ("from .beside import train\n", r"ImportError: .* \(mistaken.py, line 1: `from .beside import train`\)\.$"),
+        ("import sys\nsys.exit(2)\n", r"SystemExit: 2 \(mistaken.py, line 2: `sys.exit\(2\)`\)\.$"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_said_with_its_line(code: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "mistaken.py").write_text(code)
+    with pytest.raises(UsageError, match=rf"--loop .*mistaken.py:train cannot be imported: {sentence}"):
+        load_function("--loop", f"{tmp_path}/mistaken.py:train")
+
+
+def test_a_network_of_the_users_that_cannot_be_built_is_said_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text("def build(num_classes, channels):\n    return {}['mine']\n")
+    with pytest.raises(UsageError, match=r"network.py:build cannot be built: KeyError: 'mine' \(network.py, line 2: "):
+        build_model(f"{tmp_path}/network.py:build", 3, 3, seed=0)
