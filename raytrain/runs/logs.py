@@ -29,7 +29,7 @@ MAX_LOG_BYTES = 8 << 20  # the newest ones are kept
 DRIVER = "driver"
 _STREAMS = {"out": 1, "err": 2}
 _NAME = re.compile(r"(driver|worker-\d+)-(\w+)\.(out|err|log)")
-_INFORMING = "raytrain.startup", "raytrain.monitor.recorder"  # what they log is of level INFO
+_INFORMING = "raytrain.startup", "raytrain.monitor.recorder", "raytrain.ray"  # what they log is of level INFO
 _MAY_PRINT = "", "raytrain", "ray"  # loggers whose handlers may write to standard error; Ray's pass nothing on
 
 

@@ -76,8 +76,7 @@ class Cluster:
 
     def working(self) -> Counter[str]:
         titles = [_command(each)[0].partition(".")[0] for each in self._processes()]
-        idle = "IDLE", "SPILL", "RESTORE"
-        return Counter(title for title in titles if "ray::" in title and not any(word in title for word in idle))
+        return Counter(title for title in titles if "ray::" in title and not any(word in title for word in _STAY))
 
     def lasting(self) -> list[psutil.Process]:
         return [each for each in self._processes() if Path(_command(each)[0]).name in ("raylet", "gcs_server")]
@@ -87,6 +86,15 @@ class Cluster:
         started = psutil.Process(self._head.process.pid).children(recursive=True)
         forked = [each for each in psutil.process_iter() if "ray::" in _command(each)[0] and each not in started]
         return [*started, *(each for each in forked if _has_open(each, f"_{self._head.process.pid}/logs/"))]
+
+
+_STAY = (
+    *("IDLE", "SPILL", "RESTORE"),
+    # Ray Data's own, one each for the whole cluster, from the first run that streams on
+    *("_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"),
+    "PlacementGroupCleaner",  # Ray Train's, of a driver that was killed: its thread can't end its process
+)
+"""Processes of Ray that no run has to end, as parts of their titles."""
 
 
 class ThisMachine:

@@ -55,7 +55,7 @@ def test_the_address_that_was_read_is_the_one_that_is_joined(
         opened.connect()
     assert asked == [address]
     assert [record.getMessage() for record in caplog.records if record.name == "raytrain"] == [
-        f"Joining the Ray cluster at {address}, which was started on this machine; --address local starts a new one."
+        f"Joining the Ray that runs on this machine, {address}; --address local starts a new one."
     ]
 
 

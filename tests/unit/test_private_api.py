@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import re
@@ -92,6 +93,17 @@ def test_variables_that_ray_removes_meanwhile_are_as_before(monkeypatch: pytest.
     with private_api.variables_set({"RAY_BEFORE": "2", "RAY_NEW": "3"}):
         del os.environ["RAY_NEW"]
     assert os.environ["RAY_BEFORE"] == "1" and "RAY_NEW" not in os.environ
+
+
+def test_rays_messages_to_a_driver_are_logged_and_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = importlib.import_module("ray._private.worker")
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    private_api.keep_messages_in_log()
+    with caplog.at_level(logging.INFO, "raytrain.ray"):
+        worker.print_to_stdstream({"lines": ["A worker died."], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert caplog.messages == ["A worker died."] and capsys.readouterr() == ("", "")
 
 
 def test_private_modules_of_ray_are_named_in_one_file() -> None:

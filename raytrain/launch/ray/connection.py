@@ -26,6 +26,7 @@ from raytrain.launch.ray.private_api import (
     LOOPBACK_ENVIRONMENT,
     check_version,
     head_answers,
+    keep_messages_in_log,
     set_variables,
     variables_set,
 )
@@ -173,8 +174,7 @@ class Connection(AbstractContextManager["Connection"]):
         is_open = self._address == "auto" or not (self._address or is_connected() or own_is_used)
         if is_open and (found := ray_start_address()):
             self._address = found
-            hint = "which was started on this machine; --address local starts a new one."
-            _LOG.warning("Joining the Ray cluster at %s, %s", found, hint)
+            _LOG.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", found)
         starts_here = self._address == "local" or not (self._address or is_connected())
         if not starts_here:
             # A run trains on without the cluster's head, but Ray ends its processes after a minute.
@@ -195,9 +195,6 @@ class Connection(AbstractContextManager["Connection"]):
         if self.own is None:
             self._opened.enter_context(keep_server())
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` if there is none at the address."""
         if self.own is not None:
@@ -213,7 +210,7 @@ class Connection(AbstractContextManager["Connection"]):
         _init(self._address)
         self._opened.callback(_leave)
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Leave the cluster, unless it is this process's own."""
         self._opened.close()
         if self.own is not None:
@@ -252,6 +249,7 @@ def _init(address: str) -> None:
     import ray
 
     check_version()
+    keep_messages_in_log()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -106,6 +106,10 @@ WORKER = Improvement(
     "full object stores are reported",
     ("ray._private.worker:global_worker",),
 )
+MESSAGES = Improvement(
+    "Ray's paragraphs about a process that died appear between the lines of a run",
+    ("ray._private.worker:print_to_stdstream",),
+)
 AUTOSCALER_STATUS = Improvement(
     "why no more machines come is not said; `ray status` does", ("ray.experimental.internal_kv:_internal_kv_get",)
 )
@@ -198,6 +202,17 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         for name in variables:
             os.environ.pop(name, None)  # Ray may have removed it
         set_variables({name: value for name, value in before.items() if value is not None})
+
+
+def keep_messages_in_log() -> None:
+    """Have Ray's messages to this driver, which are long and name no run, logged instead of printed."""
+    if MESSAGES.find():
+        module = importlib.import_module("ray._private.worker")
+        module.print_to_stdstream = _log_message  # pyright: ignore
+
+
+def _log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
+    logging.getLogger("raytrain.ray").info("%s", "\n".join(data["lines"]))
 
 
 @contextmanager
