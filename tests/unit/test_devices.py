@@ -99,8 +99,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mapping[str, str]]
 @pytest.mark.usefixtures("two_gpus")
 def test_a_new_cluster_sees_only_the_chosen_gpus(started: list[Mapping[str, str]]) -> None:
     for address, chosen in ((None, None), (None, "1"), ("local", "1,0")):
-        with Connection(address, gpus=chosen):
-            pass
+        Connection(address, gpus=chosen).close()
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # The order of NVML.
     assert started == [{}, {**order, "CUDA_VISIBLE_DEVICES": "1"}, {**order, "CUDA_VISIBLE_DEVICES": "1,0"}]
     assert len(gpus()) == 2
@@ -112,18 +111,14 @@ def test_a_process_keeps_its_ray_until_it_wants_another_one_or_that_one_has_died
     started: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        with Connection(None):
-            pass
+        Connection(None).close()
     assert len(started) == 1
-    with Connection(None, gpus="1"):
-        pass
+    Connection(None, gpus="1").close()
     monkeypatch.setenv("SOMETHING", "changed")
-    with Connection(None, gpus="1"):
-        pass
+    Connection(None, gpus="1").close()
     assert len(started) == 3
     monkeypatch.setattr(StandIn, "runs", False)
-    with Connection(None, gpus="1"):
-        pass
+    Connection(None, gpus="1").close()
     assert len(started) == 4
 
 
@@ -137,8 +132,7 @@ def test_a_run_keeps_the_ray_of_its_process_from_others_that_want_another_one(st
             Connection(address, gpus=chosen)
     first.close()
     second.close()
-    with Connection(None, gpus="1"):
-        pass
+    Connection(None, gpus="1").close()
     assert len(started) == 2
 
 

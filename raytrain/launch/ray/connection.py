@@ -176,15 +176,14 @@ class Connection(AbstractContextManager["Connection"]):
             self._address = found
             _LOG.warning("Joining the Ray that runs on this machine, %s; --address local starts a new one.", found)
         starts_here = self._address == "local" or not (self._address or is_connected())
-        if not starts_here:
-            # A run trains on without the cluster's head, but Ray ends its processes after a minute.
-            set_variables({_HEAD_AWAY: os.environ.get(_HEAD_AWAY, HEAD_AWAY_S)})
         if gpus and not starts_here:
             raise UsageError(
                 f"--device is cuda:{gpus}, and the run uses a Ray cluster that runs already, whose GPUs were chosen "
                 "when it was started; leave the numbers out, or use --address local for a new cluster on this machine."
             )
         if not starts_here:
+            # A run trains on without the cluster's head, but Ray ends its processes after a minute.
+            set_variables({_HEAD_AWAY: os.environ.get(_HEAD_AWAY, HEAD_AWAY_S)})
             _require_unused(f"join the cluster at {self._address}")
             end_own_ray()
         elif before_start is not None:
@@ -194,6 +193,9 @@ class Connection(AbstractContextManager["Connection"]):
         self._opened.enter_context(lean_imports())
         if self.own is None:
             self._opened.enter_context(keep_server())
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def connect(self) -> None:
         """Join the cluster; raises :class:`UsageError` if there is none at the address."""
@@ -210,7 +212,7 @@ class Connection(AbstractContextManager["Connection"]):
         _init(self._address)
         self._opened.callback(_leave)
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         """Leave the cluster, unless it is this process's own."""
         self._opened.close()
         if self.own is not None:
