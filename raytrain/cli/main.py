@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import re
+import select
+import signal
 import sys
 import tempfile
 import traceback
@@ -31,9 +33,12 @@ source <(raytrain --tyro-print-completion bash)"""
 
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        code = main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:  # nobody reads on, as after `| head`
+        code = 128 + signal.SIGPIPE
     os._exit(code)
 
 
@@ -61,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("raytrain: aborted.", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_output_closed():
+            raise
         if debug:
             print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return _print_error(error, as_json="--json" in argv)
@@ -85,6 +92,13 @@ def _print_map() -> None:
             table.add_row(f"  {option_name(command.__name__)}", about)
         console.print(Text(f"\n{title}", style="bold"), table, sep="\n")
     console.print(_MORE, highlight=False)
+
+
+def _is_output_closed() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    output = select.poll()
+    output.register(1, 0)
+    return bool(output.poll(0))
 
 
 def _end_ray() -> None:

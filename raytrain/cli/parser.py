@@ -114,8 +114,10 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Tr
     has_recipe = len(chosen) == 1 and all("config" in _hints(command) for command in chosen.values())
     recipes = _chosen("recipe", defaults, argv[1:2]) if has_recipe else defaults
     about = _summary if len(chosen) > 1 else _description
+    is_open = has_recipe and len(recipes) > 1
+    more = f"\n\nWithout a recipe, it is custom; see raytrain {argv[0]} custom --help." if is_open else ""
     choice = _choice(
-        subcommand(name, constructor=_bound(command, recipes, is_short), description=about(command))
+        subcommand(name, constructor=_bound(command, recipes, is_short), description=about(command) + more)
         for name, command in chosen.items()
     )
     flags = (flag(name) for command in chosen.values() for name in _option_names(command))

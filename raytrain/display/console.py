@@ -107,6 +107,7 @@ def key_value_table(values: Mapping[str, object]) -> RenderableType:
     """The plain values among ``values``. None, lists, tuples and dictionaries are left out: ``--json`` has those."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
     for name, value in values.items():
         if value is not None and not isinstance(value, (list, tuple, dict)):
             grid.add_row(one_line(name.removeprefix("num_").replace("_", " ")), format_value(value))

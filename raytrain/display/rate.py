@@ -28,7 +28,7 @@ def rate_page(result: RateResult, picture: str) -> RenderableType:
     if rate is not None:
         there = float(np.log10(rate))
         loss = float(np.interp(there, rates, result.smoothed))
-        lines.append(Series("suggested", "yellow", [there], [loss], mark="●"))
+        lines.append(Series(f"at {rate:g}, suggested:", "yellow", [there], [loss], mark="●"))
     first, last = (f"{end:.2g}" for end in result.rates[[0, -1]])
     about = {
         "suggestion": "none" if rate is None else f"--learning-rate {rate:g}",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +33,7 @@ from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.logs import StoredLog
 from raytrain.runs.metric_row import own_metrics
-from raytrain.runs.outcome import TrainResult, resume_command, train_command
+from raytrain.runs.outcome import TrainResult, resume_command, shell_command, train_command
 from raytrain.runs.records import RunInfo, RunRecord
 from raytrain.runs.redact import one_line
 from raytrain.runs.status import RunStatus
@@ -100,7 +98,8 @@ def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | 
     last = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
     newest = "no checkpoint" if result.checkpoint is None else f"{CHECKPOINTS}{result.checkpoint.rpartition('/')[2]}"
     startup = f", of which {format_duration(result.startup_seconds)} to start" if result.startup_seconds else ""
-    steps = f"{result.steps:,} steps, {round(result.epochs, 2):g} epochs, {result.samples_seen:,} images"
+    counts = {"step": result.steps, "epoch": round(result.epochs, 2), "image": result.samples_seen}
+    steps = ", ".join(format_count(count, noun) for noun, count in counts.items())
     shown: dict[str, object] = {
         "name": result.name,
         "status": f"{result.status} after {steps} on {format_count(result.num_workers, 'worker')}",
@@ -117,7 +116,6 @@ def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | 
 
 def try_next(name: str, storage: str, data: str | None = None) -> RenderableType:
     """Commands that use a run. ``data`` are images to test it on, by default its own."""
-    command = "uv run raytrain" if "UV" in os.environ else "raytrain"  # set by uv for the programs that it runs
     where = [] if storage == "./runs" else ["--storage", storage]
     commands = (
         ["show", name, *where],
@@ -126,7 +124,7 @@ def try_next(name: str, storage: str, data: str | None = None) -> RenderableType
         ["export", name, "--output", f"{name}.onnx", *where],
         ["serve", name, *where],
     )
-    lines = (Text(f"  {command} {one_line(shlex.join(words))}", style="bold", overflow="fold") for words in commands)
+    lines = (Text(f"  {one_line(shell_command(*words))}", style="bold", overflow="fold") for words in commands)
     return Group(Text("\nTry next"), *lines)
 
 
@@ -145,7 +143,7 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
         ("status", [status_text(status.status) for status in statuses]),
         ("epoch", [f"{status.epoch}/{status.num_epochs}" for status in statuses]),
         ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
-        ("test\naccuracy", [format_value(run.test_accuracy) for run in runs]),
+        ("last test\naccuracy", [format_value(run.test_accuracy) for run in runs]),
         ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
     ]
     if any(run.tags for run in runs):
@@ -211,7 +209,7 @@ def run_page(record: RunRecord) -> RenderableType:
         parts += [Text(curve_heading(last.epoch, last.elapsed_s), style="bold"), curve_plots(record.metrics)]
         if own := own_metrics(*(last_row(record.metrics, kind) for kind in ("step", "evaluation"))):
             parts += [key_value_table(own)]
-    if record.summary:
+    if record.summary and record.summary.get("status") == record.status.status:  # else it is of an earlier attempt
         parts += [key_value_table(shown_summary(record.summary))]
     if record.checkpoints:
         parts += [_checkpoints(record)]
@@ -295,8 +293,8 @@ _RESULTS = {
     "status": ("status", "{}"),
     "steps": ("steps", "{:,}"),
     "epochs": ("epochs", "{:g}"),
-    "test_accuracy": ("test accuracy", "{:.4f}"),
-    "test_loss": ("test loss", "{:.4f}"),
+    "test_accuracy": ("last test accuracy", "{:.4f}"),
+    "test_loss": ("last test loss", "{:.4f}"),
     "loss": ("training loss", "{:.4f}"),
     "images_per_s": ("images/s", "{:,.0f}"),
     "seconds": ("seconds", "{:,.0f}"),

@@ -16,6 +16,7 @@ from raytrain.display.run_tables import rows_table
 from raytrain.display.sweep import best_run
 from raytrain.experiments.study import curve
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import shell_command
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def study_page(study: StudyResult, picture: str | None = None) -> RenderableType
         best = max(measured, key=lambda size: size["test_accuracy"])["run"]
         parts += [Text.assemble("The best is ", (best, "bold"), "."), best_run(best, study.storage)]
     if picture is not None:
-        parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: raytrain compare {study.name}")]
+        again = shell_command("compare", study.name)
+        parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: {again}")]
     return Group(*parts)
 
 
@@ -82,7 +84,7 @@ def _table(compared: Mapping[str, Any]) -> RenderableType:
             [UNKNOWN if time is None else format_duration(time) for time in times],
         ),
         ("gain per\ndoubling", [format_optional(size["time_gain"], "+.0%") for size in sizes]),
-        ("test\naccuracy", [format_optional(size["test_accuracy"], ".4f") for size in sizes]),
+        ("last test\naccuracy", [format_optional(size["test_accuracy"], ".4f") for size in sizes]),
     )
 
 

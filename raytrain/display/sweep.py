@@ -19,7 +19,7 @@ from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import run_store
-from raytrain.runs.outcome import resume_command
+from raytrain.runs.outcome import resume_command, shell_command
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
     lines = [*(_reason(trial) for trial in trials if trial.reason), *_conclusion(result, config)]
     if picture is not None:
         lines.append(
-            Text(f" All curves are in the picture {one_line(picture)}, and in: raytrain compare {result.name}")
+            Text(f" All curves are in the picture {one_line(picture)}, and in: {shell_command('compare', result.name)}")
         )
     return Group(table, *lines, *([best_run(result.best, config.storage)] if result.best is not None else []))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -149,7 +150,12 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     code = [
         name for name in _OWN_CODE if any(names_own_function(str(each)) for each in as_tuple(getattr(config, name)))
     ]
-    return shlex.join(["raytrain", command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume"])
+    return shell_command(command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume")
+
+
+def shell_command(*words: str) -> str:
+    """A command line of raytrain as one types it here: with uv, which sets UV for the programs that it runs."""
+    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), "raytrain", *words])
 
 
 def failure_sentence(

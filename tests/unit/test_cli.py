@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -525,7 +527,7 @@ def test_compare_shows_runs_side_by_side(
     ):
         assert words in lines
     for words in (
-        ["test", "accuracy", "–", "0.7500"],
+        ["last", "test", "accuracy", "–", "0.7500"],
         ["training", "loss", "0.1000", "0.5000"],
         ["images/s", "–", "1,500"],
     ):
@@ -555,3 +557,13 @@ def test_the_readme_picture_can_be_drawn_from_a_run(storage: str, tmp_path: Path
     assert "step&#160;20/90" in svg
     assert "url(http" not in svg
     assert len(svg) < 100_000
+
+
+@pytest.mark.not_quick
+def test_a_reader_that_has_seen_enough_hears_of_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "raytrain", "train", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -7,6 +7,7 @@ import io
 import shlex
 
 import numpy as np
+import pytest
 from rich.console import Console, RenderableType
 
 from raytrain.cli.commands import COMMANDS
@@ -32,7 +33,8 @@ def text(renderable: RenderableType, width: int = 110) -> str:
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
-def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
+def test_an_unfinished_run_prints_the_command_that_resumes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UV", raising=False)
     config = cifar10(data="my images", workers=2, flip="none", image_size=(8, 9))
     seen = text(result_page(config, train_result(status="stopped"))).replace("\n", " ")
     assert "status stopped after 12 steps, 3 epochs, 96 images on 2 workers" in seen
@@ -43,6 +45,8 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it() -> None:
     assert code.endswith("--name first --storage s3://b/runs --workers 2 --loop my.py:train --resume"), (
         "code is typed again"
     )
+    monkeypatch.setenv("UV", "/usr/bin/uv")
+    assert "Resume with uv run raytrain train " in text(result_page(config, train_result(status="stopped")))
     assert "Resume" not in text(result_page(config, train_result()))
 
 
@@ -63,7 +67,7 @@ def record() -> RunRecord:
         config=TrainConfig(name="first", batch_size=8, learning_rate=0.1),
         status=RunStatus(status="stopped", step=20, num_steps=90, epoch=2, num_epochs=9),
         images={"training": 5_000, "test": 100, "left_out": {".tif files": 3, "tables and descriptions": 2}},
-        summary={"stop_reason": {"kind": "signal", "detail": "SIGINT"}},
+        summary={"status": "stopped", "stop_reason": {"kind": "signal", "detail": "SIGINT"}},
         metrics=[MetricRow(kind="step", step=20, epoch=2, elapsed_s=60.0, metrics={"loss": 0.1, "generator": 2.0})],
         checkpoints=[],
         skipped=[SkippedImage(f"cat/{number}.jpg", "truncated") for number in range(7)],
@@ -77,6 +81,11 @@ def test_the_page_of_a_run_has_its_status_curves_and_skipped_images() -> None:
         assert part in seen
     assert "5,000 for training, 100 for test" in seen and "left out 3 .tif files" in " ".join(seen.split())
     assert "7 images skipped\ncat/0.jpg: truncated" in seen and "and 2 more in skipped.jsonl" in seen
+
+
+def test_the_page_of_a_resumed_run_does_not_show_how_the_attempt_before_it_ended() -> None:
+    resumed = dataclasses.replace(record(), status=dataclasses.replace(record().status, status="running"))
+    assert "Ctrl-C" not in text(run_page(resumed))
 
 
 def test_the_json_of_a_run_has_flat_metric_rows() -> None:

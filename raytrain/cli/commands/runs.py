@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 import raytrain
 from raytrain.cli.command import CommandResult, RunName, Storage, confirmed
 from raytrain.errors import UsageError
+from raytrain.runs.outcome import shell_command
 
 if TYPE_CHECKING:
     from raytrain.config import TrainConfig
@@ -257,7 +257,7 @@ def page_of(config: TrainConfig, signals: StopSignals, *, wanted: bool) -> Gener
         _print_address(server)
         yield [watched.update]
     where = [] if config.storage == "./runs" else ["--storage", config.storage]
-    again = shlex.join(["raytrain", "watch", *(feed.name for feed in watched.feeds), *where])
+    again = shell_command("watch", *(feed.name for feed in watched.feeds), *where)
     print(f"The page has ended with the run. See it again with: {again}", flush=True)
 
 
