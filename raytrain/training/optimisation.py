@@ -159,6 +159,7 @@ class LearningRates:
         self._config, self._plan = config, plan
         self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
         self._prepared: dict[Any, list[float]] = {}
+        self._is_step = False
 
     def prepared(self, thing: object) -> None:
         """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
@@ -166,6 +167,8 @@ class LearningRates:
             raise self._two_schedules()
         if groups := getattr(thing, "param_groups", None):  # also what behaves like an optimizer, around another
             self._prepared[thing] = [group["lr"] for group in groups]
+        if isinstance(thing, Optimizer):
+            thing.register_step_pre_hook(self._check_is_step)
 
     @contextmanager
     def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[list[float]]:
@@ -185,11 +188,17 @@ class LearningRates:
         scale = self._scale(step, rates[0])
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * scale if learning_rate is None else learning_rate
+        self._is_step = True
         try:
             yield [group["lr"] for group in groups]
         finally:
+            self._is_step = False
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+
+    def _check_is_step(self, *_: object) -> None:
+        if not self._is_step:
+            raise UsageError("The loop calls optimizer.step() itself; call run.step(optimizer) in its place.")
 
     def _scale(self, step: int, rate: float) -> float:
         """What multiplies the rates of the groups at ``step``; ``rate`` is the first one's."""

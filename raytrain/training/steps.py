@@ -72,6 +72,7 @@ class SampleTrace:
 
 
 _MEAN = 1  # torch's number for reduction="mean"
+_MOST_PARTS = 4  # a loss may well be divided by a number of terms or parts that is as small
 
 
 class Steps:
@@ -133,7 +134,7 @@ class Steps:
         self._backwards += 1
         if not self._checked_loss:
             self._checked_loss = True
-            _check_sum(loss)
+            _check_sum(loss, len(self._local.labels))
 
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""
@@ -191,9 +192,17 @@ class Steps:
         self._exhausted = True
 
     def finish(self) -> Outcome:
-        """The loop has returned: record the last metrics and write a checkpoint. UsageError if only some loops have."""
+        """The loop has returned: record the last metrics and write a checkpoint.
+
+        Raises UsageError if only some loops have, or if the run has no step.
+        """
         if not self._exhausted and self._stepped:
             self._complete()  # the loop returned after this step
+        if not self._exhausted and not self.progress.step:
+            raise UsageError(
+                "The loop has returned without a step; it goes over run.batches() to their end, and is a plain "
+                "function, without yield and async."
+            )
         totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))
         _check_together(totals, self._worker.world_size, self.progress.step)
         self._models.end_part()
@@ -264,7 +273,7 @@ def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
             )
 
 
-def _check_sum(loss: Tensor) -> None:
+def _check_sum(loss: Tensor, num_images: int) -> None:
     if loss.numel() != 1:
         raise UsageError(
             f"run.backward got a loss of shape {tuple(loss.shape)}; give it one number, the sum over the images."
@@ -274,7 +283,9 @@ def _check_sum(loss: Tensor) -> None:
         raise UsageError(
             "run.backward got a loss without a gradient; compute it from the output of a prepared network."
         )
-    if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
+    divisor = getattr(node, "_saved_other", None) if node.name().startswith("DivBackward") else None
+    is_divided = num_images > _MOST_PARTS and divisor is not None and not divisor.is_cuda and divisor == num_images
+    if is_divided or node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
         raise UsageError(
             'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of the '
             "whole global batch itself, which no worker's mean does."

@@ -510,6 +510,15 @@ def mean_of_own(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.backward((model(batch.images) ** 2).sum(dim=1).mean())
 
 
+def mean_by_hand(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels) / len(batch.labels))
+
+
+def steps_itself(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    optimizer.step()
+
+
 def no_gradient(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.backward(cross_entropy(model(batch.images), batch.labels).detach())
 
@@ -565,6 +574,8 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
     [
         (mean, "got a mean over the images; give it a sum"),
         (mean_of_own, "got a mean over the images; give it a sum"),
+        (mean_by_hand, "got a mean over the images; give it a sum"),
+        (steps_itself, r"calls optimizer.step\(\) itself; call run.step"),
         (vector, r"a loss of shape \(7,\)"),
         (no_gradient, "a loss without a gradient"),
         (no_step, r"without run.step\(optimizer\) for this one"),
@@ -583,6 +594,20 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
     with pytest.raises(UsageError, match=sentence):
         train_with_body(run, model, optimizer, body)
     assert run.progress.step == 0
+
+
+def does_nothing(run: Run) -> None:
+    run.prepare(run.build_model())
+
+
+def test_a_loop_without_a_step_and_a_network_that_joins_gradients_itself_are_refused(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    for loop in (does_nothing, steps_of):  # which yields
+        loop(run)
+        with pytest.raises(UsageError, match=r"returned without a step; it goes over run.batches\(\)"):
+            run.finish()
+    with pytest.raises(UsageError, match="got a DataParallel, which joins gradients as the run does itself"):
+        run.prepare(nn.DataParallel(run.build_model()))
 
 
 def test_a_loop_that_prepares_other_objects_than_its_checkpoint_has_is_refused(tmp_path: Path) -> None:

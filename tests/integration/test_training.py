@@ -171,6 +171,7 @@ def test_an_error_in_the_loop_is_reported_in_one_sentence(
     logs = {log.stream: log.text for log in LogReader(run_store(str(tmp_path), "run"), worker_log(0)).read()}
     assert "what the loop prints" in logs["out"] and "RuntimeError: the loop is broken" in logs["err"]
     assert logs["out"].count("what the loop prints") == num_starts * (step + 1)
+    assert "what the loop prints" not in logs["err"]
     [driver] = LogReader(run_store(str(tmp_path), "run"), DRIVER).read()
     assert "TrainingFailed: Run 'run' failed" in driver.text
 

@@ -34,6 +34,7 @@ from raytrain.training.assembly import load_initial_weights
 from raytrain.training.run_spec import RunSpec
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
+os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # what a loop prints would be in both logs of its worker
 
 
 class RayMonitor:
