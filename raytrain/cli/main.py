@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import logging
@@ -29,10 +30,12 @@ raytrain COMMAND --help explains one. --json prints a command's result as JSON,
 --debug the traceback of an error, and --version the version.
 In bash or zsh, this completes commands and options:
 source <(raytrain --tyro-print-completion bash)"""
+_OBJECTS = 10_000  # made between two collections: with Python's 700, they take a quarter of the time of all imports
 
 
 def run() -> NoReturn:
     """Run the command line of this process, and exit without waiting for threads that still import Ray and torch."""
+    gc.set_threshold(_OBJECTS)
     try:
         code = main()
         sys.stdout.flush()

@@ -16,7 +16,9 @@ from tyro.conf import Positional, arg
 from tests.benchmarks.report import Report, write
 from tests.benchmarks.runner import Bench, served
 
-Name = Literal["ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch", "line", "network"]
+Name = Literal[
+    "ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch", "line", "network", "feed", "whole"
+]
 _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -135,6 +136,18 @@ def test_what_a_worker_of_a_short_run_prints_is_kept(data: Path, tmp_path: Path)
     raytrain.train(options(data, tmp_path, workers=1, max_steps=1), loop=speaking)
     logs = LogReader(open_store(f"{tmp_path}/run"), worker_log(0)).read()
     assert [log.text for log in logs if log.stream == "out"] == ["here I am\n"]
+
+
+def collecting(run: Run) -> None:
+    assert gc.isenabled()
+    for _ in train_on(run):
+        pass
+
+
+def test_workers_collect_garbage_although_the_process_that_they_are_forked_from_imports_without(
+    data: Path, tmp_path: Path
+) -> None:
+    assert raytrain.train(options(data, tmp_path, max_steps=1), loop=collecting).status == "finished"
 
 
 def train_on(run: Run) -> Iterator[Batch]:

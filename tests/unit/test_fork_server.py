@@ -27,13 +27,14 @@ pytestmark = [
 PATIENCE_S = 240.0
 USAGE = "usage: default_worker.py"
 FORK_TWO = """
-import os
+import gc, os
 from threading import Thread
 from raytrain.launch.ray.fork_server import import_all
 
 import_all()
 for _ in range(2):
     if not os.fork():
+        assert gc.isenabled()
         import ray
         drawn = [ray.ObjectRef.from_random().hex()]
         thread = Thread(target=lambda: drawn.append(ray.ObjectRef.from_random().hex()))
@@ -232,7 +233,7 @@ def test_it_ends_when_it_has_no_process_and_nobody_is_connected() -> None:
         assert server.wait(PATIENCE_S) == 0
 
 
-def test_no_two_forked_processes_draw_the_same_ids_of_tasks_and_objects() -> None:
+def test_forked_processes_collect_garbage_and_draw_ids_of_tasks_and_objects_of_their_own() -> None:
     drawn = subprocess.run([sys.executable, "-c", FORK_TWO], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert len(set(drawn.split())) == 4
 

@@ -1,0 +1,199 @@
+"""What a block costs the one driver and the coordinator, on clusters of several nodes whose tasks read nothing.
+
+All nodes are on this machine, so that wall-clock time says little: from the CPU time of a block follows how many a
+driver on a core of its own could start in a second.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+
+from raytrain.data.blocks import to_table
+from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.labels.manifest import build_manifest
+from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.partition import CacheOrder
+from raytrain.storage.open import open_store
+from tests.benchmarks.report import Check, Figure, Report
+from tests.benchmarks.runner import Bench, Side
+
+_NODES = 1, 4, 16
+_STREAMED, _CACHED = "through Ray Data", "by the cache's plain tasks"
+_WORKERS = 64
+_SHAPE = ImageShape(224, 224, 3)
+_GOAL = 865  # blocks/s: 64 GPUs, each of which uses 3,000 images/s of 224x224 pixels, in blocks of 222
+_WARM_UP, _BLOCKS = 512, 2048  # Ray Data plans 1,024 blocks at a time, so these are two such executions
+_STORE_BYTES = 600 << 20  # the cache's blocks stay
+_COSTS = {
+    "driver": "ms of a core a block, beside its idle time",
+    "driver idle": "of a core",
+    "coordinator": "ms of a core a block, beside its idle time",
+    "coordinator idle": "of a core",
+    "blocks/s": "in this run",
+}
+_SETTLES_S, _IDLE_S = 5.0, 10.0
+
+
+def measure(bench: Bench) -> Report:
+    """Measure both ways on each number of nodes."""
+    options = {"images": str(bench.images), "blocks": bench.scaled(_BLOCKS, least=256)}
+    sides = {
+        f"{way}, nodes: {nodes}": Side(feed, {**options, "nodes": nodes, "streamed": way == _STREAMED})
+        for way in (_STREAMED, _CACHED)
+        for nodes in _NODES
+    }
+    text = "driver {0[driver]:.2f} ms a block, coordinator {0[coordinator]:.2f}".format
+    results = bench.alternate(sides, bench.scaled(2), text)
+    figures = {
+        (name, cost): Figure(f"{name}: {cost}", unit, [each[cost] for each in values])
+        for name, values in results.items()
+        for cost, unit in _COSTS.items()
+    }
+    checks = [
+        Check(f"{name}, blocks/s of a {process} with a core of its own", most, at_least=_GOAL, unit="")
+        for name in sides
+        for process in ("driver", "coordinator")
+        for most in [1000 * (1 - figures[name, f"{process} idle"].median) / figures[name, process].median]
+    ]
+    return Report("feed: CPU time of a block that is read at once, for 64 workers", list(figures.values()), checks)
+
+
+def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -> dict[str, float]:
+    """Feed 64 workers that drop their blocks; returns what a block and idle time cost, as ``_COSTS`` says."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+
+    from raytrain.launch.ray.coordinator import lend_credentials, start_coordinator
+    from raytrain.launch.ray.feed import block_cache, ingest, streaming
+    from raytrain.launch.ray.feed.exchange import Stream
+
+    ingest.read_block = streaming.read_block = block_cache.read_block = at_once
+    with _cluster(nodes), ExitStack() as opened:
+        store = open_store(images)
+        manifest = build_manifest(store)
+        total = _WARM_UP + blocks + 2 * _WORKERS
+        samples = total * 222
+        plan = BatchPlan(samples, _WORKERS * 222, 1, seed=0)
+        known = {"num_steps": plan.num_steps, "steps_per_epoch": plan.steps_per_epoch}
+        coordinator = start_coordinator("run", open_store(folder), num_workers=_WORKERS, **known)
+        credentials, _ = lend_credentials(coordinator, [store])
+        image_set = ingest.ImageSet(
+            store.with_lent_credentials(credentials),
+            ImageFormat(_SHAPE),
+            ray.put(manifest),
+            samples,
+            False,
+            coordinator,
+        )
+        cpus = ingest.DataCpus(nodes, 1)
+        workers = ray.remote(Workers).options(num_cpus=0, max_concurrency=2).remote(coordinator)
+        stream = Stream(0, 0, "train", 0, _WORKERS)
+        if streamed:
+            reader = streaming.StreamReader(coordinator, cpus, {"train": (image_set, plan)}, (), stream)
+            opened.callback(reader.close)
+            workers.take_stream.remote(stream)
+        else:
+            order = CacheOrder(plan, Cursor(), image_set.rows_per_block)
+            filler = block_cache.CacheFiller(coordinator, cpus, {"train": block_cache.CachedImages(image_set, order)})
+            opened.callback(filler.close)
+            filler.start()
+            workers.take_cached.remote(total)
+        own: Any = ray.get(coordinator.__ray_call__.remote(_pid))  # pyright: ignore
+        ray.get(workers.received.remote(_WARM_UP))
+        before = _used(own)
+        received: Any = ray.get(workers.received.remote(_WARM_UP + blocks))
+        after = _used(own)
+        ray.get(workers.pause.remote())
+        time.sleep(_SETTLES_S)  # until all buffers are full
+        idle = _used(own)
+        time.sleep(_IDLE_S)
+        still = _used(own)
+    number, seconds = received - _WARM_UP, after["clock"] - before["clock"]
+    costs: dict[str, float] = {"blocks/s": number / seconds}
+    for name in ("driver", "coordinator"):
+        costs[f"{name} idle"] = resting = (still[name] - idle[name]) / (still["clock"] - idle["clock"])
+        costs[name] = 1000 * (after[name] - before[name] - resting * seconds) / number
+    return costs
+
+
+class Workers:
+    """All workers in one process: as each of them does, a thread takes its blocks, brings them here and drops them."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+        self._changed = threading.Condition()
+        self._number = 0
+        self._is_paused = False
+
+    def take_stream(self, stream: Any) -> None:
+        from raytrain.launch.ray.feed.streaming import stream_blocks
+
+        for rank in range(_WORKERS):
+            self._take(stream_blocks(self._coordinator, stream, rank, _SHAPE))
+
+    def take_cached(self, total: int) -> None:
+        from raytrain.launch.ray.feed.block_cache import RemoteBlocks
+
+        self._take(map(RemoteBlocks(self._coordinator, "train", _SHAPE), range(total)))
+
+    def received(self, number: int) -> int:
+        """Wait until ``number`` blocks are here; returns how many are."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._number >= number)
+            return self._number
+
+    def pause(self) -> None:
+        """Take no more blocks."""
+        self._is_paused = True
+
+    def _take(self, blocks: Iterator[Any]) -> None:
+        threading.Thread(target=self._count, args=(blocks,), daemon=True).start()
+
+    def _count(self, blocks: Iterator[Any]) -> None:
+        for _ in blocks:
+            with self._changed:
+                self._number += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._is_paused)
+
+
+def at_once(*_: object, **__: object) -> Any:
+    """A block of one black image, which is large enough for the object store."""
+    return to_table(np.zeros((1, 224, 224, 3), np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+@contextmanager
+def _cluster(nodes: int) -> Iterator[None]:
+    """Be connected to a cluster with this many nodes of one CPU, beside a head that has none."""
+    from ray.cluster_utils import Cluster
+
+    from raytrain.launch.ray.connection import Connection
+
+    store: dict[str, Any] = {"object_store_memory": _STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args={**store, "num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=1, **store)
+        with Connection(cluster.address) as connection:
+            connection.connect()
+            yield
+    finally:
+        cluster.shutdown()
+
+
+def _pid(_: object) -> int:
+    return os.getpid()
+
+
+def _used(coordinator: int) -> dict[str, float]:
+    """Seconds of a core that this process and the coordinator's have used, and the time."""
+    own, other = (psutil.Process(pid).cpu_times() for pid in (os.getpid(), coordinator))
+    return {"driver": own.user + own.system, "coordinator": other.user + other.system, "clock": time.monotonic()}
