@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -29,6 +31,14 @@ OTHERS = [
     "cat/notes.json",
     "dog/jpg",
 ]
+
+WRITE = """
+import sys
+from raytrain.data.labels.manifest import build_manifest
+from raytrain.storage.open import open_store
+build_manifest(open_store(sys.argv[1])).to_parquet()
+assert "pandas" not in sys.modules
+"""
 
 
 @pytest.fixture
@@ -207,3 +217,9 @@ def test_a_split_has_each_image_once(labels: list[int], fraction: float, seed: i
         num_images, num_held_out = labels.count(label), int((test.labels == label).sum())
         assert num_held_out == 0 if num_images == 1 else 1 <= num_held_out < num_images
         assert abs(num_held_out - fraction * num_images) <= 1
+
+
+@pytest.mark.not_quick
+def test_a_manifest_is_written_without_pandas_whose_import_would_delay_a_start(store: Store) -> None:
+    fill(store, *FILES)
+    subprocess.run([sys.executable, "-c", WRITE, store.url], check=True)

@@ -139,13 +139,13 @@ class Manifest:
             metadata["shrinking"] = self.shrinking
         columns: dict[str, Any] = {
             "key": self.keys,
-            "label": self.labels,
-            "size_bytes": self.sizes_bytes,
+            "label": number_array(self.labels),
+            "size_bytes": number_array(self.sizes_bytes),
             "etag": self.etags,
         }
         if self.packing is not None:
             metadata["shards"] = self.packing.shards
-            columns |= {"shard": self.packing.shard, "row": self.packing.row}
+            columns |= {"shard": number_array(self.packing.shard), "row": number_array(self.packing.row)}
         sink = pa.BufferOutputStream()
         table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps(metadata)})
         pq.write_table(table, sink, compression="zstd")
