@@ -21,7 +21,7 @@ from typing import NoReturn
 from raytrain.cli.command import CommandResult
 from raytrain.cli.commands import COMMANDS, GROUPS
 from raytrain.cli.parser import parse
-from raytrain.errors import RaytrainError, option_name
+from raytrain.errors import RaytrainError, TrainingFailed, option_name
 from raytrain.runs.documents import plain
 from raytrain.runs.redact import one_line, printable, redact
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_output_closed():
             raise
-        if debug:
+        if debug and not isinstance(error, TrainingFailed):  # whose reason, in another process, has been logged
             print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return _print_error(error, as_json="--json" in argv)
     _print_outcome(outcome, as_json="--json" in argv)

@@ -27,6 +27,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line.rstrip('.')}{where}"
 
 
+def trace_of(error: BaseException) -> str:
+    """The traceback of what ``error`` was made of, such as an exception in the user's code; otherwise its own."""
+    return "".join(traceback.format_exception(error.__cause__ or error))
+
+
 def may_pass(error: BaseException) -> bool:
     """Whether another start may do without ``error``: another worker, a connection or a process of Ray was lost."""
     kinds = type(error).__mro__

@@ -12,6 +12,7 @@ from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
 from raytrain.runs.outcome import Outcome
+from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Coordinator(RunMonitor):
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
         """A worker cannot continue; its neighbours end, too."""
-        _logger.debug("worker %d failed: %s", rank, trace)
+        _logger.debug("worker %d failed: %s", rank, redact(trace))
         self._told = self._told or f"worker {rank} failed: {reason}"
 
     def workers_lost(self, killed: dict[int, str]) -> None:

@@ -18,6 +18,7 @@ from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult, failure_sentence, successful
+from raytrain.runs.redact import printable, redact
 from raytrain.trackers.tracking import Tracking
 
 _logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class RunSession:
         self._launch.end_workers()
         ending = self._monitor.ending()
         if ending.error is not None:
-            _logger.debug("a worker failed: %s", ending.trace)
+            _logger.debug("a worker failed: %s", printable(redact(ending.trace)))
             if not ending.is_checked:
                 raise ending.error
         outcome = self._outcome(ending, self._monitor.snapshot(START))

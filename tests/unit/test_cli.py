@@ -293,11 +293,14 @@ def test_an_unexpected_error_is_one_sentence_and_its_traceback_is_kept(
 def test_debug_shows_the_traceback(
     how: str, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(train=failing(TrainingFailed("The workers died.")))
+    stand_in(train=failing(StorageError("The bucket is gone.")))
     if how == "environment":
         monkeypatch.setenv("RAYTRAIN_DEBUG", "1")
-    assert main(["train", "cifar10", *(["--debug"] if how == "flag" else [])]) == 1
+    assert main(["train", "cifar10", *(["--debug"] if how == "flag" else [])]) == 2
     assert "Traceback" in capsys.readouterr().err
+    stand_in(train=failing(TrainingFailed("The loop failed.")))
+    main(["train", "cifar10", "--debug"])
+    assert "Traceback" not in capsys.readouterr().err, "that of the loop, which is in another process, is in the log"
 
 
 def test_an_abort_shows_no_traceback(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

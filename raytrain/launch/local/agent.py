@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_error import describe
+from raytrain.config.user_error import describe, trace_of
 from raytrain.errors import RaytrainError
 from raytrain.launch.local.local_launch import CallAddress, Caller, Surroundings
 from raytrain.launch.machine_batches import MachineBatches
@@ -110,7 +110,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     try:
         outcome = _train(spec.with_functions(), here, rank, SocketReporter(here.calls, watch=rank == 0))
     except RaytrainError as error:
-        if not call("give_up", error, traceback.format_exc()):
+        if not call("give_up", error, trace_of(error)):
             os._exit(1)
         return
     except Exception as error:

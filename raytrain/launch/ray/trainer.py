@@ -23,6 +23,7 @@ from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.hardware import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
 from raytrain.monitor.events import WorkerFailed
+from raytrain.runs.redact import redact
 
 _logger = logging.getLogger(__name__)
 _OWN = re.compile(r"^raytrain\.errors\.\w+: ")
@@ -161,7 +162,7 @@ class TrainerThread:
             self._trainer.fit()
             self.ended.set_result(None)
         except BaseException as error:
-            _logger.debug("the workers failed: %s", error)  # with the traceback of each
+            _logger.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
             self.ended.set_exception(error)
 
 

@@ -9,7 +9,6 @@ import os
 import sys
 import sysconfig
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -27,6 +26,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 import raytrain
+from raytrain.config.user_error import trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
@@ -118,7 +118,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
         with ProcessLog(spec.store, rank):
             outcome = train_run(spec, make_run(spec, source, reporter, device, weights))
     except RaytrainError as error:
-        if ray.get(here.coordinator.give_up.remote(error, traceback.format_exc())):
+        if ray.get(here.coordinator.give_up.remote(error, trace_of(error))):
             return  # the driver ends the run; an exception would have Ray Train start other workers
         raise
     if dist.is_initialized():
