@@ -73,8 +73,9 @@ def serve(
         scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
         with serving_credentials([trained.store], scope) as (served, lender):
             model = served_model(trained, trained.store.with_lent_credentials(served), top_k, thresholds)
-            with StopSignals() as signals, serving(model, placement, host, port) as url:
-                ready(url)
+            with StopSignals() as signals, serving(model, placement, host, port, signals) as url:
+                if signals.stop_request is None:
+                    ready(url)
                 while signals.stop_request is None:
                     time.sleep(_LOOK_EVERY_S)
                     if lender is not None:

@@ -28,6 +28,7 @@ from PIL import Image
 import raytrain
 from raytrain.cli.main import main
 from raytrain.errors import UsageError
+from raytrain.monitor.stop_request import StopReason, StopSignals
 from raytrain.training.model import build_model
 from tests.helpers.ray_head import free_port
 from tests.hostile.stored_runs import ANIMALS, add_checkpoint, make_run, options
@@ -131,8 +132,35 @@ def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: p
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/run"
-        assert model_server._answering("127.0.0.1", server.server_port, "run") == url
+        assert model_server._answering("127.0.0.1", server.server_port, "run", StopSignals()) == url
         server.shutdown()
+
+
+def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    from raytrain.launch.ray import model_server
+
+    asked: list[str] = []
+    signals = StopSignals()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if len(asked) == 3:
+                signals.request_stop(StopReason("signal", "SIGINT"))
+            self.send_response(503)
+            self.end_headers()
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = model_server._answering("127.0.0.1", server.server_port, "run", signals)
+        server.shutdown()
+    assert asked == ["/run"] * 3
+    assert caplog.messages == [f"loading the network of run; until then, {url} answers 503 …"]
 
 
 def test_a_replica_holds_files_up_to_a_limit_and_then_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:

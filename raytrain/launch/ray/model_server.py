@@ -34,6 +34,7 @@ from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.predict_request import ServedModel
 from raytrain.launch.ray.trainer import root_cause
+from raytrain.monitor.stop_request import StopSignals
 
 _MAX_BYTES = 64 << 20  # of one image file
 _MAX_HELD_BYTES = 512 << 20  # of all image files that a replica holds at a time
@@ -136,8 +137,11 @@ def _posted_file(content_type: str, body: bytes) -> bytes:
 
 
 @contextmanager
-def serving(model: ServedModel, placement: Placement, host: str, port: int) -> Iterator[str]:
-    """Serve ``model`` at the URL that it yields; raises UsageError if the cluster cannot, or does not answer."""
+def serving(model: ServedModel, placement: Placement, host: str, port: int, signals: StopSignals) -> Iterator[str]:
+    """Serve ``model`` at the URL that it yields when its network is loaded, or when ``signals`` has a stop request.
+
+    Raises UsageError if the cluster cannot, or does not answer.
+    """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     replica = serve.deployment(
         name="replica",
@@ -149,7 +153,7 @@ def serving(model: ServedModel, placement: Placement, host: str, port: int) -> I
     name = f"raytrain-{model.run}"
     try:
         _start(replica.bind(model, placement.threads), name, model.run, HTTPOptions(host=host, port=port))
-        yield _answering(host, port, model.run)
+        yield _answering(host, port, model.run, signals)
     finally:
         with suppress(RayServeException):  # it has not started
             serve.delete(name)
@@ -177,13 +181,18 @@ def _reason(name: str) -> str:
     return "".join(messages).strip().rpartition("\n")[2].rpartition("Error: ")[2]
 
 
-def _answering(host: str, port: int, run: str) -> str:
-    """The URL of a run, once its network is loaded. Raises UsageError if it does not answer, or cannot load it."""
+def _answering(host: str, port: int, run: str, signals: StopSignals) -> str:
+    """The URL of a run, once its network is loaded; UsageError if nothing answers, or it cannot be loaded.
+
+    How long that takes depends on the storage, so only a stop request of ``signals`` ends the wait.
+    """
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     url = f"http://{head if host == '0.0.0.0' else host}:{port}/{run}"
     try:
-        while not _is_loaded(url, run):
-            time.sleep(_ASK_EVERY_S)
+        if not _is_loaded(url, run):
+            logging.getLogger("raytrain").warning("loading the network of %s; until then, %s answers 503 …", run, url)
+            while signals.stop_request is None and not _is_loaded(url, run):
+                time.sleep(_ASK_EVERY_S)
     except (urllib.error.URLError, TimeoutError) as error:
         raise UsageError(
             f"Nothing answers at {url} ({getattr(error, 'reason', error)}): Ray Serve listens on the head of the "
