@@ -47,6 +47,7 @@ def replayed(record: RunRecord, step: int, folder: str) -> Snapshot:
     steps_per_epoch = math.ceil(record.status.num_steps / record.status.num_epochs)
     with closing(History(open_store(folder))) as history:
         monitor = RunMonitor(record.name, record.status.num_steps, steps_per_epoch, history, clock=lambda: now_s)
+        now_s = record.summary.get("startup_seconds", 0.0)
         monitor.started(record.status.num_workers, 0)
         for row in record.metrics:
             if row.step <= step:

@@ -268,8 +268,10 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
     rows = [
         row for step in (1, 2, 3) for row in (step_row(step, loss=1 / step), evaluation_row(step, accuracy=step / 9))
     ]
-    for name in ("first", "second", "rates-00", "rates-01"):
-        store_run(tmp_path, name, rows if name != "rates-01" else rows[:2])
+    for name in ("first", "a_second_run_with_a_name_of_many_letters", "rates-00", "rates-01"):
+        store_run(
+            tmp_path, name, rows if name != "rates-01" else [step_row(1), evaluation_row(1, accuracy=0.9), *rows[2:4]]
+        )
     write_json(store_run(tmp_path, "rates", []), SWEEP, {"vary": ["seed=1,2"], "points": [{"seed": 1}, {"seed": 2}]})
     with HomeRuns(str(tmp_path)) as runs, PageServer(runs, 0) as server:
         page = visit(server.url, viewport={"width": 1280, "height": 700})
@@ -277,9 +279,12 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         expect(rows_shown).to_have_count(3)  # the sweep is one
         expect(page.locator(".home svg.sparkline polyline")).to_have_count(3)
         expect(page.locator("img")).to_have_count(0)
+        expect(page.locator(".home")).to_contain_text(
+            "2 runs, best rates-01"
+        )  # at its best evaluation, not at its last
         page.get_by_role("searchbox").fill("rates-0")
         expect(rows_shown).to_have_count(2)
-        expect(page.locator(".home svg.sparkline polyline")).to_have_count(1)  # the other is a dot
+        expect(page.locator(".home svg.sparkline polyline")).to_have_count(2)
         page.get_by_role("searchbox").fill("nothing")
         expect(rows_shown).to_have_count(0)
         page.get_by_role("searchbox").fill("first")
@@ -292,6 +297,8 @@ def test_the_home_lists_all_runs_and_leads_to_each(visit: Visit, tmp_path: Path)
         phone = visit(server.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
         expect(phone.locator(".home tbody tr")).to_have_count(3)
         assert phone.evaluate("document.documentElement.scrollWidth") <= 375
+        last = phone.locator(".home tbody tr:first-child td:nth-child(3)").bounding_box()
+        assert last is not None and last["x"] + last["width"] <= 375, "a long name leaves room for the status"
         if folder := os.environ.get("RAYTRAIN_PICTURES"):
             phone.screenshot(path=f"{folder}/home-phone.png")
             visit(server.url, viewport={"width": 1200, "height": 500}).screenshot(path=f"{folder}/home.png")

@@ -15,7 +15,7 @@ export class Home {
     this.search = el("input", { type: "search", placeholder: "name, recipe, status or tag", "aria-label": "search", input: () => this.draw() });
     this.body = el("tbody");
     this.note = el("p", { class: "note" });
-    const head = ["Run", "Recipe", "Status", "Progress", "Accuracy", "Accuracies", "Tags"].map((name) => el("th", { scope: "col" }, name));
+    const head = ["Run", "Recipe", "Status", "Progress", "Last accuracy", "Accuracies", "Tags"].map((name) => el("th", { scope: "col" }, name));
     this.element = el("article", { class: "home" }, this.search, this.note, el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, el("tr", {}, ...head)), this.body)));
     this.refresh();
   }
@@ -51,14 +51,20 @@ export class Home {
 
   /** A row for all runs of a sweep or a study and, if it is opened, one for each. */
   group(name, runs) {
-    const best = runs.reduce((a, b) => ((b.test_accuracy ?? -1) > (a.test_accuracy ?? -1) ? b : a));
+    const best = runs.reduce((a, b) => (score(b) > score(a) ? b : a));
+    const about = `${runs.length} runs${score(best) < 0 ? "" : `, best ${best.name}`}`;
     const training = runs.filter(({ status }) => status === "running" || status === "starting").length;
     const open = this.opened.has(name);
     const toggle = el("button", { type: "button", class: "quiet", "aria-expanded": String(open), click: () => { open ? this.opened.delete(name) : this.opened.add(name); this.draw(); } }, open ? "▾" : "▸");
-    const line = row({ ...best, name, status: training ? "running" : best.status, tags: [`${runs.length} runs, best ${best.name}`] }, this.address, toggle);
+    const line = row({ ...best, name, status: training ? "running" : best.status, tags: [about] }, this.address, toggle);
     line.dataset.name = "";
     return [line, ...(open ? runs.map((run) => row(run, this.address, "  ")) : [])];
   }
+}
+
+/** The best accuracy of a run, -1 if none is known. */
+function score(run) {
+  return Math.max(-1, run.test_accuracy ?? -1, ...run.accuracies.map((value) => value ?? -1));
 }
 
 function row(run, address, before = null) {
