@@ -19,12 +19,16 @@ _OF_FILES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirector
 def describe(error: BaseException) -> str:
     """What was raised, and where in the user's files: ``TypeError: … (my_loop.py, line 12: `loss.backward(1)`)``."""
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    where = ""
-    if frames and not isinstance(error, SyntaxError):  # whose message has the file and the line
-        frame = frames[-1]
-        where = f" ({Path(frame.filename).name}, line {frame.lineno}: `{(frame.line or '')[:_TEXT_CHARS]}`)"
-    return f"{type(error).__name__}: {first_line.rstrip('.')}{where}"
+    line = "" if isinstance(error, SyntaxError) else users_line(traceback.extract_tb(error.__traceback__))  # it has one
+    return f"{type(error).__name__}: {first_line.rstrip('.')}{f' ({line})' if line else ''}"
+
+
+def users_line(frames: traceback.StackSummary) -> str:
+    """The innermost line in the user's files, ``my_loop.py, line 12: `loss.backward(1)```; empty if there is none."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES)):
+            return f"{Path(frame.filename).name}, line {frame.lineno}: `{(frame.line or '')[:_TEXT_CHARS]}`"
+    return ""
 
 
 def trace_of(error: BaseException) -> str:
@@ -53,7 +57,3 @@ def in_one_sentence(what: str) -> Generator[None]:
         if may_pass(error):
             raise
         raise UsageError(f"{what}: {describe(error)}.") from error
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith(("<", _PACKAGE, *_LIBRARIES))

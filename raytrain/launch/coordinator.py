@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError
+from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError, UsageError
 from raytrain.monitor.events import WorkerFailed
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.runs.history import History
@@ -16,6 +16,10 @@ from raytrain.runs.redact import redact
 from raytrain.storage.store import Store
 
 _logger = logging.getLogger(__name__)
+_DIFFERENT_PLACES = (
+    "The workers wait for each other in different places: worker {} {}, and worker {} {}; every worker must make the "
+    "same calls of the run, and of networks with batch norm: decide by what all of them know, such as run.total(...)."
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Coordinator(RunMonitor):
         self._trace = ""
         self._lost: str | None = None
         self._first_told: dict[str, int] = {}  # the start in which a failure of the loop was told first
+        self._places: dict[int, str | None] = {}  # where each worker waits for the others
+        self._still: set[int] = set()  # the workers that still did after the last of them had begun
         self._told: str | None = None  # by the first worker that failed, since the workers were started last
 
     def checked(self) -> None:
@@ -86,6 +92,18 @@ class Coordinator(RunMonitor):
             self._error, self._trace = error, trace
         self._end_has_come.set()
         return True
+
+    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+        """A worker waits long for the others in a ``place`` of the loop. If all do, in different places, give up."""
+        if self._places.get(rank) != place:
+            self._places[rank] = place
+            self._still.clear()
+        else:
+            self._still.add(rank)
+        first_in = {self._places.get(each): each for each in reversed(range(num_workers))}
+        if self._still.issuperset(range(num_workers)) and len(first_in) > 1:
+            found = sorted((rank, place) for place, rank in first_in.items())
+            self.give_up(UsageError(_DIFFERENT_PLACES.format(*found[0], *found[1])))
 
     def worker_failed(self, rank: int, reason: str, trace: str) -> None:
         """A worker cannot continue; its neighbours end, too."""

@@ -27,6 +27,7 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.steps import Steps
+from raytrain.training.waiting import tell_long_waits
 
 
 def load_initial_weights(spec: RunSpec, first_step: int) -> Mapping[str, Tensor] | None:
@@ -82,6 +83,12 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
     anything that is its own.
     """
+    with tell_long_waits(run.steps, run.reporter, run.worker):
+        _call_loop(spec, run)
+        return run.finish()
+
+
+def _call_loop(spec: RunSpec, run: Run) -> None:
     first_step = run.progress.step
     try:
         if spec.config.accumulate == "auto" and spec.loop is None:  # another loop may train another network
@@ -96,7 +103,6 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
             raise
         step = run.progress.step
         raise LoopFailed(_failed(spec, error, step, is_first=step == first_step), step > first_step) from error
-    return run.finish()
 
 
 def _failed(spec: RunSpec, error: BaseException, step: int, *, is_first: bool) -> str:

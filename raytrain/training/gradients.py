@@ -28,11 +28,12 @@ class JoinedGradients:
 
     def __init__(self, worker: Worker) -> None:
         self._world_size = worker.world_size
-        self._group = _own_group(worker.device) if worker.world_size > 1 else None
+        # In a backward, collectives of batch norm come in another order on each worker.
+        self._group = own_group(worker.device) if worker.world_size > 1 else None
         self._parameters: list[Tensor] = []
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._bucket_of: dict[int, Bucket] = {}
         self._num_sent = 0
         self._joins = False
 
@@ -67,7 +68,7 @@ class JoinedGradients:
         for each in unique:
             _check_hooks(each)
         self._parameters = parameters
-        self._buckets = [_Bucket.of(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
+        self._buckets = [Bucket.of(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
         self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
         self._hooks = [each.register_post_accumulate_grad_hook(self._arrived) for each in unique]
 
@@ -88,7 +89,7 @@ class JoinedGradients:
 
 
 @dataclass(eq=False)
-class _Bucket:
+class Bucket:
     """Parameters of one kind, whose gradients are views of one tensor, which is sent as a whole."""
 
     parameters: list[Tensor]
@@ -98,7 +99,7 @@ class _Bucket:
     work: dist.Work | None = None
 
     @classmethod
-    def of(cls, parameters: list[Tensor]) -> _Bucket:
+    def of(cls, parameters: list[Tensor]) -> Bucket:
         sizes = [each.numel() for each in parameters]
         flat = parameters[0].new_zeros(sum(sizes) + len(parameters))
         rows = flat[: sum(sizes)].split(sizes)
@@ -135,8 +136,8 @@ class _Bucket:
                     parameter.grad = view
 
 
-def _own_group(device: torch.device) -> Any:
-    """A process group beside the default one, as collectives of batch norm come in another order in a backward."""
+def own_group(device: torch.device) -> Any:
+    """A process group beside the default one, for collectives that others must not come between."""
     default: Any = dist.group.WORLD
     return dist.new_group(timeout=default._get_backend(device).options._timeout)
 

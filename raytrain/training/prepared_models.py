@@ -77,6 +77,11 @@ def _weights(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
+def shapes_of(model: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of ``model``; lazy ones have none yet."""
+    return [tuple(each.shape) for each in _weights(model) if not nn.parameter.is_lazy(each)]
+
+
 def checkpoint_gradients(model: nn.Module) -> nn.Module:
     """Let ``model`` keep the inputs of its blocks only, and compute what is in them again when it needs gradients.
 

@@ -58,6 +58,9 @@ class Reporter(Protocol):
     def event(self, event: Event) -> None:
         """Note something that whoever watches the run should read."""
 
+    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+        """Note where worker ``rank`` waits for the others, again and again; None once after it does so no more."""
+
     def flush(self) -> None:
         """Return when all rows so far are in storage; raises StorageError if they cannot be written."""
 

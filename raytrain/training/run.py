@@ -38,7 +38,7 @@ from raytrain.training.optimisation import (
     clip_gradients,
     parameters_of,
 )
-from raytrain.training.prepared_models import PreparedModels, WeightAverage, full_precision
+from raytrain.training.prepared_models import PreparedModels, WeightAverage, full_precision, shapes_of
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
 
@@ -116,10 +116,11 @@ class Run:
         """Put ``thing`` into every checkpoint, and restore it if the run resumes. Returns what the loop should use.
 
         A network is moved to the device, and its batch norm and gradients are joined over the workers: train what is
-        returned. Make an optimizer from what was returned. Anything else has ``state_dict`` and ``load_state_dict``,
-        such as an average of the weights. A loop prepares the same things in the same order each time.
+        returned. Anything else has ``state_dict`` and ``load_state_dict``, such as an optimizer of what was returned.
+        A loop prepares the same things in the same order each time, and on every worker.
         """
         if isinstance(thing, nn.Module):
+            self.steps.check_all("prepares", shapes_of(thing))
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
         kind = "optimizer" if isinstance(thing, Optimizer) else "state"
         if isinstance(thing, WeightAverage) and self.models.trained[:1] == [thing.source]:
@@ -209,8 +210,7 @@ class Run:
             self.steps.optimizer_steps()
         with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
             if closure is not None:
-                compute: Any = partial(self._computed_again, optimizer, closure, clip_norm)
-                optimizer.step(compute)
+                optimizer.step(partial(self._computed_again, optimizer, closure, clip_norm))  # pyright: ignore
                 self.steps.optimizer_steps()
             else:
                 if clip_norm is not None:
@@ -259,12 +259,14 @@ class Run:
 
     def total(self, sums: Tensor) -> list[float]:
         """``sums``, of shape (n,), added up over the workers, each of which calls this. Changes ``sums``."""
+        self.steps.check_all("totals", tuple(sums.shape))
         if self.world_size > 1:
             dist.all_reduce(sums)
         return sums.tolist()
 
     def gather(self, rows: Tensor) -> npt.NDArray[np.float64]:
         """The ``rows``, float64 (n, d), of all workers, in their order. Each worker calls this, and has its own n."""
+        self.steps.check_all("gathers", tuple(rows.shape[1:]))
         gathered: list[Any] = [rows.cpu().numpy()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(gathered, gathered[0])
@@ -279,16 +281,12 @@ class Run:
         with self.models.evaluating():
             measured = self._evaluate()
         self.evaluating = False
-        step = self.steps.evaluated(measured, self.thresholds)
-        self.gallery.write(step, self.rank, self.world_size)
+        self.gallery.write(self.steps.evaluated(measured, self.thresholds), self.rank, self.world_size)
         self.steps.metrics.exclude(time.perf_counter() - started)
         return measured
 
     def finish(self) -> Outcome:
-        """Called when the loop has returned: records the last metrics, and writes a checkpoint and all that is shown.
-
-        Raises UsageError if the loop returned on some workers only, before the end of the run.
-        """
+        """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""
         self._adapt_scale()
         outcome = self.steps.finish()
         self.gallery.close()

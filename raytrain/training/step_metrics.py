@@ -14,7 +14,7 @@ from torch import Tensor
 from raytrain.data.plan.batch_plan import GlobalBatch
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import MetricRow
-from raytrain.training.gradients import digest_of, digests_agree
+from raytrain.training.gradients import digest_of, digests_agree, own_group
 from raytrain.training.protocols import Worker
 
 _MEAN_OF = {"correct": "accuracy"}
@@ -30,6 +30,11 @@ class StepTotals:
     checkpoint_requests: float = 0
     loops_returned: float = 0  # before the end of the run
     evaluations: float = 0  # that begin
+    totals: float = 0  # calls of run.total, run.gather and run.prepare
+    gathers: float = 0
+    prepares: float = 0
+    given: float = 0  # a digest of what must be the same in a call on all workers
+    given_squared: float = 0
 
 
 _NUM_TOTALS = len(dataclasses.fields(StepTotals))
@@ -49,6 +54,8 @@ class StepMetrics:
         self.samples_seen = samples_seen
         self._worker = worker
         self._record = record
+        # Gloo ends a process that gets a sum of another size, such as one of batch norm, if workers are out of step.
+        self._group = own_group(worker.device) if worker.world_size > 1 and worker.device.type == "cpu" else None
         self._names: tuple[str, ...] = ()
         self._sent_names = self._names
         self._logged = torch.zeros(_ROOM, dtype=torch.float64, device=worker.device)
@@ -65,14 +72,14 @@ class StepMetrics:
         self._sums, self._sent_names = self._contribution(own), self._names
         self._logged = torch.zeros_like(self._logged)
         if self._worker.world_size > 1:
-            self._work = dist.all_reduce(self._sums, async_op=True)
+            self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
         self._pending = True
 
     def joined(self, own: StepTotals) -> StepTotals:
         """The totals of what each worker gives now, beside those of the step."""
         sums = self._contribution(own)
         if self._worker.world_size > 1:
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=self._group)
         return self._totals(sums.tolist())
 
     def num_used(self) -> Tensor:

@@ -26,6 +26,7 @@ from raytrain.runs.outcome import Outcome, Progress
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
 from raytrain.training.evaluation import agreed
+from raytrain.training.gradients import digest_of, digests_agree
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
@@ -73,6 +74,13 @@ class SampleTrace:
 
 _MEAN = 1  # torch's number for reduction="mean"
 _MOST_PARTS = 4  # a loss may well be divided by a number of terms or parts that is as small
+_CALLS = {
+    "loops_returned": "returned",
+    "evaluations": "called run.evaluate()",
+    "totals": "called run.total",
+    "gathers": "called run.gather",
+    "prepares": "called run.prepare",
+}
 
 
 class Steps:
@@ -100,7 +108,8 @@ class Steps:
         self._early_stop = EarlyStop(config)
         self.learning_rates: list[float] = []  # of the groups that optimizers have stepped in this step
         self._num_here = 0  # steps of this start
-        self._backwards = 0  # of the loop since it got its batch
+        self.num_calls = 0  # of this start, that all workers make together
+        self._has_gradients = False  # of a backward since the loop got its batch
         self._stepped = False  # an optimizer, since then
         self._checked_loss = False
         self._start_reported = False
@@ -109,9 +118,23 @@ class Steps:
     def begin_evaluation(self) -> None:
         """An evaluation begins. Raises UsageError, on all workers, if some of them do not evaluate."""
         self.report_start()  # otherwise nobody would read the test images
-        if self._worker.world_size > 1:
-            totals = self.metrics.joined(StepTotals(evaluations=1))
-            _check_together(totals, self._worker.world_size, self.progress.step + self._stepped)
+        self.check_all("evaluations")
+
+    def check_all(self, call: str, given: object = None) -> None:
+        """The loop makes a ``call``, a field of StepTotals. Raises UsageError if not all workers do, with one shape."""
+        self.num_calls += 1
+        num_workers = self._worker.world_size
+        if num_workers == 1:
+            return
+        number, squared = digest_of(given)
+        totals = self.metrics.joined(StepTotals(given=number, given_squared=squared, **{call: 1}))
+        step = self.progress.step + self._stepped
+        _check_together(totals, num_workers, step)
+        if not digests_agree((totals.given, totals.given_squared), num_workers):
+            raise UsageError(
+                f"After step {step:,} the loop {_CALLS[call]} with other shapes on worker {self._worker.rank} than on "
+                f"another: {given!s:.80}; every worker must give the same."
+            )
 
     def report_start(self) -> None:
         """Report, once, that the workers train: from now on the driver reads ahead."""
@@ -126,19 +149,20 @@ class Steps:
         stop = self._reporter.stop_requested() or (self._worker.rank == 0 and self._early_stop.time_is_up())
         checkpoint = self._worker.rank == 0 and (self._reporter.checkpoint_requested() or self._schedule.due_by_time())
         self.metrics.start(StepTotals(len(local.labels), wait_s, stop, checkpoint))
-        self._backwards, self._stepped = 0, False
+        self._has_gradients = self._stepped = False
         self.learning_rates.clear()
 
     def backward(self, loss: Tensor) -> None:
         """The loop backpropagates ``loss``; raises UsageError if the first one is no sum over images."""
-        self._backwards += 1
+        self.num_calls += 1
+        self._has_gradients = True
         if not self._checked_loss:
             self._checked_loss = True
             _check_sum(loss, len(self._local.labels))
 
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""
-        if not self._backwards:
+        if not self._has_gradients:
             raise UsageError(
                 "The loop calls run.step without run.backward before it in the same batch: without that the gradients "
                 "are wrong."
@@ -219,7 +243,7 @@ class Steps:
     def _complete(self) -> StepTotals:
         batch = self._local.batch
         self._models.end_step(batch.step)
-        self._backwards, self._stepped = 0, False
+        self._has_gradients = self._stepped = False
         totals = self.metrics.read()
         step = batch.step + 1
         if self._trace is not None:
@@ -264,7 +288,8 @@ class Steps:
 
 def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
     """Raise UsageError if the loop did, after ``step`` completed steps, on some workers what it did not on others."""
-    for what, number in (("returned", totals.loops_returned), ("called run.evaluate()", totals.evaluations)):
+    for call, what in _CALLS.items():
+        number: float = getattr(totals, call)
         if 0 < number < num_workers:
             raise UsageError(
                 f"After step {step:,} the loop {what} on {number:.0f} of {num_workers} workers and continued on the "

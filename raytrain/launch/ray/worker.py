@@ -183,6 +183,9 @@ class RayReporter:
     def event(self, event: Event) -> None:
         self._coordinator.event.remote(event)
 
+    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
+        self._coordinator.waits.remote(rank, num_workers, place)
+
     def flush(self) -> None:
         ray.get(self._coordinator.received.remote())  # returns after they have arrived
         ray.get(self._coordinator.flush.remote())
