@@ -163,7 +163,8 @@ def failure_sentence(
 ) -> str:
     """Why a run failed, and how to resume it; no command knows a ``loop`` that was given as a function."""
     kept = "Its last checkpoint is kept: resume" if has_checkpoint else "It has no checkpoint yet: start it again"
-    how = "raytrain.train, the same loop and resume=True" if loop is not None else resume_command(config, command)
+    with_function = f"raytrain.train, the same loop, name={config.name!r} and resume=True"
+    how = resume_command(config, command) if loop is None else with_function
     return f"Run {config.name!r} failed: {reason.rstrip('.')}. {kept} with {how}"
 
 

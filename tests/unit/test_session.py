@@ -198,7 +198,7 @@ def test_a_run_whose_loop_is_a_function_names_no_command_that_would_train_anothe
 
     with session(images, tmp_path, give_up, loop=print) as (opened, _), pytest.raises(TrainingFailed) as raised:
         opened.watch()
-    assert str(raised.value).endswith("start it again with raytrain.train, the same loop and resume=True")
+    assert str(raised.value).endswith("again with raytrain.train, the same loop, name='run' and resume=True")
 
 
 def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images: Path, tmp_path: Path) -> None:
