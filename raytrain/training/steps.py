@@ -22,7 +22,7 @@ from raytrain.monitor.events import CheckpointSkipped
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.documents import TRACE
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import Outcome, Progress
+from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
 from raytrain.training.evaluation import agreed
@@ -157,8 +157,8 @@ class Steps:
         self.num_calls += 1
         self._has_gradients = True
         if not self._checked_loss:
-            self._checked_loss = True
             _check_sum(loss, len(self._local.labels))
+            self._checked_loss = True
 
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""
@@ -237,7 +237,7 @@ class Steps:
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
         status = "stopped" if self.progress.step < self._plan.num_steps else "finished"
-        reason = self._early_stop.reason
+        reason = self._early_stop.reason or (None if self._exhausted else StopReason("caller", "the loop returned"))
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
     def _complete(self) -> StepTotals:

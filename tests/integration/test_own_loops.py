@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain.errors import UsageError
 from raytrain.monitor.events import CheckpointWritten
+from raytrain.runs.outcome import StopReason
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
@@ -315,6 +316,7 @@ def return_early_and_resume(folder: str) -> list[Tensor]:
         outcome = run.finish()
         assert outcome.progress.step == (5 if loop is returns_early else 12)
         assert outcome.status == ("stopped" if loop is returns_early else "finished")
+        assert outcome.stop_reason == (StopReason("caller", "the loop returned") if loop is returns_early else None)
         if run.rank == 0:  # which writes them
             assert outcome.checkpoint == f"checkpoints/step-{outcome.progress.step:09d}.pt"
     return list(weights_of(run).values())
@@ -591,8 +593,9 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     model = run.prepare(run.build_model())
     optimizer = run.prepare(run.build_optimizer(model))
-    with pytest.raises(UsageError, match=sentence):
-        train_with_body(run, model, optimizer, body)
+    for _ in range(2):  # also if the loop has swallowed it
+        with pytest.raises(UsageError, match=sentence):
+            train_with_body(run, model, optimizer, body)
     assert run.progress.step == 0
 
 
