@@ -153,9 +153,9 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     return shell_command(command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume")
 
 
-def shell_command(*words: str) -> str:
+def shell_command(*words: str, program: str = "raytrain") -> str:
     """A command line of raytrain as one types it here: with uv, which sets UV for the programs that it runs."""
-    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), "raytrain", *words])
+    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), program, *words])
 
 
 def failure_sentence(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
 from raytrain.cli.commands import COMMANDS
+from raytrain.cli.main import main
 from raytrain.cli.parser import parse
 from raytrain.config import TrainConfig
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
@@ -132,3 +134,11 @@ def test_an_audit_ends_with_its_verdict() -> None:
     assert "Some samples were not used exactly once per epoch, in their step (steps 1 to 20):" in seen
     assert "missing in epoch 1: cat/9.jpg" in seen and "cat/10.jpg" not in seen
     assert "and 3 more; --json lists them all" in seen
+
+
+def test_a_new_project_says_how_it_is_started_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UV", "/usr/bin/uv")
+    assert main(["new", str(tmp_path / "project")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("project && uv run python train.py")

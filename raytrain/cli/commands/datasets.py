@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from raytrain.cli.command import CommandResult, Storage
 from raytrain.errors import UsageError
+from raytrain.runs.outcome import shell_command
 
 
 def fetch_dataset(
@@ -108,5 +109,6 @@ def new(folder: Annotated[Positional[str], arg(help="New or empty folder.")]) ->
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
             shutil.copyfile(template / name, target / name)
-    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && python train.py"
+    command = shell_command("train.py", program="python")
+    text = f"Wrote {', '.join(names)} into {folder}. Train with:  cd {folder} && {command}"
     return CommandResult(text, {"folder": folder, "files": names})
