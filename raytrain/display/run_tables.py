@@ -116,16 +116,15 @@ def _result(config: TrainConfig, result: TrainResult, best: tuple[float, str] | 
 
 def try_next(name: str, storage: str, data: str | None = None) -> RenderableType:
     """Commands that use a run. ``data`` are images to test it on, by default its own."""
-    where = [] if storage == "./runs" else ["--storage", storage]
     commands = (
-        ["show", name, *where],
-        ["evaluate", name, *(["--data", data] if data else []), *where],
-        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv", *where],
-        ["export", name, "--output", f"{name}.onnx", *where],
-        ["serve", name, *where],
+        ["show", name],
+        ["evaluate", name, *(["--data", data] if data else [])],
+        ["predict", name, "--data", data or "IMAGES", "--output", "predictions.csv"],
+        ["export", name, "--output", f"{name}.onnx"],
+        ["serve", name],
     )
-    lines = (Text(f"  {one_line(shell_command(*words))}", style="bold", overflow="fold") for words in commands)
-    return Group(Text("\nTry next"), *lines)
+    lines = (f"  {one_line(shell_command(*words, storage=storage))}" for words in commands)
+    return Group(Text("\nTry next"), *(Text(line, style="bold", overflow="fold") for line in lines))
 
 
 def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False) -> RenderableType:

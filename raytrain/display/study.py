@@ -40,13 +40,13 @@ def study_page(study: StudyResult, picture: str | None = None) -> RenderableType
     if remaining:
         text = f"{', '.join(remaining)}; run the same command again to continue the study."
         parts += [Text(text, style="yellow")]
+    if picture is not None:
+        again = shell_command("compare", study.name, storage=study.storage)
+        parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: {one_line(again)}")]
     measured = [size for size in compared["sizes"] if size["test_accuracy"] is not None]
     if measured:
         best = max(measured, key=lambda size: size["test_accuracy"])["run"]
         parts += [Text.assemble("The best is ", (best, "bold"), "."), best_run(best, study.storage)]
-    if picture is not None:
-        again = shell_command("compare", study.name)
-        parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: {again}")]
     return Group(*parts)
 
 

@@ -98,9 +98,8 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
     )
     lines = [*(_reason(trial) for trial in trials if trial.reason), *_conclusion(result, config)]
     if picture is not None:
-        lines.append(
-            Text(f" All curves are in the picture {one_line(picture)}, and in: {shell_command('compare', result.name)}")
-        )
+        again = shell_command("compare", result.name, storage=config.storage)
+        lines.append(Text(f" All curves are in the picture {one_line(picture)}, and in: {one_line(again)}"))
     return Group(table, *lines, *([best_run(result.best, config.storage)] if result.best is not None else []))
 
 

@@ -153,9 +153,10 @@ def resume_command(config: TrainConfig, command: str = "train") -> str:
     return shell_command(command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume")
 
 
-def shell_command(*words: str, program: str = "raytrain") -> str:
-    """A command line of raytrain as one types it here: with uv, which sets UV for the programs that it runs."""
-    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), program, *words])
+def shell_command(*words: str, storage: str = "./runs", program: str = "raytrain") -> str:
+    """A command line as one types it here: with uv, which sets UV for what it runs, and with ``storage`` if needed."""
+    where = [] if storage == "./runs" else ["--storage", storage]
+    return shlex.join([*(("uv", "run") if "UV" in os.environ else ()), program, *words, *where])
 
 
 def failure_sentence(

@@ -199,7 +199,7 @@ def test_a_size_that_was_finished_elsewhere_needs_no_room(two_cpus: list[str | N
 
 def seen(result: study_module.StudyResult, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(study_page(result))
+    console.print(study_page(result, "sizes.png"))
     return console.file.getvalue()  # pyright: ignore
 
 
@@ -211,6 +211,7 @@ def test_the_page_has_the_figures_of_each_size_and_what_a_doubling_gives(tmp_pat
     assert "Per doubling of the workers: images/s +70%, time to an accuracy of 0.855 -41%." in page
     assert "The final accuracies lie within 0.0 percentage points." in page
     assert "━ on 1 0.900" in page and "━ on 4 0.900" in page and "● measured 2,890" in page
+    assert f"raytrain compare sizes --storage {tmp_path}The best" in page.replace("\n", "").replace("  ", " ")
     assert "same command" not in page
 
 

@@ -256,8 +256,7 @@ def page_of(config: TrainConfig, signals: StopSignals, *, wanted: bool) -> Gener
     with PageServer(watched) as server, startup_lines(watched.starting):
         _print_address(server)
         yield [watched.update]
-    where = [] if config.storage == "./runs" else ["--storage", config.storage]
-    again = shell_command("watch", *(feed.name for feed in watched.feeds), *where)
+    again = shell_command("watch", *(feed.name for feed in watched.feeds), storage=config.storage)
     print(f"The page has ended with the run. See it again with: {again}", flush=True)
 
 
