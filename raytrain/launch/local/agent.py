@@ -44,7 +44,6 @@ _POLL_S = 20.0
 def main() -> None:
     """Start the workers of the run on standard input, and see them to their end."""
     gc.enable()
-    gc.freeze()  # otherwise the first collection in each worker would copy all objects
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said once, in our words
     folder = pickle.load(sys.stdin.buffer)
