@@ -184,6 +184,18 @@ def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_p
     assert "worker_failed" not in driver.text, "nothing was started again"
 
 
+def dying(run: Run) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_but_the_sentence_is_printed_if_workers_are_killed(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(raytrain.TrainingFailed, match="was killed by SIGKILL"):
+        raytrain.train(options(data, tmp_path, max_failures=0), loop=dying)
+    assert "leak" not in capfd.readouterr().err, "the process that starts workers has torn down what they need"
+
+
 def test_sigterm_stops_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
     view = once(lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda snapshot: snapshot.step > 0)
     result = raytrain.train(options(data, tmp_path, epochs=100_000), view=view)
