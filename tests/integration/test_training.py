@@ -168,10 +168,11 @@ def test_an_error_in_the_loop_is_reported_in_one_sentence(
         raytrain.train(config(images, tmp_path), loop=partial(loop_with, before_step=partial(broken, step=step)))
     assert raised.value.summary["status"] == "failed"
     assert read_run(str(tmp_path), "run").status.status == "failed"
-    logs = {log.stream: log.text for log in LogReader(run_store(str(tmp_path), "run"), worker_log(0)).read()}
-    assert "what the loop prints" in logs["out"] and "RuntimeError: the loop is broken" in logs["err"]
-    assert logs["out"].count("what the loop prints") == num_starts * (step + 1)
-    assert "what the loop prints" not in logs["err"]
+    logs = list(LogReader(run_store(str(tmp_path), "run"), worker_log(0)).read())
+    out, err = ("".join(log.text for log in logs if log.stream == stream) for stream in ("out", "err"))
+    assert out.count("what the loop prints") == num_starts * (step + 1)
+    assert "RuntimeError: the loop is broken" in err
+    assert "what the loop prints" not in err
     [driver] = LogReader(run_store(str(tmp_path), "run"), DRIVER).read()
     assert "TrainingFailed: Run 'run' failed" in driver.text
 
