@@ -81,6 +81,7 @@ class Progress:
     best_score: float | None = None
     num_worse: int = 0  # evaluations since that one
     thresholds: tuple[float, ...] | None = None  # of the classes, if an image may have several: see label_metrics
+    network: str | None = None  # what was measured, by its name in checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,8 @@ class CheckpointState:
         self._resumes = bool(restored)
         self._groups: dict[Optimizer, list[StateDict]] = {}
 
-    def add(self, kind: str, thing: Stateful) -> None:
-        """Keep ``thing``, and load it from the checkpoint; raises UsageError if the checkpoint does not fit it."""
+    def add(self, kind: str, thing: Stateful) -> str:
+        """Keep ``thing`` under a name, which is returned, and load it; UsageError if the checkpoint does not fit it."""
         number = 1 + sum(name.partition("-")[0] == kind for name in self._objects)
         name = kind if number == 1 else f"{kind}-{number}"
         self._objects[name] = thing
@@ -68,9 +68,11 @@ class CheckpointState:
                 _apply_changes(options, group)
             self._groups[thing] = [_options_of(group) for group in thing.param_groups]
         if isinstance(thing, LRScheduler) and self._resumes:  # when it was made, it set the rates of a first step
-            groups = thing.optimizer.param_groups
-            for options, group in zip(self._groups.get(thing.optimizer, []), groups, strict=False):
+            for options, group in zip(
+                self._groups.get(thing.optimizer, []), thing.optimizer.param_groups, strict=False
+            ):
                 group.update(options)
+        return name
 
     def check_complete(self) -> None:
         """Raise UsageError if the checkpoint holds something that the loop did not prepare."""
@@ -96,8 +98,7 @@ class CheckpointState:
         try:
             thing.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError) as error:
-            what = "network" if isinstance(thing, nn.Module) else name
-            difference = " ".join(str(error).split())[:300]
+            what, difference = "network" if isinstance(thing, nn.Module) else name, " ".join(str(error).split())[:300]
             raise UsageError(f"The checkpoint's {what} is not the one that the loop prepares: {difference}") from None
 
 
@@ -133,8 +134,11 @@ class Checkpoint:
 
     @property
     def weights(self) -> StateDict | None:
-        """What the run is evaluated with: the weights of its first network, averaged if it keeps an average."""
-        return self.state.get("average", self.state.get("model"))
+        """Those of the network that the run has measured; until then of the first, averaged if it keeps an average."""
+        weights = self.state.get(self.progress.network or "average", self.state.get("model")) or {}
+        if "n_averaged" not in weights:
+            return weights or None
+        return {name.removeprefix("module."): each for name, each in weights.items() if name != "n_averaged"}
 
 
 class _Job(NamedTuple):
@@ -199,17 +203,16 @@ class Checkpoints:
         for path in reversed(paths):
             try:
                 _parse(self.store.get(path))
+                return path
             except ValueError as error:
                 damage = damage or str(error)
                 report(CheckpointDamaged(path, str(error)))
-            else:
-                return path
-        if paths:
-            raise UsageError(
-                f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one "
-                "there, or start a new run under another --name."
-            )
-        return None
+        if not paths:
+            return None
+        raise UsageError(
+            f"None of the checkpoints in {self.store.url}/{CHECKPOINTS} can be read ({damage}); put a whole one there, "
+            "or start a new run under another --name."
+        )
 
     def load_newest(self, report: Callable[[Event], None], device: torch.device) -> Checkpoint | None:
         """The newest checkpoint that worker 0 can read, loaded on every worker, by collectives on ``device``."""
@@ -248,8 +251,7 @@ class Checkpoints:
             _check_readable(checkpoint.state)
             self._is_first = False
         self.store.put(path, _encode(checkpoint))
-        evaluated = progress.evaluated_step == progress.step
-        score = progress.score if evaluated else None
+        score = progress.score if progress.evaluated_step == progress.step else None
         note = {"step": progress.step, "score": score, "thresholds": progress.thresholds}
         self.store.put(path + ".json", json.dumps(note).encode())
         self._delete_old(path)
@@ -270,10 +272,10 @@ class Checkpoints:
             self.store.delete(path + ".json")
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            if isinstance(error, RaytrainError):
-                raise error
+        error, self._error = self._error, None
+        if isinstance(error, RaytrainError):
+            raise error
+        if error is not None:
             raise RaytrainError(
                 f"A checkpoint could not be written to {self.store.url} ({error}); free space or choose another "
                 "--storage, then continue with --resume."
@@ -298,9 +300,7 @@ def to_cpu(state: Any) -> Any:
         return {key: to_cpu(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(to_cpu(value) for value in state)
-    if isinstance(state, np.generic):
-        return state.item()
-    return copy.copy(state)
+    return state.item() if isinstance(state, np.generic) else copy.copy(state)
 
 
 def _check_readable(state: dict[str, StateDict]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -167,6 +168,8 @@ class PreparedModels:
 
     def __init__(self, config: ResolvedConfig, worker: Worker, state: CheckpointState) -> None:
         self.trained: list[nn.Module] = []
+        self.named: dict[str, nn.Module] = {}  # these and averages of weights, by their names in checkpoints
+        self._called: set[str] = set()  # in the last evaluation
         self._averages: list[WeightAverage] = []
         self._config = config
         self._worker = worker
@@ -184,16 +187,17 @@ class PreparedModels:
         batchnorm.convert(model, self._config.batch_norm)
         dropout.convert(model)
         self._move(model)
-        self._state.add("model", model)  # after the cast, which would round restored weights
+        name = self._state.add("model", model)  # after the cast, which would round restored weights
         if self._worker.world_size > 1:
             broadcast_weights(model)
         if self._config.ema_decay is not None:
             average = WeightAverage(model, self._config.ema_decay)
-            self._state.add("average", average)
+            self.named[self._state.add("average", average)] = average.model
             apply_options(average.model, self._config)
             self._averages.append(average)
         apply_options(model, self._config)
         self.trained.append(model)
+        self.named[name] = model.module if isinstance(model, AveragedModel) else model
         return model
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
@@ -223,12 +227,22 @@ class PreparedModels:
         modes = [(layer, layer.training) for model in self.trained for layer in model.modules()]
         for model in self.trained:
             model.eval()
+        self._called = set(list(self.named) if self._config.compile else ())  # a hook would be compiled, too
+        watched = () if self._config.compile else self.named.items()
+        hooks = [each.register_forward_pre_hook(partial(_note, self._called, name)) for name, each in watched]
         try:
             with self.computing():
                 yield
         finally:
+            for hook in hooks:
+                hook.remove()
             for layer, training in modes:
                 layer.training = training
+
+    def measured(self) -> str | None:
+        """The name of what the last evaluation called: an average or the first network, if it called several."""
+        in_order = sorted(self.named, key=lambda name: name != "average")
+        return next((name for name in in_order if name in self._called), None)
 
     def not_finite(self) -> str | None:
         """Name of the first weight or running statistic that is not finite. The host waits for the device once."""
@@ -295,6 +309,10 @@ class PreparedModels:
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
+
+
+def _note(called: set[str], name: str, *_: object) -> None:
+    called.add(name)
 
 
 def _must_be_finite(name: str, tensor: Tensor) -> bool:

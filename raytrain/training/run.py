@@ -124,8 +124,10 @@ class Run:
             return self.models.add(thing)  # pyright: ignore[reportReturnType]
         kind = "optimizer" if isinstance(thing, Optimizer) else "state"
         if isinstance(thing, WeightAverage) and self.models.trained[:1] == [thing.source]:
-            kind = "average"  # later commands use it in place of the first network
-        self.state.add(kind, thing)
+            kind = "average"
+        name = self.state.add(kind, thing)
+        if isinstance(thing, WeightAverage):
+            self.models.named[name] = thing.model
         self._rates.prepared(thing)
         return thing
 

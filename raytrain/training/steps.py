@@ -18,7 +18,7 @@ from raytrain.data.blocks import LocalBatch
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
-from raytrain.monitor.events import CheckpointSkipped
+from raytrain.monitor.events import CheckpointSkipped, Note
 from raytrain.monitor.snapshot import epoch_of
 from raytrain.runs.documents import TRACE
 from raytrain.runs.metric_row import MetricRow
@@ -74,6 +74,10 @@ class SampleTrace:
 
 _MEAN = 1  # torch's number for reduction="mean"
 _MOST_PARTS = 4  # a loss may well be divided by a number of terms or parts that is as small
+_NOT_PREPARED = (
+    "the evaluation calls no prepared network as a whole, so evaluate, export, predict and raytrain.load will use the "
+    "first one, and may give other numbers: prepare the network that is measured, such as an average of the weights"
+)
 _CALLS = {
     "loops_returned": "returned",
     "evaluations": "called run.evaluate()",
@@ -112,8 +116,9 @@ class Steps:
         self._has_gradients = False  # of a backward since the loop got its batch
         self._stepped = False  # an optimizer, since then
         self._checked_loss = False
-        self._start_reported = False
+        self._start_reported = self._told_network = False
         self._exhausted = False  # the loop has got all batches that it gets
+        self._measured_last = False  # it has measured the run after them, and may have changed networks before
 
     def begin_evaluation(self) -> None:
         """An evaluation begins. Raises UsageError, on all workers, if some of them do not evaluate."""
@@ -205,8 +210,13 @@ class Steps:
             test_loss=measured.get("loss"),
             evaluated_step=step,
             thresholds=thresholds,
+            network=self._models.measured(),
         )
         self.progress = self._early_stop.evaluated(progress, measured)
+        self._measured_last = self._exhausted
+        if measured and progress.network is None and self._worker.rank == 0 and not self._told_network:
+            self._told_network = True
+            self._reporter.event(Note(_NOT_PREPARED))
         epoch = epoch_of(step, self._plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=dict(measured)))
         return step
@@ -230,7 +240,7 @@ class Steps:
         totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))
         _check_together(totals, self._worker.world_size, self.progress.step)
         self._models.end_part()
-        if self._models.trained and self._schedule.due_at_end(self.progress.step):
+        if self._models.trained and (self._measured_last or self._schedule.due_at_end(self.progress.step)):
             self._save()
         self._checkpoints.close()
         checkpoint = self._checkpoints.newest

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from raytrain import Run
+from raytrain.monitor.events import Note
+from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import run_store
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.evaluation import evaluate
@@ -29,6 +36,86 @@ def averaging_loop(run: Run) -> None:
         run.log(loss=loss)
         run.step(optimizer)
         average.update(batch.step)
+
+
+def measured_by(
+    run: Run, average: Any, network: nn.Module, measured: list[Weights], update: Callable[[nn.Module, int], object]
+) -> None:
+    """Train, and measure the run with ``network``, whose weights are noted then; also after the last step."""
+    model = next(iter(run.models.trained))
+    optimizer = run.prepare(run.build_optimizer(model))
+
+    def measure() -> dict[str, float]:
+        measured.append(copy.deepcopy(network.state_dict()))
+        return evaluate(run, network)
+
+    for batch in run.batches(evaluate=measure):
+        run.backward(F.cross_entropy(model(batch.images), batch.labels, reduction="sum"))
+        run.step(optimizer)
+        update(model, batch.step)
+    if isinstance(average, AveragedModel):
+        update_bn([torch.randn(8, 3, *run.config.full_image_size, dtype=torch.float64)], average)
+    run.evaluate()
+
+
+def torchs_average(run: Run, measured: list[Weights]) -> None:
+    average = run.prepare(AveragedModel(run.prepare(run.build_model()), multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    measured_by(run, average, average, measured, lambda model, step: average.update_parameters(model))
+
+
+def inside_torchs_average(run: Run, measured: list[Weights]) -> None:
+    average = run.prepare(AveragedModel(run.prepare(run.build_model())))
+    measured_by(run, average, average.module, measured, lambda model, step: average.update_parameters(model))
+
+
+def own_average_that_is_not_measured(run: Run, measured: list[Weights]) -> None:
+    model = run.prepare(run.build_model())
+    average = run.prepare(WeightAverage(model, DECAY))
+    measured_by(run, average, model, measured, lambda model, step: average.update(step))
+
+
+def second_network(run: Run, measured: list[Weights]) -> None:
+    run.prepare(run.build_model())
+    second = run.prepare(run.build_model())
+
+    @torch.no_grad()
+    def follow(model: nn.Module, step: int) -> None:
+        for slow, fast in zip(second.parameters(), model.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
+
+    measured_by(run, None, second, measured, follow)
+
+
+@pytest.mark.parametrize(
+    "loop", [torchs_average, inside_torchs_average, own_average_that_is_not_measured, second_network]
+)
+def test_what_the_run_has_measured_is_what_later_commands_use(
+    loop: Callable[[Run, list[Weights]], None], images: Path, tmp_path: Path
+) -> None:
+    measured: list[Weights] = []
+    for stop_after in (7, None):  # and after a resume
+        options = {} if stop_after is None else {"stop_after": stop_after}
+        train_here(folder_run(images, tmp_path, "run", loop=lambda run: loop(run, measured), **options))
+        store = run_store(str(tmp_path), "run")
+        checkpoint = read_checkpoint(store, list_checkpoints(store)[-1].path)
+        assert checkpoint.progress.test_loss is not None
+        weights = {name.removeprefix("module."): each for name, each in measured[-1].items() if name != "n_averaged"}
+        assert checkpoint.weights is not None
+        assert checkpoint.weights.keys() == weights.keys()
+        for name, each in checkpoint.weights.items():
+            torch.testing.assert_close(each, weights[name], rtol=0, atol=0)
+
+
+def unprepared_average(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    average = AveragedModel(model)
+    measured_by(run, average, average, [], lambda model, step: average.update_parameters(model))
+
+
+def test_an_average_that_is_not_prepared_is_told_once(images: Path, tmp_path: Path) -> None:
+    _, recorded = train_here(folder_run(images, tmp_path, "run", loop=unprepared_average))
+    notes = [event.text for event in recorded.events if isinstance(event, Note)]
+    assert [note for note in notes if "calls no prepared network" in note] == notes[-1:]
 
 
 def state(storage: Path, name: str, what: str) -> Weights:
