@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ from tests.helpers.quick import is_quick, no_processes
 # The same values as in raytrain/launch/ray. They are set here too because Ray reads them once, at import.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+# Otherwise each process that a test starts would compile all that it imports, torch and Ray included.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts a timing
 hypothesis.settings.load_profile("any machine")
