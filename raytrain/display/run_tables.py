@@ -142,7 +142,7 @@ def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False)
         ("status", [status_text(status.status) for status in statuses]),
         ("epoch", [f"{status.epoch}/{status.num_epochs}" for status in statuses]),
         ("step", [f"{status.step:,}/{status.num_steps:,}" for status in statuses]),
-        ("last test\naccuracy", [format_value(run.test_accuracy) for run in runs]),
+        ("last\naccuracy", [format_value(run.test_accuracy) for run in runs]),
         ("heartbeat", [format_time(status.heartbeat) if status.heartbeat else UNKNOWN for status in statuses]),
     ]
     if any(run.tags for run in runs):
@@ -292,8 +292,8 @@ _RESULTS = {
     "status": ("status", "{}"),
     "steps": ("steps", "{:,}"),
     "epochs": ("epochs", "{:g}"),
-    "test_accuracy": ("last test accuracy", "{:.4f}"),
-    "test_loss": ("last test loss", "{:.4f}"),
+    "test_accuracy": ("last accuracy", "{:.4f}"),
+    "test_loss": ("last loss", "{:.4f}"),
     "loss": ("training loss", "{:.4f}"),
     "images_per_s": ("images/s", "{:,.0f}"),
     "seconds": ("seconds", "{:,.0f}"),

@@ -48,7 +48,7 @@ def steps_of_checkpoints(storage: Path) -> list[int]:
 def test_the_run_is_stopped_and_resumes_from_its_last_finite_checkpoint(
     value: float, images: Path, tmp_path: Path
 ) -> None:
-    sentence = r"Run 'run' failed: the loss is nan at step \d+, .*--learning-rate.*--precision.*--resume"
+    sentence = r"Run 'run' failed: the loss is nan at step \d+, .*--learning-rate.*--precision.* and resume=True"
     with pytest.raises(TrainingFailed, match=sentence) as raised:
         train(images, tmp_path, 7, value, checkpoint_every=("1ep", "2st"))
     assert raised.value.summary["steps"] < 20

@@ -204,7 +204,7 @@ def test_runs_with_long_names_are_compared_on_80_columns(num_runs: int, tmp_path
     for letter, name in zip("ABCDEF", names, strict=False):
         assert [line.split() for line in lines if name in line] == [[letter, name]]
         assert sum(f"━ {letter} " in line for line in lines) >= 1
-    for words in (["status", *["finished"] * num_runs], ["test", "accuracy", *["0.5000"] * num_runs]):
+    for words in (["status", *["finished"] * num_runs], ["last", "accuracy", *["0.5000"] * num_runs]):
         assert words in [line.split() for line in lines]
     assert max(map(len, lines)) <= 80
     axis = [line for line in lines if "┤" in line or "│" in line]

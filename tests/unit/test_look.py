@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import raytrain
+from raytrain import UsageError
 from raytrain.cli.main import main
 from raytrain.data.blocks import string_array
 from raytrain.data.dataset import Dataset, open_dataset
@@ -160,7 +161,8 @@ def test_the_images_are_those_of_the_first_batch(tmp_path: Path, mixing: dict[st
 
     options: dict[str, Any] = {"batch_size": 60, "color_jitter": 0.3, **mixing}
     run = folder_run(folder, tmp_path, "run", loop=loop, **options)
-    train_here(run)
+    with pytest.raises(UsageError, match="returned without a step"):
+        train_here(run)
     result = look_at(run.config)
     assert len(result.first_images.labels) == 40
     resolved = run.config.resolve(name="run", num_workers=1, device="cpu", mean=(0.4,) * 3, std=(0.2,) * 3)

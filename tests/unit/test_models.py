@@ -138,7 +138,7 @@ def test_a_users_network_is_found_by_its_import_path(tmp_path: Path, monkeypatch
         build_model("my_networks:nothing", 5, 3, seed=0)
     with pytest.raises(UsageError, match=r"no function 'tinny' \(did you mean tiny\?\)"):
         build_model("my_networks:tinny", 5, 3, seed=0)
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+    with pytest.raises(UsageError, match=r"broken_networks:tiny cannot be imported: .*'a_package_that_is_not_there'"):
         build_model("broken_networks:tiny", 5, 3, seed=0)
 
 
