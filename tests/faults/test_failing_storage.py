@@ -87,7 +87,7 @@ def test_failed_s3_requests_are_retried_and_counted(
     assert raytrain.audit("run", storage=str(tmp_path)).clean
     num_reads = 324 + NUM_IMAGES - 81  # Each training image in 4 epochs, each test image once.
     num_more = proxy.num_requests_for(".png") - num_reads  # also for answers that are slow, which is no retry
-    assert 0 < result.num_retries <= num_more and (backend == "local" or result.num_retries == num_more)
+    assert 0 < result.num_retries <= num_more
     assert proxy.num_requests_for(".png") <= max_requests_per_read * num_reads
     assert backend == "local" or proxy.max_at_once <= NUM_READING_TASKS * MAX_THREADS
 
