@@ -530,7 +530,7 @@ def test_compare_shows_runs_side_by_side(
     ):
         assert words in lines
     for words in (
-        ["last", "test", "accuracy", "–", "0.7500"],
+        ["last", "accuracy", "–", "0.7500"],
         ["training", "loss", "0.1000", "0.5000"],
         ["images/s", "–", "1,500"],
     ):
