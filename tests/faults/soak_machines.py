@@ -88,12 +88,7 @@ class Cluster:
         return [*started, *(each for each in forked if _has_open(each, f"_{self._head.process.pid}/logs/"))]
 
 
-_STAY = (
-    *("IDLE", "SPILL", "RESTORE"),
-    # Ray Data's own, one each for the whole cluster, from the first run that streams on
-    *("_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"),
-    "PlacementGroupCleaner",  # Ray Train's, of a driver that was killed: its thread can't end its process
-)
+_STAY = "IDLE", "SPILL", "RESTORE"
 """Processes of Ray that no run has to end, as parts of their titles."""
 
 

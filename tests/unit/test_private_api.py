@@ -96,14 +96,15 @@ def test_variables_that_ray_removes_meanwhile_are_as_before(monkeypatch: pytest.
 
 
 def test_rays_messages_to_a_driver_are_logged_and_not_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = importlib.import_module("ray._private.worker")
-    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
-    private_api.keep_messages_in_log()
-    with caplog.at_level(logging.INFO, "raytrain.ray"):
-        worker.print_to_stdstream({"lines": ["A worker died."], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    message = {"lines": ["A worker died."], "pid": "raylet", "is_err": False}
+    with caplog.at_level(logging.INFO, "raytrain.ray"), private_api.messages_in_log():
+        worker.print_to_stdstream(message, ignore_prefix=False)
     assert caplog.messages == ["A worker died."] and capsys.readouterr() == ("", "")
+    worker.print_to_stdstream(message, ignore_prefix=False)  # by a Ray that the user joins afterwards
+    assert "A worker died." in capsys.readouterr().out
 
 
 def test_private_modules_of_ray_are_named_in_one_file() -> None:

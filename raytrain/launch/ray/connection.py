@@ -26,7 +26,7 @@ from raytrain.launch.ray.private_api import (
     LOOPBACK_ENVIRONMENT,
     check_version,
     head_answers,
-    keep_messages_in_log,
+    messages_in_log,
     set_variables,
     variables_set,
 )
@@ -87,12 +87,11 @@ class OwnRay:
             if self._address is not None:
                 return
             if is_connected():
-                raise UsageError(
-                    "--address is local, and this process is in a Ray cluster already; leave --address out, or call "
-                    "ray.shutdown() first."
-                )
+                joined = "--address is local, and this process is in a Ray cluster already"
+                raise UsageError(f"{joined}; leave --address out, or call ray.shutdown() first.")
             self._address = self._cluster.address()
             self._opened.enter_context(variables_set(LOOPBACK_ENVIRONMENT))
+            self._opened.enter_context(messages_in_log())
             self._is_spoilt = True  # until it is joined
             _init(self._address)
             self._is_spoilt = False
@@ -209,6 +208,7 @@ class Connection(AbstractContextManager["Connection"]):
         STARTUP.info("joining the Ray cluster …")
         assert self._address is not None
         _check_answers(self._address)
+        self._opened.enter_context(messages_in_log())
         _init(self._address)
         self._opened.callback(_leave)
 
@@ -251,7 +251,6 @@ def _init(address: str) -> None:
     import ray
 
     check_version()
-    keep_messages_in_log()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:

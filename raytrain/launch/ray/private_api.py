@@ -204,11 +204,18 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         set_variables({name: value for name, value in before.items() if value is not None})
 
 
-def keep_messages_in_log() -> None:
-    """Have Ray's messages to this driver, which are long and name no run, logged instead of printed."""
-    if MESSAGES.find():
-        module = importlib.import_module("ray._private.worker")
-        module.print_to_stdstream = _log_message  # pyright: ignore
+@contextmanager
+def messages_in_log() -> Iterator[None]:
+    """While open, Ray's messages to this driver, which are long and name no run, are logged instead of printed."""
+    found = MESSAGES.find()
+    module: Any = importlib.import_module("ray._private.worker") if found else None
+    if found:
+        module.print_to_stdstream = _log_message
+    try:
+        yield
+    finally:
+        if found:  # the user may join another Ray afterwards, and want to see what its workers print
+            module.print_to_stdstream = found[0]
 
 
 def _log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
