@@ -7,8 +7,9 @@ none has, it stays without: so unused layers, layers left out at random and unfr
 
 from __future__ import annotations
 
+import gc
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from raytrain.errors import UsageError
 from raytrain.training.protocols import Worker
 
 _NOT_A_NUMBER, _INFINITE = 2e299, 1e300
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}  # of torch
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # size of the first bucket, which is sent early, and of the others
 
 
@@ -134,6 +136,23 @@ class Bucket:
             for parameter, view, flag in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
                 if flag and id(parameter) not in self.arrived:
                     parameter.grad = view
+
+
+def check_not_wrapped(parameters: Iterable[Tensor]) -> None:
+    """Raise UsageError if one of torch's wrappers, which join gradients themselves, holds any of ``parameters``.
+
+    A wrapper leaves no trace in what it holds, so all objects of this process are looked at, which takes 0.1 s.
+    """
+    ours = set(map(id, parameters))
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if _WRAPPERS & {base.__name__ for base in kind.__mro__}}
+    for wrapper in (each for each in (objects if kinds else ()) if type(each) in kinds):
+        if not ours.isdisjoint(map(id, wrapper.parameters())):
+            raise UsageError(
+                f"The loop puts a network of run.prepare, or a layer of one, into a {type(wrapper).__name__}, which "
+                "would join gradients a second time; leave that out and call the network itself: it trains on any "
+                "number of workers."
+            )
 
 
 def own_group(device: torch.device) -> Any:

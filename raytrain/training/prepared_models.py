@@ -37,7 +37,6 @@ _CAUSE_IN_WEIGHTS = (
     "usually they were changed by a worker's own images (loss.backward() in place of run.backward(loss)), or set from "
     "random numbers, which are a worker's own; compute what changes them from all workers' images"
 )
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
 
 
@@ -178,11 +177,7 @@ class PreparedModels:
         self._is_last_part = True
 
     def add(self, model: nn.Module) -> nn.Module:
-        """Prepare ``model``, in place, and return it. Raises UsageError if torch joins its gradients already."""
-        if wrapper := next((name for each in model.modules() if (name := type(each).__name__) in _WRAPPERS), None):
-            raise UsageError(
-                f"run.prepare got a {wrapper}, which joins gradients as the run does itself; give it the network."
-            )
+        """Prepare ``model``, in place, and return it."""
         initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
         batchnorm.convert(model, self._config.batch_norm)
         dropout.convert(model)

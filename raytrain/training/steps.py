@@ -26,7 +26,7 @@ from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
 from raytrain.training.evaluation import agreed
-from raytrain.training.gradients import digest_of, digests_agree
+from raytrain.training.gradients import check_not_wrapped, digest_of, digests_agree
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
@@ -115,7 +115,7 @@ class Steps:
         self.num_calls = 0  # of this start, that all workers make together
         self._has_gradients = False  # of a backward since the loop got its batch
         self._stepped = False  # an optimizer, since then
-        self._checked_loss = False
+        self._checked_first = False
         self._start_reported = self._told_network = False
         self._exhausted = False  # the loop has got all batches that it gets
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
@@ -158,12 +158,13 @@ class Steps:
         self.learning_rates.clear()
 
     def backward(self, loss: Tensor) -> None:
-        """The loop backpropagates ``loss``; raises UsageError if the first one is no sum over images."""
+        """The loop backpropagates ``loss``. Raises UsageError if the first is no sum, or torch joins its gradients."""
         self.num_calls += 1
         self._has_gradients = True
-        if not self._checked_loss:
+        if not self._checked_first:
             _check_sum(loss, len(self._local.labels))
-            self._checked_loss = True
+            check_not_wrapped(self._models.parameters())
+            self._checked_first = True
 
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""

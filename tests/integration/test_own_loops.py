@@ -603,14 +603,61 @@ def does_nothing(run: Run) -> None:
     run.prepare(run.build_model())
 
 
-def test_a_loop_without_a_step_and_a_network_that_joins_gradients_itself_are_refused(tmp_path: Path) -> None:
+def test_a_loop_without_a_step_is_refused(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     for loop in (does_nothing, steps_of):  # which yields
         loop(run)
         with pytest.raises(UsageError, match=r"returned without a step; it goes over run.batches\(\)"):
             run.finish()
-    with pytest.raises(UsageError, match="got a DataParallel, which joins gradients as the run does itself"):
-        run.prepare(nn.DataParallel(run.build_model()))
+
+
+def wraps_a_prepared_network(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    train_in(run, model, nn.parallel.DistributedDataParallel(model))
+
+
+def prepares_a_wrapper(run: Run) -> None:
+    model = run.prepare(nn.parallel.DistributedDataParallel(run.build_model()))
+    train_in(run, model, model)
+
+
+def wraps_a_layer(run: Run) -> None:
+    model: Any = run.prepare(run.build_model())
+    model[0] = nn.parallel.DistributedDataParallel(model[0])
+    train_in(run, model, model)
+
+
+def wraps_before(run: Run) -> None:
+    model = run.build_model()
+    wrapper = nn.DataParallel(model)
+    train_in(run, run.prepare(model), wrapper)
+
+
+def train_in(run: Run, model: nn.Module, called: nn.Module) -> None:
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(cross_entropy(called(batch.images), batch.labels))
+        run.step(optimizer)
+
+
+WRAPS = (wraps_a_prepared_network, prepares_a_wrapper, wraps_a_layer, wraps_before)
+
+
+def refusals(folder: str) -> list[str]:
+    told = []
+    for loop in WRAPS:
+        with pytest.raises(UsageError) as error:
+            loop(make_run(OPTIONS, images(NUM_IMAGES), f"{folder}/{loop.__name__}", Recorder()))
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_joins_gradients_itself_is_refused_around_a_network_or_in_it(num_workers: int, tmp_path: Path) -> None:
+    for told in run_in_processes(num_workers, refusals, str(tmp_path)):
+        wrappers = ("DistributedDataParallel",) * 3 + ("DataParallel",)
+        for text, wrapper in zip(told, wrappers, strict=True):
+            assert text.startswith(f"The loop puts a network of run.prepare, or a layer of one, into a {wrapper},")
 
 
 def test_a_loop_that_prepares_other_objects_than_its_checkpoint_has_is_refused(tmp_path: Path) -> None:
