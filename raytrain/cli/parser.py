@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, Generic, TextIO, TypeVar, Union, cast, get_args, get_type_hints
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg, subcommand
@@ -108,7 +113,7 @@ class _CommandLine(Generic[C]):
 
 def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, TrainConfig]) -> functools.partial[T]:
     """Parse once; the options of each recipe start from its ``defaults``, and are not checked yet."""
-    is_short = not {*_HELP}.isdisjoint(argv)
+    is_short, is_help = (not {*words}.isdisjoint(argv) for words in (_HELP, (*_HELP, _ALL_HELP)))
     argv = [_HELP[0] if word == _ALL_HELP else word for word in argv]
     chosen = _chosen("command", commands, argv[:1])
     has_recipe = len(chosen) == 1 and all("config" in _hints(command) for command in chosen.values())
@@ -121,9 +126,32 @@ def _parse(argv: Sequence[str], commands: Commands[T], defaults: Mapping[str, Tr
         for name, command in chosen.items()
     )
     flags = (flag(name) for command in chosen.values() for name in _option_names(command))
-    with as_usage_errors(flags):
+    output = cast("TextIO", _WrappedOutput(sys.stdout)) if is_help else sys.stdout
+    with as_usage_errors(flags), redirect_stdout(output):
         line = tyro.cli(_CommandLine[choice], prog="raytrain", args=argv, config=_MARKERS, registry=_CONSTRUCTORS)
     return line.command
+
+
+class _WrappedOutput:
+    """Standard output while tyro prints help: it wraps what tyro does not, the usage and the description."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._width = shutil.get_terminal_size().columns
+
+    def __getattr__(self, name: str) -> Any:  # tyro asks for its encoding, and whether it is a terminal
+        return getattr(self._output, name)
+
+    def write(self, text: str) -> int:
+        """Write lines, none wider than the terminal."""
+        return self._output.write("\n".join(map(self._wrapped, text.split("\n"))))
+
+    def _wrapped(self, line: str) -> str:
+        plain = re.sub(r"\x1b\[[\d;]*m", "", line)
+        if len(plain) <= self._width:
+            return line
+        words = plain.replace(",", ", ") if plain.endswith("}") else plain  # the names of all recipes
+        return textwrap.fill(words, self._width, break_on_hyphens=False)
 
 
 def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[str, T]:

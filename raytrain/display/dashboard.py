@@ -34,9 +34,7 @@ def progress_line(snapshot: Snapshot) -> str:
     measured = snapshot.latest.metrics if snapshot.latest else {}
     parts += [f"{name} {_decimal(measured[name])}" for name in ("loss", "accuracy") if name in measured]
     parts += [*_own_metrics(snapshot), *measurements(snapshot)]
-    if snapshot.time_left_s is not None:
-        parts.append(f"{format_duration(snapshot.time_left_s)} left")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_time_left(snapshot)])
 
 
 def measurements(snapshot: Snapshot) -> list[str]:
@@ -46,6 +44,12 @@ def measurements(snapshot: Snapshot) -> list[str]:
     texts = [_MEASUREMENTS[name].format(value) for name, value in values.items() if value is not None]
     counts = {"skipped": snapshot.num_skipped, "retries": snapshot.num_retries}
     return texts + [f"{number:,} {what}" for what, number in counts.items() if number]
+
+
+def _time_left(snapshot: Snapshot) -> list[str]:
+    """Nothing in the last second: an evaluation or a checkpoint may follow, which takes longer."""
+    left_s = snapshot.time_left_s or 0.0
+    return [f"{format_duration(left_s)} left"] if left_s >= 1 else []
 
 
 def _own_metrics(snapshot: Snapshot) -> list[str]:
@@ -105,7 +109,7 @@ def _progress(snapshot: Snapshot) -> RenderableType:
         Text(f"{snapshot.step / snapshot.num_steps:.0%}", style="bold"),
         Text(f"epoch {snapshot.epoch}/{snapshot.num_epochs}"),
         Text(f"step {snapshot.step:,}/{snapshot.num_steps:,}"),
-        Text("" if snapshot.time_left_s is None else f"{format_duration(snapshot.time_left_s)} left", style="cyan"),
+        Text("".join(_time_left(snapshot)), style="cyan"),
     ]
     line = Table.grid(expand=True, padding=(0, 2, 0, 0))
     line.add_column(ratio=1)

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raytrain.display.console import format_count, format_gigabytes, headed_table, key_value_table
+from raytrain.display.console import UNKNOWN, format_count, format_gigabytes, headed_table, key_value_table
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def devices_page(nodes: Sequence[Node]) -> RenderableType:
     rows: list[tuple[str, ...]] = []
     for node in nodes:
         cpus, memory = format_count(node.cpus, "CPU"), format_gigabytes(node.memory_bytes)
-        rows.append((f"{node.address} {node.id}", "CPU", cpus, memory, "", ""))
+        rows.append((f"{node.address} {node.id}", "CPU", cpus, memory, UNKNOWN, UNKNOWN))
         for number, gpu in enumerate(node.report.gpus if node.report else ()):
             memory = format_gigabytes(gpu.memory_bytes) if gpu.memory_bytes else "shared"
             rows.append(("", f"GPU {number}", gpu.name, memory, gpu.driver, gpu.capability))

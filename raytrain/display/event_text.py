@@ -24,7 +24,7 @@ def event_text(event: Event) -> str:
             measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
             return f"evaluated after epoch {epoch}: {measured}"
         case events.StopRequested(reason):
-            aborts = "; the step that trains ends first, and another signal aborts" if reason.kind == "signal" else ""
+            aborts = "; the step ends first, a second one aborts" if reason.kind == "signal" else ""
             return f"stop requested: {stop_text(reason)}{aborts}"
         case events.WorkerFailed(reason, rank):
             return reason if rank is None else f"worker {rank} failed: {reason}"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ACTIVE = ("running", "starting")
 _STATUSES = (*_ACTIVE, "finished", "stopped", "failed", WAITING)
 _HINT = "Ctrl-C stops all with checkpoints, twice aborts"
-_LINES_BESIDE_TRIALS = 6
+_LINES_BESIDE_TRIALS = 7
 _BEST, _OTHER = ORANGE, "#8fb7d9"
 _PANELS_PER_ROW = 3
 _FEW_VALUES = 5  # up to so many values, each one is labelled
@@ -79,7 +79,7 @@ def live_table(trials: Sequence[TrialResult], num_rows: int) -> RenderableType:
     )
     statuses = [trial.status for trial in trials]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES if status in statuses)
-    return Group(table, Text(f" {counts}    {_HINT}", style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(table, *(Text(f" {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in (counts, _HINT)))
 
 
 def results_table(result: SweepResult, config: TrainConfig, picture: str | None = None) -> RenderableType:
@@ -146,7 +146,7 @@ def _trial_line(trial: TrialResult) -> str:
     if trial.images_per_s is not None and trial.status == "running":
         parts.append(f"{trial.images_per_s:,.0f} images/s")
     if trial.reason:
-        parts.append(f"({reason_text(trial.reason)})")
+        parts.append(f"({_why(trial)})")
     return "  ".join(parts)
 
 
@@ -179,7 +179,12 @@ def _accuracy_text(accuracy: float | None, best: float) -> Text:
 
 
 def _reason(trial: TrialResult) -> Text:
-    return Text.assemble(f" {trial.name} ", status_text(trial.status), f": {one_line(str(reason_text(trial.reason)))}")
+    return Text.assemble(f" {trial.name} ", status_text(trial.status), f": {_why(trial)}")
+
+
+def _why(trial: TrialResult) -> str:
+    """Why it failed or stopped, without its name, which is shown already."""
+    return one_line(str(reason_text(trial.reason)).removeprefix(f"Run {trial.name!r} failed: "))
 
 
 def _conclusion(result: SweepResult, config: TrainConfig) -> list[Text]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -69,7 +70,8 @@ class LiveView:
         """Draw ``picture`` in place of the last one; with ``keep``, it stays on the screen when the view ends."""
         assert self._live is not None
         self._live.transient = not keep
-        self._live.update(picture, refresh=True)
+        # On the right is room for the ^C that a terminal shows, which would move the picture if it began a line.
+        self._live.update(Padding(picture, (0, 2, 0, 0)), refresh=True)
 
 
 @contextmanager

@@ -171,6 +171,7 @@ def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
     with closing(agent), prepare(config) as prepared:
         from raytrain.launch.local.local_launch import LocalLaunch
 
+        STARTUP.info("starting the workers …")
         with prepared.signals, RunSession(prepared, LocalLaunch(prepared, agent)) as session:
             return session.watch()
 

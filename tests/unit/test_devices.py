@@ -48,7 +48,7 @@ def test_the_table_has_a_line_for_each_device(two_nodes: tuple[Node, Node]) -> N
     console = Console(width=110, file=io.StringIO(), record=True)
     console.print(devices_page(two_nodes), highlight=False)
     lines = [line.split() for line in console.export_text().splitlines()]
-    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "CPUs", "64.0", "GB"] in lines
+    assert ["10.0.0.1", "a1b2c3d4", "CPU", "16", "CPUs", "64.0", "GB", "–", "–"] in lines
     assert ["GPU", "0", "NVIDIA", "H200", "151", "GB", "580.65.06", "9.0"] in lines
     assert ["GPU", "1", "NVIDIA", "GB10", "shared", "580.65.06", "12.1"] in lines
     shown = [" ".join(line) for line in lines]

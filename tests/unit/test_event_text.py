@@ -31,7 +31,7 @@ EXAMPLES = [
     (events.HistoryDamaged("2 of 5 lines"), "2 of 5 lines; the run continues without them"),
     (
         events.StopRequested(StopReason("signal", "SIGINT")),
-        "stop requested: Ctrl-C; the step that trains ends first, and another signal aborts",
+        "stop requested: Ctrl-C; the step ends first, a second one aborts",
     ),
     (events.NodeLeaving(), "a node of the workers will be taken away: writing a checkpoint now"),
     (events.HeadSilent(), "the head of the cluster does not answer: training goes on"),

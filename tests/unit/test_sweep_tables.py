@@ -95,7 +95,8 @@ def result() -> SweepResult:
         )
         for number in range(4)
     ]
-    failed = replace(done[0], name="rates-04", status="failed", accuracy=None, reason="boom", evaluations=())
+    why = "Run 'rates-04' failed: boom. It has no checkpoint yet"
+    failed = replace(done[0], name="rates-04", status="failed", accuracy=None, reason=why, evaluations=())
     return SweepResult(
         name="rates", status="finished", best="rates-00", trials=(*done, failed), run_dir="", seconds=60.0
     )

@@ -190,7 +190,7 @@ def test_without_a_terminal_each_event_is_one_line() -> None:
     terminal.update(snapshot([], events=events))
     assert out.getvalue().splitlines() == [
         "00:01:02  checkpoint [of] step 200",
-        "00:01:03  stop requested: Ctrl-C; the step that trains ends first, and another signal aborts",
+        "00:01:03  stop requested: Ctrl-C; the step ends first, a second one aborts",
     ]
 
 
