@@ -166,7 +166,8 @@ def measure_mean_std(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
-    images, bad = ImageReader(store, *format, isolated=True).read(chosen)
+    with ImageReader(store, *format, isolated=True) as reader:
+        images, bad = reader.read(chosen)
     pixels = np.delete(images, list(bad), axis=0).reshape(-1, format.shape.channels) / 255
     if not len(pixels):
         reason = next(iter(bad.values()))

@@ -213,7 +213,8 @@ def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:
     samples = draws % plan.num_samples
     wanted = data.train.select(samples)
     crops = data.train_format.cropping.crops(draws, epoch=0)
-    images, bad = ImageReader(data.train_store, *data.train_format, isolated=True).read(wanted, crops)
+    with ImageReader(data.train_store, *data.train_format, isolated=True) as reader:
+        images, bad = reader.read(wanted, crops)
     good = np.delete(np.arange(len(draws)), list(bad))
     local = LocalBatch(
         plan.batch(0), images[good], wanted.labels[good].astype(np.int64), samples[good], draws[good], (len(good),)

@@ -148,7 +148,8 @@ def _check_images(classifier: Classifier, data: str | None) -> Pixels:
     store = open_store(data)
     manifest = list_images(store)
     chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
-    images, bad = ImageReader(store, shape, classifier.cropping, isolated=True).read(manifest.select(chosen))
+    with ImageReader(store, shape, classifier.cropping, isolated=True) as reader:
+        images, bad = reader.read(manifest.select(chosen))
     if len(bad) == len(images):
         reason = next(iter(bad.values()))
         raise UsageError(f"None of {len(bad)} images of {store.url} can be decoded ({reason}); check the files.")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.dataset import Dataset
-from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan
@@ -29,7 +29,6 @@ from raytrain.launch.placement import cores
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.bucket_client import take_num_retries
 from raytrain.storage.locks import file_lock
-from raytrain.storage.store import Store
 
 ReadBlock = Callable[[Int64s, int], Block]  # reads some samples and decodes them for an epoch
 
@@ -117,8 +116,8 @@ class MachineBatches:
     ) -> None:
         data = data.kept_on(cache.disk)
         test_plan = data.test_plan(len(loads))
-        train = _ImageSet(data.train_store, data.train, data.train_format, isolated, reporter)
-        test = _ImageSet(data.test_store, data.test, data.test_format, isolated, reporter)
+        train = _ImageSet(ImageReader(data.train_store, *data.train_format, isolated), data.train, reporter)
+        test = _ImageSet(ImageReader(data.test_store, *data.test_format, isolated), data.test, reporter)
         folder = Path(cache.folder)
         self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.train)
         self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
@@ -145,21 +144,19 @@ def num_decoders() -> int:
 class _ImageSet:
     """Images of one manifest, and who hears of those that cannot be used."""
 
-    store: Store
+    reader: ImageReader
     manifest: Manifest
-    format: ImageFormat
-    isolated: bool
     reporter: ImageReporter
 
     @property
     def rows_per_block(self) -> int:
-        return rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
+        return rows_per_block(self.reader.shape.num_bytes, packed=self.manifest.packing is not None)
 
     def read(self, samples: Int64s, epoch: int) -> Block:
         """The images of ``samples``, decoded for ``epoch``."""
         wanted = self.manifest.select(samples % len(self.manifest))
-        crops = self.format.cropping.crops(samples, epoch)
-        images, bad = ImageReader(self.store, *self.format, self.isolated).read(wanted, crops)
+        crops = self.reader.cropping.crops(samples, epoch)
+        images, bad = self.reader.read(wanted, crops)
         if retries := take_num_retries():
             self.reporter.retried(retries)
         labels = wanted.labels.astype(np.int64)
@@ -174,7 +171,7 @@ class _Cached:
 
     def __init__(self, images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder) -> None:
         self._partition = partition
-        self._blocks = SharedBlocks(folder, order, images.format.shape, images.read)
+        self._blocks = SharedBlocks(folder, order, images.reader.shape, images.read)
         self._cache = CachedBlocks(self._blocks, order)
 
     def batches(self, first_step: int) -> Iterator[LocalBatch]:
@@ -200,7 +197,7 @@ class _Streamed:
         """This worker's blocks in their order. Threads read a few of them ahead."""
         rows = self._images.rows_per_block
         order = WorkerOrder(self._partition, first_step, rows)
-        num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // (rows * self._images.format.shape.num_bytes))
+        num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // (rows * self._images.reader.shape.num_bytes))
         with ThreadPoolExecutor(num_decoders(), thread_name_prefix="decode") as decoders:
             reading: deque[Future[Block]] = deque()
             try:

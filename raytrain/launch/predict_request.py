@@ -134,10 +134,9 @@ def _read(request: PredictRequest, first: int, stride: int) -> Iterator[tuple[Ma
 
     They are decoded in a process of their own: nobody would start this one again if an image killed it.
     """
-    blocks = request.blocks(first, stride)
-    reader = ImageReader(request.images, *request.format, isolated=True)
-    for wanted, (pixels, bad) in zip(blocks, reader.read_each(blocks), strict=True):
-        yield wanted, pixels, bad
+    with ImageReader(request.images, *request.format, isolated=True) as reader:
+        for wanted in request.blocks(first, stride):
+            yield wanted, *reader.read(wanted)
 
 
 def _ahead(items: Iterator[T], opened: ExitStack) -> Iterator[T]:

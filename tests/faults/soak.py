@@ -163,8 +163,6 @@ def soak(new_run: Callable[[int], Soaked], minutes: float, faults: Iterator[Call
         run = new_run(len(verdicts))
         suffer(run, islice(faults, FAULTS_PER_RUN))
         verdict, _ = judge(run, undisturbed)
-        # Ray Train's, on a Ray that others use: its thread cannot end its process.
-        usual["ray::PlacementGroupCleaner"] += run.met.count("driver_killed")
         run.problems += [f"left behind: {name}" for name in left_behind(there, usual)]
         verdicts.append(verdict)
         print(

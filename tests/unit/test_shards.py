@@ -362,7 +362,7 @@ def test_images_of_a_damaged_or_missing_shard_are_skipped_and_listed(
     damaged.write_bytes(damaged.read_bytes().replace(b"IDAT", b"TADI", 1))
     missing.unlink()
     images = image_set(manifest)
-    table = ingest.read_table(images, np.arange(150), epoch=0, isolated=False)
+    table = ingest.read_table(images, images.reader(isolated=False), np.arange(150), epoch=0)
     lost = np.isin(manifest.packing.shard, [0, 1])
     assert ((table["label"].to_numpy() < 0) == lost).all()
     coordinator: Any = images.coordinator

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,17 +23,18 @@ _MAX_S = 60.0  # for one image
 _READY, _PIXELS, _REASON = b"ready", b"+", b"-"
 
 
-class DecodeProcess:
+class DecodeProcess(AbstractContextManager["DecodeProcess"]):
     """Decodes images to ``shape`` in another process. That starts with the first image, and again if it was killed."""
 
     def __init__(self, shape: ImageShape) -> None:
         self._shape = shape
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> DecodeProcess:
-        return self
-
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._clean_up(self._process)

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorProxy
+from ray.util.placement_group import PlacementGroup
 
 from raytrain.errors import UsageError
 from raytrain.launch.coordinator import Coordinator
@@ -48,6 +49,7 @@ class RayCoordinator(Coordinator):
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
         self._controller: list[Any] = []
+        self._reserved: PlacementGroup | None = None
         super().__init__(name, store.with_lent_credentials(self._broker.source), **known)
 
     # Credentials.
@@ -98,8 +100,14 @@ class RayCoordinator(Coordinator):
 
     # Streamed blocks.
 
-    def join_group(self) -> int:
+    def join_group(self, reserved: PlacementGroup | None) -> int:
+        """The number of a worker group, counted from 0, which has ``reserved`` its CPUs and GPUs."""
+        self._reserved = reserved
         return self._queues.join_group()
+
+    def reserved(self) -> PlacementGroup | None:
+        """What the last worker group has reserved."""
+        return self._reserved
 
     def open_stream(self, stream: Stream) -> None:
         self._queues.open(stream)

@@ -130,7 +130,6 @@ class RayLaunch:
                 self._placement,
                 str(folder),
                 max_failures=self.config.max_failures,
-                own_cluster=self._cluster.own is not None,
             )
             self._trainer.start()
             opened.callback(self._end_trainer)

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
+from ray.util import remove_placement_group
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
@@ -47,8 +48,8 @@ def root_cause(error: BaseException) -> str:
     return _OWN.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
 
 
-_HANDS_OUT_DATASETS = "DatasetsCallback"  # a run's data reaches its workers in another way
-_CLEANS_UP_AFTER_CONTROLLER = "PlacementGroupCleanerCallback"  # what it would free ends with a cluster of our own
+# A run's data reaches its workers in another way, and this process frees what a dead controller has reserved.
+_LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 _RESIZE_EVERY = "elastic_resize_monitor_interval_s"
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
 _ABORTED_WITHIN_S = 10.0
@@ -71,8 +72,8 @@ def check_elastic(placement: Placement) -> None:
 class TrainerThread:
     """Runs ``work`` on every worker of ``placement``, and restarts failed workers up to ``max_failures`` times.
 
-    It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. ``own_cluster`` says
-    that only this process uses the cluster, which is this machine. Ray Train keeps notes of its own in ``folder``.
+    It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
+    own notes in ``folder``.
     """
 
     def __init__(
@@ -83,7 +84,6 @@ class TrainerThread:
         folder: str,
         *,
         max_failures: int,
-        own_cluster: bool,
     ) -> None:
         self.ended: Future[None] = Future()
         self._coordinator = coordinator
@@ -92,7 +92,6 @@ class TrainerThread:
         resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_EVERY: _RESIZE_EVERY_S}
         self._trainer = _Trainer(
             work,
-            own_cluster=own_cluster,
             grows=fewest < most,
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
@@ -163,20 +162,27 @@ class TrainerThread:
             self.ended.set_result(None)
         except BaseException as error:
             _logger.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
+            self._free_reserved()
             self.ended.set_exception(error)
+
+    def _free_reserved(self) -> None:
+        """Free the workers' CPUs and GPUs, which a controller that was killed has left reserved."""
+        with suppress(Exception):  # the coordinator has died, or this process has left the cluster
+            reserved: Any = ray.get(self._coordinator.reserved.remote(), timeout=_ABORTED_WITHIN_S)
+            if reserved is not None:
+                remove_placement_group(reserved)
 
 
 class _Trainer(TorchTrainer):
     """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
 
-    def __init__(self, *args: Any, own_cluster: bool, grows: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, grows: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._grows = grows
-        self._left_out = {_HANDS_OUT_DATASETS} | ({_CLEANS_UP_AFTER_CONTROLLER} if own_cluster else set())
 
     def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
-        return [callback for callback in defaults if type(callback).__name__ not in self._left_out]
+        return [callback for callback in defaults if type(callback).__name__ not in _LEFT_OUT]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         """Ask nobody for machines: the workers fit, and a placement group that waits is a demand, too."""

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from ray import cloudpickle
 from ray.exceptions import RayActorError
+from ray.util import get_current_placement_group
 
 import raytrain
 from raytrain.config.user_error import trace_of
@@ -211,7 +212,9 @@ class RayReporter:
 
 def _join_group(coordinator: CoordinatorHandle, rank: int) -> int:
     """The number of this worker group in the run, counted from 0."""
-    number: list[Any] = [ray.get(coordinator.join_group.remote()) if rank == 0 else 0]
+    number: list[Any] = [0]
+    if rank == 0:
+        number = [ray.get(coordinator.join_group.remote(get_current_placement_group()))]
     if dist.is_initialized():
         dist.broadcast_object_list(number, src=0)
     return number[0]

@@ -12,7 +12,7 @@ from raytrain.data.blocks import Block, to_block
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.plan.partition import BlockRef, CacheOrder
 from raytrain.launch.ray.coordinator import CoordinatorHandle
-from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
+from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_table
 from raytrain.launch.ray.trainer import root_cause
 
 _POLL_S = 10.0
@@ -74,9 +74,11 @@ class CacheFiller:
 
     def _add_head(self, name: str, cached: CachedImages) -> int:
         """Read the first blocks in this process; return how many."""
-        count = min(_FIRST_BLOCKS, len(cached.order)) if name == "train" else 0
-        for number in range(count):
-            self._add(name, ray.put(read_block(cached.images, cached.order, number, isolated=True)))
+        count, order = min(_FIRST_BLOCKS, len(cached.order)) if name == "train" else 0, cached.order
+        with cached.images.reader(isolated=True) as reader:
+            for number in range(count):
+                table = read_table(cached.images, reader, order.samples(number), order.epoch(number))
+                self._add(name, ray.put(table))
         return count
 
     def _add(self, name: str, ref: Any) -> None:

@@ -46,6 +46,10 @@ class ImageSet:
         """Images in one block."""
         return rows_per_block(self.shape.num_bytes, packed=self.packed)
 
+    def reader(self, *, isolated: bool) -> ImageReader:
+        """Fetches and decodes them."""
+        return ImageReader(self.store, *self.format, isolated)
+
     def within(self, num_blocks: int, num_bytes: int) -> int:
         """How many blocks fit into ``num_bytes``: at most ``num_blocks``, at least 1."""
         return max(1, min(num_blocks, num_bytes // (self.rows_per_block * self.shape.num_bytes)))
@@ -87,18 +91,17 @@ def blocks_by_tasks(
         yield which, ref
 
 
-def read_block(images: ImageSet, order: BlockOrder, number: int, *, isolated: bool | None = None) -> pa.Table:
-    """Fetch and decode a block; ``isolated`` by default if this task was begun before: an image may have killed it."""
-    isolated = is_repeated_task() if isolated is None else isolated
-    return read_table(images, order.samples(number), order.epoch(number), isolated=isolated)
+def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
+    """Fetch and decode a block; isolated if this task was begun before: an image may have killed it."""
+    with images.reader(isolated=is_repeated_task()) as reader:
+        return read_table(images, reader, order.samples(number), order.epoch(number))
 
 
-def read_table(images: ImageSet, samples: Int64s, epoch: int, *, isolated: bool) -> pa.Table:
+def read_table(images: ImageSet, reader: ImageReader, samples: Int64s, epoch: int) -> pa.Table:
     """Fetch ``samples`` and decode them: columns image (H*W*C bytes), label (below 0 if unreadable) and sample."""
     assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
-    reader = ImageReader(images.store, *images.format, isolated)
     pixels, bad = reader.read(wanted, images.format.cropping.crops(samples, epoch))
     if retries := take_num_retries():
         images.coordinator.retried.remote(retries)
