@@ -89,8 +89,25 @@ def test_the_driver_survives_a_deadly_image_while_it_opens_the_data(tmp_path: Pa
     store.put("b/3.jpg", deadly("segfault"))
     config = TrainConfig(data=store.url, test_fraction=0.3, image_size=(12, 12), learning_rate=1, batch_size=2)
     assert open_dataset(config, open_store(str(tmp_path / "run"))).mean == pytest.approx((90 / 255,) * 3, abs=0.01)
-    _, bad = ImageReader(store, SHAPE, isolated=True).read(build_manifest(store))
-    assert bad == {4: "decoding it ends the process (SIGSEGV)"}
+    with ImageReader(store, SHAPE, isolated=True) as reader:
+        assert reader.read(build_manifest(store))[1] == {4: "decoding it ends the process (SIGSEGV)"}
+
+
+def decoders() -> set[int]:
+    return {each.pid for each in psutil.Process().children() if "decode_process" in " ".join(each.cmdline())}
+
+
+def test_a_reader_decodes_in_one_process_until_it_is_closed(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for name in ("a/1.jpg", "b/1.jpg"):
+        store.put(name, GOOD)
+    before, manifest = decoders(), build_manifest(store)
+    with ImageReader(store, SHAPE, isolated=True) as reader:
+        reader.read(manifest)
+        (first,) = decoders() - before
+        reader.read(manifest)
+        assert decoders() - before == {first}
+    assert decoders() == before
 
 
 DEADLY = ["green/0417.jpg", "green/0834.jpg", "red/0003.jpg"]
