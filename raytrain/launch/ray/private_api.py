@@ -81,6 +81,7 @@ PREEMPTION = Improvement(
     (
         "ray.train.v2._internal.execution.context:get_train_context",
         "ray.train.v2._internal.execution.context:TrainContext.preemption_context",
+        "ray.train.v2._internal.execution.preemption:PreemptionContext.preemption_info",
     ),
 )
 FEWER_PROCESSES = Improvement(

@@ -204,7 +204,7 @@ def _controller_reporters(coordinator: CoordinatorHandle) -> list[Any]:
     callback: Any = found[0]
 
     class Reporter(callback):
-        def after_controller_start(self, train_run_context: Any) -> None:
+        def after_controller_start(self, *_: Any, **__: Any) -> None:
             """Called by Ray Train, in the controller's process."""
             # Put away, and in a list: whoever is given the handle itself imports all of Ray Train.
             coordinator.set_controller.remote([ray.put(ray.get_runtime_context().current_actor)])
