@@ -41,6 +41,7 @@ class Classifier(nn.Module):
         shape: the shape of the images that the network takes.
         cropping: what it sees of an image file.
         checkpoint: the path of the weights within the run.
+        precision: that in which the run has measured it. The network itself computes in float32, or in float64.
         mean, std: what :meth:`forward` subtracts from each channel, in 0..1, and divides it by.
         test_views: copies of an image over which the logits are averaged: flip (mirrored), shift (by a pixel).
         thresholds: the probability of each class from which on an image has it; None if an image has one class.
@@ -58,7 +59,7 @@ class Classifier(nn.Module):
         self.thresholds = (thresholds or [DEFAULT_THRESHOLD] * len(classes)) if config.multi_label else None
         self.shape, self.cropping = evaluation_format(config)
         self.checkpoint = checkpoint
-        self.mean, self.std = config.mean, config.std
+        self.mean, self.std, self.precision = config.mean, config.std, config.precision
         self.test_views: Set[TestView] = frozenset(config.test_views)
         self.network = build_model(config.model, len(classes), config.channels, config.seed, config.full_image_size)
         self._augment = Augment(config)
@@ -73,7 +74,11 @@ class Classifier(nn.Module):
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> Tensor:
         """The probability of each class, float64 (B, num_classes), for ``images`` as in :meth:`forward`."""
-        logits = self(images).double()
+        return self.probabilities_of(self(images))
+
+    def probabilities_of(self, logits: Tensor) -> Tensor:
+        """The probability of each class, float64 (B, num_classes), by its logits."""
+        logits = logits.double()
         return logits.softmax(dim=1) if self.thresholds is None else logits.sigmoid()
 
     @overload

@@ -28,9 +28,9 @@ from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, CONFIG, matches, open_run, read_resolved_config
 from raytrain.storage.store import Store
+from raytrain.training.precision import set_gpu_products
 
 _BATCH_SIZE = 256
-_MIN_PROBABILITY = 1e-30
 
 
 class Predictor:
@@ -49,16 +49,21 @@ class Predictor:
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
-        Logits are averaged over ``test_views`` of each image, and over those that the run was trained with.
+        Logits are averaged over ``test_views`` of each image, and over those that the run was trained with. They are
+        computed in the precision of the run, as it measured them.
         """
         import torch
 
         from raytrain.inference.classifier import load_classifier
+        from raytrain.training.autocast import prepare_for_autocast
 
         torch.set_num_threads(num_threads)
-        self._device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(f"cuda:{gpu}" if torch.cuda.is_available() else "cpu")
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
         self._classifier.test_views |= set(test_views)
+        prepare_for_autocast(self._classifier.network, self._classifier.precision)
+        if self._device.type == "cuda":
+            set_gpu_products(self._classifier.precision)
         self._top_k = top_k
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:
@@ -68,29 +73,36 @@ class Predictor:
         and answer (the classes as numbers) and loss (cross entropy). If an image may have several classes, they are
         truth and probabilities, a list with a number for each class.
         """
-        batches = [images[start : start + _BATCH_SIZE] for start in range(0, len(images), _BATCH_SIZE)]
-        probabilities = np.concatenate([self._probabilities(batch) for batch in batches])  # (n, num_classes)
+        rows = [slice(start, start + _BATCH_SIZE) for start in range(0, len(images), _BATCH_SIZE)]
+        batches = [self._predict(images[each], labels[each]) for each in rows]
+        probabilities, loss = map(np.concatenate, zip(*batches, strict=True))  # (n, num_classes) and (n,)
         if self._classifier.thresholds is not None:
             lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
             return pa.table({"truth": number_array(labels), "probabilities": lists})
         likeliest = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._top_k]  # (n, top_k)
-        rows = np.arange(len(images))
+        every = np.arange(len(images))
         names = string_array(self._classifier.classes)
         columns: dict[str, Any] = {}
         for rank in range(self._top_k):
             suffix = f"_{rank + 1}" if rank else ""
             chosen = likeliest[:, rank]
             columns[f"label{suffix}"] = names.take(number_array(chosen))
-            columns[f"score{suffix}"] = number_array(probabilities[rows, chosen].astype(np.float32))
-        loss = -np.log(np.maximum(probabilities[rows, labels.clip(min=0)], _MIN_PROBABILITY))
+            columns[f"score{suffix}"] = number_array(probabilities[every, chosen].astype(np.float32))
         about = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
         return pa.table({**columns, **{name: number_array(values) for name, values in about.items()}})
 
-    def _probabilities(self, images: Pixels) -> npt.NDArray[np.float64]:
-        """Probabilities (n, num_classes)."""
+    def _predict(self, images: Pixels, labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Probabilities (n, num_classes) and cross entropy (n,)."""
         import torch
+        from torch.nn.functional import cross_entropy
 
-        return self._classifier.probabilities(torch.from_numpy(images.copy()).to(self._device)).cpu().numpy()
+        from raytrain.training.autocast import mixed_precision
+
+        with torch.no_grad(), mixed_precision(self._classifier.precision, self._device):
+            logits = self._classifier(torch.from_numpy(images.copy()).to(self._device)).double()
+            truth = torch.from_numpy(labels.clip(min=0)).to(self._device)
+            loss = cross_entropy(logits, truth, reduction="none")
+            return self._classifier.probabilities_of(logits).cpu().numpy(), loss.cpu().numpy()
 
 
 def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from raytrain.data.plan.partition import Partition
 from raytrain.errors import OutOfMemory, RaytrainError, UsageError
-from raytrain.training.prepared_models import WeightAverage, apply_options, mixed_precision
+from raytrain.training.autocast import mixed_precision
+from raytrain.training.prepared_models import WeightAverage, apply_options
 from raytrain.training.run import Run
 
 
@@ -86,7 +87,7 @@ def _try_step(run: Run, num_images: int) -> None:
     images = torch.zeros(num_images, config.channels, *config.full_image_size, dtype=dtype, device=run.device)
     labels = torch.zeros(num_images, dtype=torch.int64, device=run.device)
     targets = labels if run.label_sets is None else run.label_sets[labels].to(dtype)
-    with mixed_precision(config, run.device):
+    with mixed_precision(config.precision, run.device):
         loss = run.loss(model(images), targets)
     loss.backward()
     optimizer.step()

@@ -1,9 +1,8 @@
-"""Networks that a loop has prepared: gradient checkpointing, autocast, compilation, gradients of all workers, EMA."""
+"""Networks that a loop has prepared: gradient checkpointing, compilation, gradients of all workers, EMA."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.training import batchnorm, dropout
+from raytrain.training.autocast import full_precision, mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
 from raytrain.training.checkpoint import CheckpointState, StateDict
 from raytrain.training.gradients import JoinedGradients, broadcast_weights, differing
@@ -27,7 +26,6 @@ from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
 
-AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_NAMES = 3
 _CAUSE_IN_BUFFERS = (
     "a buffer is filled by a layer or the loop from a worker's own images; average or gather over the workers what "
@@ -119,47 +117,9 @@ def apply_options(model: nn.Module, config: TrainConfig) -> None:
     """Change ``model`` in place. Its class stays, and copies of it compute the same way with their own weights."""
     if config.gradient_checkpointing:
         checkpoint_gradients(model)
-    if config.precision in AUTOCAST_DTYPES:
-        model.register_forward_hook(_widen)
-        for layer in model.modules():
-            if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.stride[-1] > 1:
-                layer.forward = partial(_convolve, layer.forward, layer.stride[-1])
+    prepare_for_autocast(model, config.precision)
     if config.compile:
         model.compile()
-
-
-def mixed_precision(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """A context in which networks compute in the precision that the options name; a step of a loop is in it."""
-    dtype = AUTOCAST_DTYPES.get(config.precision)
-    # Weights that were cast are not kept: a loop may change the weights before it uses them again.
-    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
-
-
-def full_precision(device: torch.device) -> torch.autocast:
-    """A context without autocast, for what follows a forward: a backward computes in the types of its forward."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=False)
-
-
-def _convolve(forward: Callable[[Tensor], Tensor], stride: int, input: Tensor) -> Tensor:
-    """In float32 for maps narrower than the stride, of which torch's CPU kernels give wrong gradients in bfloat16."""
-    if input.device.type != "cpu" or input.shape[-1] >= stride:
-        return forward(input)
-    with full_precision(input.device):
-        return forward(input.float())
-
-
-def _widen(model: nn.Module, inputs: Any, output: Any) -> Any:
-    """What a network returns in 16 bits becomes float32, so that losses are computed in it; other things stay."""
-    return tree_map(_widened, output)
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in AUTOCAST_DTYPES.values() else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **tree_map(_widened, fields))
-    return value
 
 
 class PreparedModels:
@@ -213,7 +173,7 @@ class PreparedModels:
 
     def computing(self) -> AbstractContextManager[Any]:
         """A context in which networks compute in the run's precision."""
-        return mixed_precision(self._config, self._worker.device)
+        return mixed_precision(self._config.precision, self._worker.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

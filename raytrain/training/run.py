@@ -25,6 +25,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment
+from raytrain.training.autocast import full_precision
 from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.checkpoint import CheckpointState, Stateful
 from raytrain.training.evaluation import Network, with_views
@@ -38,7 +39,7 @@ from raytrain.training.optimisation import (
     clip_gradients,
     parameters_of,
 )
-from raytrain.training.prepared_models import PreparedModels, WeightAverage, full_precision, shapes_of
+from raytrain.training.prepared_models import PreparedModels, WeightAverage, shapes_of
 from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
 

@@ -37,8 +37,8 @@ from raytrain.runs.metric_row import MetricRow
 from raytrain.storage.open import open_store
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.augment import Augment
+from raytrain.training.autocast import AUTOCAST_DTYPES
 from raytrain.training.loop import train
-from raytrain.training.prepared_models import AUTOCAST_DTYPES
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from tests.benchmarks.report import Check, Figure, Report

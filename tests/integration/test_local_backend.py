@@ -59,6 +59,16 @@ def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
     return read_checkpoint(open_store(result.run_dir), f"checkpoints/{Path(result.checkpoint).name}").state["model"]
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-5)])
+def test_a_run_is_evaluated_in_the_precision_in_which_it_has_measured_itself(
+    precision: str, tolerance: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
+    run = raytrain.train(options(data, tmp_path, workers=1, precision=precision, epochs=1))
+    found = raytrain.evaluate("run", storage=str(tmp_path))
+    assert found.summary()["loss"] == pytest.approx(run.test_loss, abs=tolerance)
+
+
 def once(action: Callable[[Snapshot], None], ready: Callable[[Snapshot], bool]) -> Callable[[Snapshot], None]:
     """A view that acts on the first snapshot that is ready."""
     done = threading.Event()

@@ -16,7 +16,7 @@ from raytrain.launch.prepare import check_places, prepare
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision
-from raytrain.training.prepared_models import apply_options, mixed_precision
+from raytrain.training.autocast import mixed_precision, prepare_for_autocast
 from tests.helpers import fake_nvml
 from tests.helpers.small_runs import make_images
 from tests.integration.test_exact import Recorder, config, images, make_run
@@ -156,10 +156,10 @@ def test_gradients_of_strided_convolutions_of_small_maps_are_right_in_bfloat16(
     torch.manual_seed(0)
     exact = nn.Sequential(nn.Conv2d(16, 32, 3, stride, padding=1))
     mixed = copy.deepcopy(exact)
-    apply_options(mixed, config(precision="bfloat16"))
+    prepare_for_autocast(mixed, "bfloat16")
     features = torch.randn(4, 16, *size)
     exact(features).square().sum().backward()
-    with mixed_precision(config(precision="bfloat16"), features.device):
+    with mixed_precision("bfloat16", features.device):
         loss = mixed(features).square().sum()
     torch.full((200_000,), float("nan"))  # what torch's kernel leaves out has the content of freed memory
     loss.backward()
