@@ -24,6 +24,7 @@ from raytrain.launch.ray.private_api import (
     check_version,
     minor_version,
     missing,
+    version_error,
 )
 
 PACKAGE = Path(__file__).parents[2] / "raytrain"
@@ -72,6 +73,19 @@ def test_a_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     check_version.cache_clear()
     with pytest.raises(UsageError, match=r"Ray 2\.50\.1 is too old; raytrain needs 2\.53 or newer"):
         check_version()
+
+
+def test_a_cluster_of_other_versions_is_told_with_both() -> None:
+    from ray._private.utils import check_version_info
+
+    theirs = {"ray_version": "2.53.0", "python_version": "3.10.1"}
+    with pytest.raises(RuntimeError) as raised:
+        check_version_info(theirs, "192.0.2.1", True)
+    error = version_error("192.0.2.1:6379", str(raised.value))
+    assert str(error).startswith(
+        f"The cluster at 192.0.2.1:6379 runs Ray 2.53.0 and Python 3.10.1, and this process Ray {ray.__version__} and "
+    )
+    assert version_error("192.0.2.1:6379", "Could not connect") is None
 
 
 def test_an_elastic_run_is_refused_if_this_ray_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

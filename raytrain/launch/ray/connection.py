@@ -29,6 +29,7 @@ from raytrain.launch.ray.private_api import (
     messages_in_log,
     set_variables,
     variables_set,
+    version_error,
 )
 from raytrain.runs.logs import STARTUP
 
@@ -254,7 +255,7 @@ def _init(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _no_cluster(address, str(error).splitlines()[0].rstrip(".")) from None
+        raise version_error(address, str(error)) or _no_cluster(address, str(error)) from None
 
 
 def _runtime_environment() -> dict[str, str] | None:
@@ -273,10 +274,8 @@ def _is_alive() -> bool:
 
 
 def _leave() -> None:
-    import ray
-
     with suppress(Exception):
-        ray.shutdown()
+        sys.modules["ray"].shutdown()
 
 
 def _check_answers(address: str) -> None:
@@ -343,6 +342,7 @@ def _not_a_cluster(address: str) -> UsageError:
 
 
 def _no_cluster(address: str, reason: str) -> UsageError:
+    reason = reason.partition("\n")[0].rstrip(".")
     return UsageError(
         f"No Ray cluster answers at {address} ({reason}); check --address or RAY_ADDRESS, or use --address local for a "
         "new cluster on this machine."

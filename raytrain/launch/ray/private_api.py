@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -147,6 +148,18 @@ def minor_version(version: str) -> tuple[int, int]:
     """Major and minor version: ``2.60.0`` is (2, 60)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def version_error(address: str, text: str) -> UsageError | None:
+    """The error for a cluster of other versions, if ``text`` is what Ray says of one."""
+    versions = re.findall(r"(?:Ray|Python): (\S+)", text)
+    if len(versions) != 4:
+        return None
+    theirs, ours = "Ray {} and Python {}".format(*versions[:2]), "Ray {} and Python {}".format(*versions[2:])
+    return UsageError(
+        f"The cluster at {address} runs {theirs}, and this process {ours}; install the cluster's versions here, or use "
+        "`raytrain submit`, which works with other ones."
+    )
 
 
 def missing() -> list[str]:
