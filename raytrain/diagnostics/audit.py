@@ -66,42 +66,34 @@ def audit(run: str, *, storage: str = "./runs") -> AuditResult:
         UsageError: there is no such run, or it has no trace.
     """
     store = open_run(storage, run)
-    trace = _read_trace(store)
-    if not len(trace.steps):
+    steps, samples = _read_trace(store)
+    if not len(steps):
         raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")
     manifest = Manifest.from_parquet(store.get(MANIFEST))
     skipped = {image.key for image in read_skipped(store)}
-    auditor = _Auditor(trace, training_plan(read_resolved_config(store), manifest), manifest, skipped)
-    first, last = int(trace.steps.min()), int(trace.steps.max())
+    auditor = _Auditor(steps, samples, training_plan(read_resolved_config(store), manifest), manifest, skipped)
+    first, last = int(steps.min()), int(steps.max())
     return AuditResult(run, first, last, tuple(auditor.audit_epochs(first, last)))
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """The samples that all workers used, one by one: sample ``samples[i]`` in step ``steps[i]``, counted from 1."""
-
-    steps: Int64s
-    samples: Int64s
-
-
-def _read_trace(store: Store) -> _Trace:
-    """The trace of all workers; raises what storage raises."""
+def _read_trace(store: Store) -> tuple[Int64s, Int64s]:
+    """The samples that all workers used, one by one, and their steps, counted from 1; raises what storage raises."""
     tables: list[pa.Table] = []
     for content in store.get_many([stored.path for stored in store.list(TRACE)]):
         if isinstance(content, Exception):
             raise content
         tables.append(pyarrow.parquet.read_table(io.BytesIO(content)))
     if not tables:
-        return _Trace(np.array([], np.int64), np.array([], np.int64))
+        return np.array([], np.int64), np.array([], np.int64)
     table = pa.concat_tables(tables)
-    return _Trace(table["step"].to_numpy(), table["sample"].to_numpy())
+    return table["step"].to_numpy(), table["sample"].to_numpy()
 
 
 class _Auditor:
-    """Compares a trace with a plan, epoch by epoch."""
+    """Compares a trace with a plan, epoch by epoch: sample ``samples[i]`` was used in step ``steps[i]``."""
 
-    def __init__(self, trace: _Trace, plan: BatchPlan, manifest: Manifest, skipped: set[str]) -> None:
-        self._trace = trace
+    def __init__(self, steps: Int64s, samples: Int64s, plan: BatchPlan, manifest: Manifest, skipped: set[str]) -> None:
+        self._steps, self._samples = steps, samples
         self._plan = plan
         self._keys = manifest.keys
         keys = manifest.keys.to_numpy(zero_copy_only=False).astype(str)
@@ -118,8 +110,8 @@ class _Auditor:
         """Audit the steps ``first`` to ``last`` of one epoch."""
         num_samples = self._plan.num_samples
         planned_steps, planned_samples = self._planned(first, last)
-        in_steps = (self._trace.steps >= first) & (self._trace.steps <= last)
-        steps, samples = self._trace.steps[in_steps], self._trace.samples[in_steps]
+        in_steps = (self._steps >= first) & (self._steps <= last)
+        steps, samples = self._steps[in_steps], self._samples[in_steps]
         times_planned = np.bincount(planned_samples, minlength=num_samples)
         times_used = np.bincount(samples, minlength=num_samples)
         lacking = (times_used < times_planned) & ~((times_used == 0) & self._unreadable)

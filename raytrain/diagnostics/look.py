@@ -192,20 +192,14 @@ def first_images(config: TrainConfig, data: Dataset, most: int) -> FirstImages:
     )
     plan = data.plan(resolved)
     draws = plan.batch_samples(plan.batch(0))
-    if config.mixup or config.cutmix:
-        draws = np.roll(draws, 1)[: most + 1]  # each is mixed with the one before it, the first one with the last
-        batch = _batch(resolved, data, draws)
-        mixed = mix_batch(
-            batch,
-            len(data.train.classes),
-            config.seed,
-            mixup=config.mixup,
-            cutmix=config.cutmix,
-            label_sets=_label_sets(data),
-        )
-        return _shown(resolved, mixed, data.train.classes, slice(1, batch.num_used))
-    batch = _batch(resolved, data, draws[:most])
-    return _shown(resolved, batch, data.train.classes, slice(batch.num_used))
+    if not (config.mixup or config.cutmix):
+        batch = _batch(resolved, data, draws[:most])
+        return _shown(resolved, batch, data.train.classes, slice(batch.num_used))
+    draws = np.roll(draws, 1)[: most + 1]  # each is mixed with the one before it, the first one with the last
+    batch = _batch(resolved, data, draws)
+    mixing = {"mixup": config.mixup, "cutmix": config.cutmix, "label_sets": _label_sets(data)}
+    mixed = mix_batch(batch, len(data.train.classes), config.seed, **mixing)
+    return _shown(resolved, mixed, data.train.classes, slice(1, batch.num_used))
 
 
 def _batch(config: ResolvedConfig, data: Dataset, draws: Int64s) -> Batch:

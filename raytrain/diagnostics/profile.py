@@ -268,30 +268,16 @@ def _write(profiler: torch_profiler.profile, folder: Path, run: Run) -> None:
 def _ranges(profiler: torch_profiler.profile, *, on_gpu: bool) -> Ranges:
     """What the profiler recorded, in microseconds."""
     events = list(profiler.events() or ())
-    named = {
-        name: [_interval(event) for event in events if event.name == name and not _is_on_gpu(event)]
-        for name in (WAIT_FOR_DATA, _BODY, _BACKWARD, _OPTIMIZER)
-    }
-    steps = [event for event in events if event.name == "ProfilerStep*" and not _is_on_gpu(event)]
-    collectives = [event for event in events if event.name.startswith(("gloo:", "ncclDevKernel"))]
-    computing = [event for event in events if event.name.startswith("aten::") and event.thread == steps[0].thread]
-    if on_gpu:
-        kernels = [event for event in events if _is_on_gpu(event) and not event.is_user_annotation]
-        computing = [event for event in kernels if not event.name.startswith("nccl")]
-    return Ranges(
-        steps=[_interval(event) for event in steps],
-        waits=named[WAIT_FOR_DATA],
-        bodies=named[_BODY],
-        backwards=named[_BACKWARD],
-        optimizers=named[_OPTIMIZER],
-        collectives=[_interval(event) for event in collectives],
-        computing=[_interval(event) for event in computing],
+    kernels = [event for event in events if event.device_type.name == "CUDA"]
+    on_cpu = [event for event in events if event.device_type.name != "CUDA"]
+    steps, waits, bodies, backwards, optimizers = (
+        [event for event in on_cpu if event.name == name]
+        for name in ("ProfilerStep*", WAIT_FOR_DATA, _BODY, _BACKWARD, _OPTIMIZER)
     )
-
-
-def _is_on_gpu(event: Any) -> bool:
-    return event.device_type.name == "CUDA"
-
-
-def _interval(event: Any) -> Interval:
-    return event.time_range.start, event.time_range.end
+    collectives = [event for event in events if event.name.startswith(("gloo:", "ncclDevKernel"))]
+    if on_gpu:
+        computing = [event for event in kernels if not event.is_user_annotation and not event.name.startswith("nccl")]
+    else:
+        computing = [event for event in events if event.name.startswith("aten::") and event.thread == steps[0].thread]
+    found = (steps, waits, bodies, backwards, optimizers, collectives, computing)
+    return Ranges(*([(event.time_range.start, event.time_range.end) for event in kind] for kind in found))

@@ -84,29 +84,28 @@ def doctor_page(report: DoctorReport) -> RenderableType:
 
 def _node_table(report: DoctorReport) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("node", no_wrap=True)
-    hardware = "CPUs, memory,\nobject store,\n--precision auto"
-    for heading in (hardware, "network,\nfree disk", "GPUs", "reads the\ndata", "writes the\nstorage", "credentials"):
-        table.add_column(heading)
+    for heading in ("node", "hardware", "network, disk", "GPUs", "data, storage", "credentials"):
+        table.add_column(heading, no_wrap=heading == "node")
     for node in report.nodes:
-        memory, object_store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
-        precision = node.report.precision if node.report else "unknown"
+        found = node.report
+        memory, store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
+        precision = found.precision if found else ""
         table.add_row(
             f"{node.address}\n{node.id}",
-            f"{format_count(node.cpus, 'CPU')}\n{memory}\n{object_store}\n{precision}",
-            _network_and_disk(node.report),
+            f"{format_count(node.cpus, 'CPU')}\n{memory} memory\n{store} objects\n{precision}",
+            _network_and_disk(found) if found else UNKNOWN,
             _gpu_text(node),
-            *_access(node.report, checks_data=report.data is not None),
+            _access(found, report.data is not None) if found else Text("no answer", "red"),
+            (found.identity or "none needed") if found else UNKNOWN,
         )
     return table
 
 
-def _network_and_disk(report: NodeReport | None) -> str:
-    if report is None:
-        return "unknown"
+def _network_and_disk(report: NodeReport) -> str:
     interface = report.interface
     speed = f"{interface.bits_per_s / 1e9:g} Gbit/s" if interface and interface.bits_per_s else "unknown speed"
-    return f"{interface.name if interface else 'unknown'}\n{speed}\n{format_gigabytes(report.disk.free_bytes)}"
+    name = interface.name if interface else "unknown"
+    return f"{name}\n{speed}\n{format_gigabytes(report.disk.free_bytes)} free"
 
 
 def _gpu_text(node: Node) -> str:
@@ -118,20 +117,15 @@ def _gpu_text(node: Node) -> str:
     )
 
 
-def _access(report: NodeReport | None, *, checks_data: bool) -> tuple[RenderableType, RenderableType, str]:
-    """Whether the node reads the data, whether it writes the storage, and with what credentials."""
-    if report is None:
-        return Text("no answer", "red"), Text("no answer", "red"), ""
-    writes = Text("yes", "green") if report.writable else Text("no", "red")
-    return _read_speed_text(report, checks_data), writes, report.identity or "none needed"
-
-
-def _read_speed_text(report: NodeReport, checks_data: bool) -> Text:
-    speed = report.read_speed
-    if speed is None:
-        return Text("no", "red") if checks_data else Text("not checked", "dim")
-    rates = f"{speed.images_per_s:,.0f} images/s\n{speed.bytes_per_s / 1e6:,.1f} MB/s"
-    return Text(f"{rates}\nlisted: {speed.listing_s:.2f} s", "green")
+def _access(report: NodeReport, checks_data: bool) -> Text:
+    """How fast the node lists and reads the data, and whether it can write the storage."""
+    if speed := report.read_speed:
+        rates = f"{speed.images_per_s:,.0f} images/s\n{speed.bytes_per_s / 1e6:,.1f} MB/s"
+        read = (f"{rates}\nlisted: {speed.listing_s:.2f} s", "green")
+    else:
+        read = ("data: not read", "red") if checks_data else ("data: not checked", "dim")
+    written = ("storage: written", "green") if report.writable else ("storage: not written", "red")
+    return Text.assemble(read, "\n", written)
 
 
 def _placement_text(placement: Placement) -> str:

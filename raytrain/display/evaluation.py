@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ def evaluation_page(result: EvaluationResult, picture: str | None = None) -> Ren
 def label_evaluation_page(result: LabelEvaluation) -> RenderableType:
     """The metrics and the classes, from the worst on, of images that may have several classes each."""
     rows: list[list[RenderableType]] = []
-    for score in sorted(result.per_class, key=lambda score: _or_infinite(score.average_precision)):
+    for score in sorted(result.per_class, key=lambda score: _known_first(score.average_precision)):
         values = (score.average_precision, score.threshold, score.precision, score.recall)
         rows.append([score.name, f"{score.images:,}", *(format_optional(value, ".4f") for value in values)])
     table = class_table(("images", "average precision", "threshold", "precision", "recall"), rows, "better")
@@ -49,14 +48,14 @@ def _trained_on(result: EvaluationResult | LabelEvaluation) -> Iterable[Renderab
 
 def _classes(scores: Sequence[ClassScore]) -> RenderableType:
     rows: list[list[RenderableType]] = []
-    for score in sorted(scores, key=lambda score: _or_infinite(score.accuracy)):
+    for score in sorted(scores, key=lambda score: _known_first(score.accuracy)):
         accuracy = format_optional(score.accuracy, ".4f")
         rows.append([score.name, f"{score.images:,}", f"{score.right:,}", accuracy, bar(score.accuracy or 0, 1)])
     return class_table(("images", "correct", "accuracy"), rows, "better")
 
 
-def _or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
+def _known_first(value: float | None) -> tuple[bool, float]:
+    return value is None, value or 0.0
 
 
 def _confusions(result: EvaluationResult) -> RenderableType:

@@ -82,11 +82,6 @@ def stop_text(reason: StopReason) -> str:
             return reason.detail or reason.kind.replace("_", " ")
 
 
-def reason_text(reason: str | StopReason | None) -> str | None:
-    """Why a run failed or stopped; an error is a sentence already."""
-    return stop_text(reason) if isinstance(reason, StopReason) else reason
-
-
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A summary with a text in place of the reason why the run stopped."""
     reason = stop_reason_of(summary)

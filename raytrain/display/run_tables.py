@@ -63,20 +63,9 @@ def run_info_json(run: RunInfo) -> dict[str, Any]:
 
 def run_record_json(record: RunRecord) -> dict[str, Any]:
     """Everything about one run."""
-    return {
-        "name": record.name,
-        "config": record.config and dataclasses.asdict(record.config),
-        "status": dataclasses.asdict(record.status),
-        "images": record.images,
-        "summary": record.summary,
-        "metrics": [row.to_json() for row in record.metrics],
-        "checkpoints": [
-            {"path": stored.path, "size_bytes": stored.size_bytes, "modified": stored.modified}
-            for stored in record.checkpoints
-        ],
-        "skipped": [dataclasses.asdict(image) for image in record.skipped],
-        "problems": record.problems,
-    }
+    whole = dataclasses.asdict(dataclasses.replace(record, metrics=[]))
+    checkpoints = [stored._asdict() for stored in record.checkpoints]
+    return {**whole, "metrics": [row.to_json() for row in record.metrics], "checkpoints": checkpoints}
 
 
 def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from raytrain.display.console import UNKNOWN, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes
-from raytrain.display.event_text import reason_text
+from raytrain.display.event_text import stop_text
 from raytrain.display.run_tables import Column, rows_table, status_text, try_next
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
 from raytrain.runs.checkpoint_files import best_checkpoint, newest_checkpoint
 from raytrain.runs.documents import run_store
-from raytrain.runs.outcome import resume_command, shell_command
+from raytrain.runs.outcome import StopReason, resume_command, shell_command
 from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ def _reason(trial: TrialResult) -> Text:
 
 def _why(trial: TrialResult) -> str:
     """Why it failed or stopped, without its name, which is shown already."""
-    return one_line(str(reason_text(trial.reason)).removeprefix(f"Run {trial.name!r} failed: "))
+    reason = stop_text(trial.reason) if isinstance(trial.reason, StopReason) else trial.reason or ""
+    return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
 
 
 def _conclusion(result: SweepResult, config: TrainConfig) -> list[Text]:

@@ -129,16 +129,13 @@ def _kind(name: str, flag: str) -> Any:
     """The type of a field's values, or the Literal that lists them."""
     kinds = _varied_kinds()
     varied = [option_name(each) for each in kinds]
-    if name not in (field.name for field in dataclasses.fields(TrainConfig)):
-        raise UsageError(
-            f"--vary: there is no option {flag!r}{did_you_mean(option_name(name), varied)}; those that may vary are "
-            f"{', '.join(varied)}."
-        )
-    if name not in kinds:
-        raise UsageError(
-            f"--vary: {flag} is the same for all trials of a sweep; those that may vary are {', '.join(varied)}."
-        )
-    return kinds[name]
+    if name in kinds:
+        return kinds[name]
+    if name in (field.name for field in dataclasses.fields(TrainConfig)):
+        problem = f"{flag} is the same for all trials of a sweep"
+    else:
+        problem = f"there is no option {flag!r}{did_you_mean(option_name(name), varied)}"
+    raise UsageError(f"--vary: {problem}; those that may vary are {', '.join(varied)}.")
 
 
 def _varied_kinds() -> dict[str, Any]:

@@ -53,6 +53,23 @@ class Confusion:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluatedRun:
+    """The run whose best checkpoint was measured. ``skipped`` images could not be read and are not in the metrics.
+
+    ``trained_on`` of the images are training images of the run, by their place or their content; it is None for the
+    run's own test images, and if that is not known. ``all_compared`` is False if there may be more: the time to read
+    files for it was over after 10 s, or they could not be read.
+    """
+
+    run: str
+    data: str
+    checkpoint: str
+    skipped: int
+    trained_on: int | None = None
+    all_compared: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
     """Metrics of the predictions for ``images`` images. ``accuracy`` and ``loss`` are means, None without images.
 
@@ -142,25 +159,19 @@ class LabelScore:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LabelEvaluation:
+class LabelEvaluation(EvaluatedRun):
     """The metrics of a run's best checkpoint on images that may have several classes each.
 
     ``accuracy`` and ``loss`` are over all images and classes; ``accuracy`` and ``macro_f1`` are by the thresholds. What
-    is not known without images is None. ``skipped`` images could not be read and are not in the metrics.
+    is not known without images is None.
     """
 
-    run: str
-    data: str
-    checkpoint: str
-    skipped: int
     images: int
     accuracy: float | None
     loss: float | None
     mean_average_precision: float | None
     macro_f1: float | None
     per_class: tuple[LabelScore, ...]
-    trained_on: int | None = None
-    all_compared: bool | None = None  # as in :class:`raytrain.inference.evaluate.EvaluationResult`
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""

@@ -17,7 +17,14 @@ from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.labelled_images import evaluated_images
 from raytrain.data.labels.manifest import Manifest, build_manifest
 from raytrain.errors import StorageError, UsageError
-from raytrain.inference.classification_metrics import LabelEvaluation, Scores, chosen_thresholds, score, score_labels
+from raytrain.inference.classification_metrics import (
+    EvaluatedRun,
+    LabelEvaluation,
+    Scores,
+    chosen_thresholds,
+    score,
+    score_labels,
+)
 from raytrain.inference.trained_run import TrainedRun, open_trained_run
 from raytrain.runs.documents import MANIFEST, TEST_MANIFEST
 from raytrain.storage.open import open_store
@@ -27,25 +34,8 @@ _COMPARE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationResult(Scores):
-    """The metrics of a run's best checkpoint. ``skipped`` images could not be read and are not in the metrics.
-
-    ``trained_on`` of the images are training images of the run, by their place or their content; it is None for the
-    run's own test images, and if that is not known. ``all_compared`` is False if there may be more: the time to read
-    files for it was over after 10 s, or they could not be read.
-    """
-
-    run: str
-    data: str
-    checkpoint: str
-    skipped: int
-    trained_on: int | None = None
-    all_compared: bool | None = None
-
-    def summary(self) -> dict[str, Any]:
-        """The result as plain values; what ``raytrain evaluate --json`` prints."""
-        about = ("run", "data", "checkpoint", "skipped", "trained_on", "all_compared")
-        return {**{name: getattr(self, name) for name in about}, **super().summary()}
+class EvaluationResult(Scores, EvaluatedRun):
+    """The metrics of a run's best checkpoint on images of one class each."""
 
 
 def evaluate(

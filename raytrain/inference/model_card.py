@@ -210,15 +210,14 @@ def example(classifier: Classifier, file: str, suffix: str) -> str:
     """Lines that classify ``photo.jpg`` with the network in ``file``; the scores are those of ``predict``."""
     cropping, shape = classifier.cropping, classifier.shape
     values = {
+        **preprocessing(classifier),
         "file": file,
         "w": shape.width,
         "h": shape.height,
+        "fraction": cropping.crop_fraction,
         "mode": "L" if shape.channels == 1 else "RGB",
         "axes": "None, ..., None" if shape.channels == 1 else "None",
-        "fraction": cropping.crop_fraction,
         "interpolation": cropping.interpolation.upper(),
-        "mean": list(classifier.mean),
-        "std": list(classifier.std),
     }
     values["scale"] = _SCALES[cropping.resize].format(**values)
     imports = _IMPORTS.format(runtime="onnxruntime" if suffix == ".onnx" else "torch")

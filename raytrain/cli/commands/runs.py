@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
@@ -12,13 +11,10 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 import raytrain
 from raytrain.cli.command import CommandResult, RunName, Storage, confirmed
 from raytrain.errors import UsageError
-from raytrain.runs.outcome import shell_command
 
 if TYPE_CHECKING:
-    from raytrain.config import TrainConfig
     from raytrain.display.page.server import PageServer
-    from raytrain.monitor.snapshot import Snapshot, View
-    from raytrain.monitor.stop_request import StopSignals
+    from raytrain.monitor.snapshot import Snapshot
 
 Png = Annotated[str | None, arg(help="PNG file to draw the curves into.")]
 
@@ -220,7 +216,7 @@ def watch(
 
     names = [name for run in runs for name in names_of(storage, run)]
     with StoredRuns(storage, names) if runs else HomeRuns(storage) as watched, PageServer(watched, port) as server:
-        _print_address(server)
+        print_address(server)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
     return CommandResult("", {"storage": storage, "runs": names})
@@ -239,27 +235,6 @@ def _watch_in_terminal(storage: str, runs: tuple[str, ...]) -> CommandResult:
     return CommandResult("", {"storage": storage, "runs": runs})
 
 
-@contextmanager
-def page_of(config: TrainConfig, signals: StopSignals, *, wanted: bool) -> Generator[list[View]]:
-    """Serve the page of a run that this process trains, if it is ``wanted``. Gives the view that feeds it.
-
-    Its Stop button asks ``signals``.
-    """
-    if not wanted:
-        yield []
-        return
-    from raytrain.display.page.server import PageServer
-    from raytrain.display.page.watched_runs import WatchedRuns
-    from raytrain.display.terminal import startup_lines
-
-    watched = WatchedRuns(config.storage, [config.name] if config.name else [], signals.request_stop)
-    with PageServer(watched) as server, startup_lines(watched.starting):
-        _print_address(server)
-        yield [watched.update]
-    again = shell_command("watch", *(feed.name for feed in watched.feeds), storage=config.storage)
-    print(f"The page has ended with the run. See it again with: {again}", flush=True)
-
-
-def _print_address(server: PageServer) -> None:
+def print_address(server: PageServer) -> None:
     """Say where the page is. The address is the key to it."""
     print(f"Watch it at {server.url}", flush=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
 import raytrain
 from raytrain.cli.command import Address, CommandResult, RunName, Storage, process_started_at
-from raytrain.cli.commands.runs import page_of
+from raytrain.cli.commands.runs import print_address
 from raytrain.cli.parser import Without
 from raytrain.config import TrainConfig
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals
+from raytrain.runs.outcome import shell_command
 
 _NOT_FOR_RATES = (
     *("learning_rate", "warmup_epochs", "epochs", "log_every", "resume", "trace"),
@@ -33,22 +36,39 @@ def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False
     Example: raytrain train cifar10 --data s3://bucket/train --name first --epochs 10
     """
     from raytrain.display.run_tables import result_page
-    from raytrain.display.terminal import TerminalView
     from raytrain.runs.checkpoint_files import best_scored_checkpoint
     from raytrain.runs.documents import run_store
 
     signals = StopSignals()
-    with page_of(config, signals, wanted=watch) as views, TerminalView() as terminal:
-        views.append(terminal.update)
-        started_at = process_started_at()
-        result = raytrain.train(config, view=lambda shown: _show(shown, views), signals=signals, started_at=started_at)
+    with _views(config, signals, watch) as view:
+        result = raytrain.train(config, view=view, signals=signals, started_at=process_started_at())
     best = best_scored_checkpoint(run_store(config.storage, result.name))
     return CommandResult(result_page(config, result, best), result.summary(), exit_code=int(result.status == "failed"))
 
 
-def _show(snapshot: Snapshot, views: list[View]) -> None:
-    for view in views:
-        view(snapshot)
+@contextmanager
+def _views(config: TrainConfig, signals: StopSignals, watch: bool) -> Generator[View]:
+    """Show a run in the terminal and, with ``watch``, on a page too, whose Stop button asks ``signals``."""
+    from raytrain.display.terminal import TerminalView, startup_lines
+
+    if not watch:
+        with TerminalView() as terminal:
+            yield terminal.update
+        return
+    from raytrain.display.page.server import PageServer
+    from raytrain.display.page.watched_runs import WatchedRuns
+
+    def show(snapshot: Snapshot) -> None:
+        watched.update(snapshot)
+        terminal.update(snapshot)
+
+    watched = WatchedRuns(config.storage, [config.name] if config.name else [], signals.request_stop)
+    with PageServer(watched) as server, startup_lines(watched.starting):
+        print_address(server)
+        with TerminalView() as terminal:
+            yield show
+    again = shell_command("watch", *(feed.name for feed in watched.feeds), storage=config.storage)
+    print(f"The page has ended with the run. See it again with: {again}", flush=True)
 
 
 def profile(
@@ -104,15 +124,13 @@ def find_rate(
     """
     from raytrain.display.curves import save_png
     from raytrain.display.rate import rate_figure, rate_page
-    from raytrain.display.terminal import TerminalView
     from raytrain.storage.open import check_output
 
     if output is not None:
         check_output(output, (".png",))
     signals = StopSignals()
-    with page_of(config, signals, wanted=watch) as views, TerminalView() as terminal:
-        views.append(terminal.update)
-        result = raytrain.find_rate(config, view=lambda shown: _show(shown, views), signals=signals)
+    with _views(config, signals, watch) as view:
+        result = raytrain.find_rate(config, view=view, signals=signals)
     picture = output or f"{result.run.name}.png"
     save_png(rate_figure(result), picture)
     return CommandResult(rate_page(result, picture), {**result.summary(), "picture": picture})

@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files
@@ -42,6 +42,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Query = Mapping[str, str]
 
 
 class PageServer:
@@ -84,13 +85,8 @@ class PageServer:
         for file in _STATIC.iterdir():
             app.router.add_get(f"/{file.name}", _file)
         app.router.add_get("/api/events", self._events)
-        if isinstance(self._runs, HomeRuns):
-            app.router.add_get("/api/runs", partial(self._list_runs, self._runs))
-            app.router.add_post("/api/open", partial(self._open_run, self._runs))
-        app.router.add_get("/api/curves", self._curves)
-        app.router.add_get("/api/documents", self._documents)
-        app.router.add_get("/api/machines", self._machines)
-        app.router.add_post("/api/stop", self._stop_run)
+        for (method, path), ask in self._questions().items():
+            app.router.add_route(method, f"/api/{path}", partial(_answer, ask))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LAST_WORDS_S)
         await self._runner.setup()
         return await self._listen()
@@ -175,50 +171,39 @@ class PageServer:
             except asyncio.TimeoutError:
                 await _write(response, b":\n\n")
 
-    async def _list_runs(self, home: HomeRuns, _request: web.Request) -> web.Response:
-        """All runs below the storage."""
-        return await _answer(home.all_runs)
+    def _questions(self) -> dict[tuple[str, str], Callable[[Query], object]]:
+        """What a page asks besides the events, by method and path; most of it is about ``?run=NAME``."""
+        runs = self._runs
+        questions: dict[tuple[str, str], Callable[[Query], object]] = {
+            ("GET", "curves"): self._curves,
+            ("GET", "documents"): lambda query: runs.documents(self._feed(query).name),
+            ("GET", "machines"): lambda query: runs.machine_history(self._feed(query).name),
+            ("POST", "stop"): lambda query: runs.stop(self._feed(query).name) or {},
+        }
+        if isinstance(runs, HomeRuns):
+            questions["GET", "runs"] = lambda query: runs.all_runs()
+            questions["POST", "open"] = lambda query: {"runs": runs.open(query.get("run", ""))}
+        return questions
 
-    async def _open_run(self, home: HomeRuns, request: web.Request) -> web.Response:
-        """The names of the runs that ``?run=NAME`` stands for, which are read from now on."""
-        name = request.query.get("run", "")
-        return await _answer(lambda: {"runs": home.open(name)})
-
-    async def _curves(self, request: web.Request) -> web.Response:
+    def _curves(self, query: Query) -> object:
         """A part of a run's curves: ``?run=NAME&first=STEP&last=STEP``."""
         try:
-            first, last = (int(request.query.get(name, "")[:_STEP_DIGITS]) for name in ("first", "last"))
+            first, last = (int(query.get(name, "")[:_STEP_DIGITS]) for name in ("first", "last"))
         except ValueError:
             raise web.HTTPBadRequest from None
-        curves = await asyncio.to_thread(self._feed(request).between, first, last)
-        return web.json_response(curves)
+        return self._feed(query).between(first, last)
 
-    async def _documents(self, request: web.Request) -> web.Response:
-        """What changes rarely: ``?run=NAME``."""
-        name = self._feed(request).name
-        return web.json_response(await asyncio.to_thread(self._runs.documents, name))
-
-    async def _machines(self, request: web.Request) -> web.Response:
-        """The use of the machines over the time of a run: ``?run=NAME``."""
-        name = self._feed(request).name
-        return web.json_response(await asyncio.to_thread(self._runs.machine_history, name))
-
-    async def _stop_run(self, request: web.Request) -> web.Response:
-        """Ask a run to stop with a checkpoint: ``?run=NAME``."""
-        name = self._feed(request).name
-        return await _answer(lambda: self._runs.stop(name) or {})
-
-    def _feed(self, request: web.Request) -> RunFeed:
+    def _feed(self, query: Query) -> RunFeed:
         for feed in self._runs.feeds:
-            if feed.name == request.query.get("run"):
+            if feed.name == query.get("run"):
                 return feed
         raise web.HTTPNotFound
 
 
-async def _answer(ask: Callable[[], object]) -> web.Response:
+async def _answer(ask: Callable[[Query], object], request: web.Request) -> web.Response:
     """What ``ask`` returns, asked in a thread, or the sentence that it raises."""
     try:
-        return web.json_response(await asyncio.to_thread(ask))
+        return web.json_response(await asyncio.to_thread(ask, request.query))
     except RaytrainError as error:
         return web.json_response({"error": str(error)}, status=409)
 
