@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, CONFIG, matches, open_run, read_resolved_config
 from raytrain.storage.store import Store
 from raytrain.training.precision import set_gpu_products
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCH_SIZE = 256
 
@@ -73,9 +76,12 @@ class Predictor:
         and answer (the classes as numbers) and loss (cross entropy). If an image may have several classes, they are
         truth and probabilities, a list with a number for each class.
         """
-        rows = [slice(start, start + _BATCH_SIZE) for start in range(0, len(images), _BATCH_SIZE)]
-        batches = [self._predict(images[each], labels[each]) for each in rows]
-        probabilities, loss = map(np.concatenate, zip(*batches, strict=True))  # (n, num_classes) and (n,)
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        batches = [images[start : start + _BATCH_SIZE] for start in range(0, len(images), _BATCH_SIZE)]
+        logits = torch.cat([self._logits(batch) for batch in batches])  # (n, num_classes)
+        probabilities = self._classifier.probabilities_of(logits).numpy()
         if self._classifier.thresholds is not None:
             lists = pa.FixedSizeListArray.from_arrays(number_array(probabilities.ravel()), probabilities.shape[1])
             return pa.table({"truth": number_array(labels), "probabilities": lists})
@@ -88,21 +94,18 @@ class Predictor:
             chosen = likeliest[:, rank]
             columns[f"label{suffix}"] = names.take(number_array(chosen))
             columns[f"score{suffix}"] = number_array(probabilities[every, chosen].astype(np.float32))
+        loss = cross_entropy(logits, torch.from_numpy(labels.clip(min=0)), reduction="none").numpy()
         about = {"truth": labels, "answer": likeliest[:, 0], "loss": loss}
         return pa.table({**columns, **{name: number_array(values) for name, values in about.items()}})
 
-    def _predict(self, images: Pixels, labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], ...]:
-        """Probabilities (n, num_classes) and cross entropy (n,)."""
+    def _logits(self, images: Pixels) -> torch.Tensor:
+        """Logits, float64 (n, num_classes), on the CPU."""
         import torch
-        from torch.nn.functional import cross_entropy
 
         from raytrain.training.autocast import mixed_precision
 
         with torch.no_grad(), mixed_precision(self._classifier.precision, self._device):
-            logits = self._classifier(torch.from_numpy(images.copy()).to(self._device)).double()
-            truth = torch.from_numpy(labels.clip(min=0)).to(self._device)
-            loss = cross_entropy(logits, truth, reduction="none")
-            return self._classifier.probabilities_of(logits).cpu().numpy(), loss.cpu().numpy()
+            return self._classifier(torch.from_numpy(images.copy()).to(self._device)).double().cpu()
 
 
 def read_trusted_config(store: Store, *, trust: bool) -> ResolvedConfig:
