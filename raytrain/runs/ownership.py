@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -31,11 +32,13 @@ _held: set[str] = set()  # the tokens of the claims that this process holds
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The content of ``claim.json``. ``fence`` counts the owners of the run, ``renewed`` the renewals of this one.
+    """The content of ``claim.json``, and the guard of the owner's store.
 
+    ``fence`` counts the owners of the run, ``renewed`` the renewals of this one.
     ``takeover`` is the number of the last owner that followed one which had not released the run; 0 if there is none.
     """
 
+    path: ClassVar[str] = CLAIM
     token: str
     fence: int
     renewed: int = 0
@@ -45,14 +48,23 @@ class Claim:
     machine: str = ""
     pid: int = 0
 
-    @property
-    def owner(self) -> Owner:
-        """Whom the claim names."""
-        return Owner(self.token, self.fence, self.takeover)
-
     def to_json(self) -> bytes:
         """The claim as JSON."""
         return json.dumps(dataclasses.asdict(self)).encode()
+
+    def check(self, content: bytes | None, url: str) -> None:
+        """Raise OwnerChanged unless the claim of the run in ``url`` has this ``content`` and names the same owner."""
+        if content is None:
+            raise OwnerChanged(
+                f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
+                "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
+            )
+        found = json.loads(content)
+        if (found["token"], found["fence"]) != (self.token, self.fence):
+            raise OwnerChanged(
+                f"Process {found['pid']} on {found['host']} took over the run in {url}, because this process had "
+                "not been heard of; this one has stopped and deleted nothing, so let the other one train."
+            )
 
 
 class RunClaim(AbstractContextManager["RunClaim"]):
@@ -73,9 +85,9 @@ class RunClaim(AbstractContextManager["RunClaim"]):
         self.close()
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> Claim:
         """This process as the run's owner."""
-        return self._claim.owner
+        return self._claim
 
     @property
     def owned_store(self) -> Store:
@@ -204,27 +216,3 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who owns a run, the guard of its store: a random token, and the number of the owner, counted from the first."""
-
-    token: str
-    fence: int
-    takeover: int = 0  # see Claim
-    path: str = CLAIM
-
-    def check(self, content: bytes | None, url: str) -> None:
-        """Raise OwnerChanged unless the claim of the run in ``url`` has this ``content`` and names this owner."""
-        if content is None:
-            raise OwnerChanged(
-                f"{url}/{CLAIM} is gone, so this process has stopped: somebody deleted the run, or this machine "
-                "has another folder there; start it again with --storage on S3 or in a folder that all machines share."
-            )
-        found = json.loads(content)
-        if (found["token"], found["fence"]) != (self.token, self.fence):
-            raise OwnerChanged(
-                f"Process {found['pid']} on {found['host']} took over the run in {url}, because this process had "
-                "not been heard of; this one has stopped and deleted nothing, so let the other one train."
-            )

@@ -76,7 +76,7 @@ class BucketStore(Store):
         return self.disk.get(name, lambda: self._fetch(path, etag))
 
     def _fetch(self, path: str, etag: str) -> bytes:
-        found, data = self._call(path, lambda client: _content(client.get(path)))
+        found, data = self._call(path, lambda client: _etag_and_content(client.get(path)))
         if etag and found and _normalized(found) != _normalized(etag):
             raise ObjectChanged(f"{self.url}/{path}")
         return data
@@ -112,13 +112,8 @@ class BucketStore(Store):
     def _check_owner(self, client: ObjectStore) -> None:
         if self.guard is None:
             return
-        try:
-            _, content = _content(client.get(self.guard.path))
-        except FileNotFoundError as error:
-            if names_no_bucket(error):
-                raise
-            content = None
-        self.guard.check(content, self.url)
+        path = self.guard.path
+        self.guard.check(_if_found(lambda: bytes(client.get(path).bytes())), self.url)
 
     def _owners_store(self, num_bytes: int = 0) -> BucketStore:
         """The store for a small write or a deletion, which is not to arrive when the lease is over."""
@@ -146,11 +141,7 @@ class BucketStore(Store):
             self._owners_store()._call(path, delete)
 
     def exists(self, path: str) -> bool:
-        try:
-            self._call(path, lambda client: client.head(path))
-        except FileNotFoundError:
-            return False
-        return True
+        return self._call(path, lambda client: _version_now(client, path)) is not None
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         prefix = prefix.strip("/")
@@ -174,11 +165,8 @@ class BucketStore(Store):
         return dataclasses.replace(self, disk=disk)
 
     def with_lent_credentials(self, lent: LentCredentials) -> BucketStore:
-        return self.with_credentials(self.cloud.credentials_from(lent))
-
-    def with_credentials(self, credentials: CredentialSource) -> BucketStore:
-        """Return the same store with other credentials."""
-        return dataclasses.replace(self, credentials=credentials, connection_id=uuid.uuid4().hex)
+        source = self.cloud.credentials_from(lent)
+        return dataclasses.replace(self, credentials=source, connection_id=uuid.uuid4().hex)
 
     def fail_fast(self) -> BucketStore:
         return dataclasses.replace(self, retry_policy=FAIL_FAST)
@@ -250,7 +238,7 @@ def _cached_client(store: BucketStore) -> BucketClient:
 _client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
 
 
-def _content(result: GetResult) -> tuple[str | None, bytes]:
+def _etag_and_content(result: GetResult) -> tuple[str | None, bytes]:
     return result.meta["e_tag"], bytes(result.bytes())
 
 
@@ -268,11 +256,8 @@ def _put_if(
     client: ObjectStore, path: str, data: bytes, expected: bytes | None, check_owner: Callable[[ObjectStore], None]
 ) -> bool:
     """Write an object if its content is ``expected``; whether it holds ``data`` now."""
-    try:
-        got = client.get(path)
-        version, found = _version(got.meta), bytes(got.bytes())
-    except FileNotFoundError:
-        version, found = None, None
+    got = _if_found(lambda: client.get(path))
+    version, found = (_version(got.meta), bytes(got.bytes())) if got else (None, None)
     check_owner(client)
     if found == data:
         return True
@@ -281,8 +266,14 @@ def _put_if(
 
 def _version_now(client: ObjectStore, path: str) -> UpdateVersion | None:
     """The version of an object; None if there is none."""
+    meta = _if_found(lambda: client.head(path))
+    return meta and _version(meta)
+
+
+def _if_found(ask: Callable[[], T]) -> T | None:
+    """What ``ask`` returns; None if there is no such object. Raises FileNotFoundError if there is no bucket."""
     try:
-        return _version(client.head(path))
+        return ask()
     except FileNotFoundError as error:
         if names_no_bucket(error):
             raise

@@ -9,8 +9,9 @@ import os
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,7 @@ from raytrain.storage.request_errors import (
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
-    from tenacity import RetryCallState, Retrying
+    from tenacity import Retrying
 
 ObjectStore = S3Store | AzureStore | GCSStore
 _OBSTORE_CLASSES: dict[str, Any] = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}
@@ -171,27 +172,17 @@ def _read_certificates(file: str, variable: str) -> bytes:
 # Retries, with exponential backoff and full jitter.
 
 
-class _Counter:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.value = 0
-
-    def increment(self, _: RetryCallState) -> None:
-        with self._lock:
-            self.value += 1
-
-    def take(self) -> int:
-        with self._lock:
-            value, self.value = self.value, 0
-            return value
-
-
-_retries = _Counter()
+_retried: deque[None] = deque()  # an entry for each retry since they were counted last, by any thread
 
 
 def take_num_retries() -> int:
     """How many requests this process has retried since the last call."""
-    return _retries.take()
+    num_retries = 0
+    with suppress(IndexError):
+        while True:
+            _retried.popleft()
+            num_retries += 1
+    return num_retries
 
 
 def with_retries(operation: Callable[[], T], policy: RetryPolicy) -> T:
@@ -220,6 +211,6 @@ def _retrying(policy: RetryPolicy, elapsed_s: float) -> Retrying:
         retry=tenacity.retry_if_exception(is_transient),
         stop=max_attempts | tenacity.stop_after_delay(policy.max_duration_s - elapsed_s),
         wait=tenacity.wait_random_exponential(multiplier=INITIAL_WAIT_S, max=MAX_WAIT_S),
-        before_sleep=_retries.increment,
+        before_sleep=lambda _: _retried.append(None),
         reraise=True,
     )

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T", bound="BucketCredentials")
 
@@ -109,11 +109,8 @@ class NoCredentials(Exception):
     """A source has no credentials."""
 
 
-class CredentialSource(Protocol):
-    """Returns credentials that are valid now, or None; is pickled with its store, so it must not contain a secret."""
-
-    def __call__(self) -> BucketCredentials | None: ...
-
+CredentialSource = Callable[[], "BucketCredentials | None"]
+"""Returns credentials that are valid now, or None; is pickled with its store, so it must not contain a secret."""
 
 LentCredentials = Callable[[str], "BucketCredentials | None"]
 """Returns the credentials that the driver lends for a cloud, such as ``s3``; likewise pickled with a store."""

@@ -19,9 +19,11 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from raytrain.storage.locks import file_lock
+
+T = TypeVar("T")
 
 _CHECKSUM_BYTES = 4
 _MIN_GRANT_BYTES = 1 << 20
@@ -45,14 +47,14 @@ class DiskCache:
         """The content of ``name``, from the disk or ``fetch``; a disk slower than that is asked every 16th time."""
         speed = _speed(self)
         if not _belongs_to_user(self.folder) or not speed.disk_is_worth_it():
-            return speed.fetch(fetch)
+            return speed.time("fetch", fetch)
         path = self._path(name)
-        if (kept := speed.read(lambda: self._read(path))) is not None:
+        if (kept := speed.time("read", lambda: self._read(path))) is not None:
             return kept
         with nullcontext(False) if _room(self).closed else _turn(path) as waited:
             kept = self._read(path) if waited else None
             if kept is None:
-                kept = speed.fetch(fetch)
+                kept = speed.time("fetch", fetch)
                 self._keep(path, kept)
             return kept
 
@@ -105,14 +107,11 @@ def _turn(path: Path) -> Generator[bool]:
         with ExitStack() as stack:
             waited = False
             with suppress(OSError):  # a disk that refuses costs a request at worst
-                waited = stack.enter_context(file_lock(_lock_of(path))).waited
+                lock = path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
+                waited = stack.enter_context(file_lock(lock)).waited
             yield waited
     finally:
         _fetched_here.discard(path)
-
-
-def _lock_of(path: Path) -> Path:
-    return path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
 
 
 _fetched_here: set[Path] = set()
@@ -169,39 +168,29 @@ class _Room:
 class _Speed:
     """Whether reading from this disk takes less time than fetching, as this process sees it."""
 
-    def __init__(self) -> None:
-        self._read = self._fetched = (0, 0.0)
+    def __init__(self, _: DiskCache) -> None:
+        self._timed = {"read": (0, 0.0), "fetch": (0, 0.0)}
         self._asked = 0
 
     def disk_is_worth_it(self) -> bool:
         """Whether to look at the disk at all."""
         self._asked += 1
-        (num_read, read_s), (num_fetched, fetched_s) = self._read, self._fetched
+        (num_read, read_s), (num_fetched, fetched_s) = self._timed.values()
         if min(num_read, num_fetched) < _NUM_TIMED:
             return True
         return read_s / num_read < fetched_s / num_fetched or self._asked % _TRY_EVERY == 0
 
-    def read(self, read: Callable[[], bytes | None]) -> bytes | None:
-        """What ``read`` finds on the disk, timed if it finds something."""
+    def time(self, what: Literal["read", "fetch"], get: Callable[[], T]) -> T:
+        """What ``get`` returns, timed if that is something."""
         started = time.perf_counter()
-        if (data := read()) is not None:
-            self._read = self._read[0] + 1, self._read[1] + time.perf_counter() - started
-        return data
-
-    def fetch(self, fetch: Callable[[], bytes]) -> bytes:
-        """What ``fetch`` gives, timed."""
-        started = time.perf_counter()
-        data = fetch()
-        self._fetched = self._fetched[0] + 1, self._fetched[1] + time.perf_counter() - started
+        data = get()
+        if data is not None:
+            num, seconds = self._timed[what]
+            self._timed[what] = num + 1, seconds + time.perf_counter() - started
         return data
 
 
-_room = cache(_Room)  # one for each cache and process
-
-
-@cache
-def _speed(_: DiskCache) -> _Speed:
-    return _Speed()
+_room, _speed = cache(_Room), cache(_Speed)  # one of each for each cache and process
 
 
 def make_folder(folder: str) -> bool:

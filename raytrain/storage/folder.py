@@ -274,11 +274,7 @@ def _write_to_disk(file: str, data: bytes) -> None:
 
 def broken_links(store: Store) -> list[str]:
     """The paths of links in a folder that lead nowhere, which :meth:`Store.list` leaves out."""
-    return (
-        [path[len(store.url.rstrip("/")) + 1 :] for path in _broken(store.url)]
-        if isinstance(store, FolderStore)
-        else []
-    )
+    return [os.path.relpath(path, store.url) for path in _broken(store.url)] if isinstance(store, FolderStore) else []
 
 
 def _broken(folder: str) -> Iterator[str]:

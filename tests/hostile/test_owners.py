@@ -36,7 +36,7 @@ from raytrain.runs.documents import CLAIM, CONFIG, METRICS, STATUS, new_name, ru
 from raytrain.runs.history import History, read_metrics
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Progress
-from raytrain.runs.ownership import Claim, Owner, RunClaim, claim_run
+from raytrain.runs.ownership import Claim, RunClaim, claim_run
 from raytrain.runs.status import read_status
 from raytrain.storage.open import open_store
 from raytrain.storage.store import ObjectChanged, Store
@@ -504,15 +504,15 @@ def test_in_a_folder_nobody_takes_over_between_the_check_and_the_write(
     write_steps(first, 1, 2)
     from_elsewhere(store)
     number, held, let_go = itertools.count(), threading.Event(), threading.Event()
-    check = Owner.check
+    check = Claim.check
 
-    def held_check(owner: Owner, content: bytes | None, url: str) -> None:
+    def held_check(owner: Claim, content: bytes | None, url: str) -> None:
         check(owner, content, url)
-        if owner == first.owner and next(number) == moment:
+        if owner.token == first.owner.token and next(number) == moment:
             held.set()
             let_go.wait(2 * LEASE_S)  # the next owner may be waiting for this write
 
-    monkeypatch.setattr(Owner, "check", held_check)
+    monkeypatch.setattr(Claim, "check", held_check)
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(write_steps, first, 3, 3)
         assert held.wait(60)

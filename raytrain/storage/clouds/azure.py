@@ -20,7 +20,6 @@ from raytrain.storage.credentials import AzureCredentials
 
 _SCOPE = "https://storage.azure.com/.default"
 
-
 _REFUSES = (
     "{endpoint} does not accept the {identity}; check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, "
     "or sign in again (az login)."

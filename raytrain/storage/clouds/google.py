@@ -18,7 +18,6 @@ from raytrain.storage.credentials import GoogleCredentials
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
-
 _SENTENCES = CloudSentences(
     endpoint="Google Cloud Storage",
     protocol="Google Cloud Storage",

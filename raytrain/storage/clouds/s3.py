@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raytrain.errors import StorageError
-from raytrain.storage.clouds.cloud import (
-    UNREACHABLE,
-    UNTRUSTED,
-    Cloud,
-    CloudSentences,
-    checked_endpoint,
-)
+from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences, checked_endpoint
 from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials
 
 if TYPE_CHECKING:
@@ -276,10 +270,8 @@ def _frozen(found: Any) -> Credentials | None:
 
 def _may_have_role() -> bool:
     """Whether to look for a role: outside AWS, the metadata service would not answer."""
-    return not os.environ.keys().isdisjoint(_ROLE_VARIABLES) or _is_ec2()
-
-
-def _is_ec2() -> bool:
+    if not os.environ.keys().isdisjoint(_ROLE_VARIABLES):
+        return True
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     return "AWS_EC2_METADATA_SERVICE_ENDPOINT" in os.environ or any(_starts_with(*mark) for mark in _EC2_MARKS)
