@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain.errors import LoopFailed, OutOfMemory, RaytrainError, UsageError
@@ -22,7 +22,7 @@ _DIFFERENT_PLACES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ending:
     """What is known of a run's end: ``outcome`` and ``error`` are the workers' last words, at most one of them.
 
@@ -31,12 +31,12 @@ class Ending:
     ``is_checked``: the network, its weights and the options fit together, so that the run may be written down.
     """
 
-    is_checked: bool
-    outcome: Outcome | None
-    error: RaytrainError | None
-    trace: str
-    failure: str | None
-    lost: str | None
+    is_checked: bool = False
+    outcome: Outcome | None = None
+    error: RaytrainError | None = None
+    trace: str = ""
+    failure: str | None = None
+    lost: str | None = None
 
     @property
     def has_come(self) -> bool:
@@ -59,12 +59,8 @@ class Coordinator(RunMonitor):
 
     def __init__(self, name: str, store: Store, **known: Any) -> None:
         super().__init__(name, history=History(store), **known)
-        self._is_checked = False
+        self._ending = Ending()
         self._end_has_come = threading.Event()
-        self._outcome: Outcome | None = None
-        self._error: RaytrainError | None = None
-        self._trace = ""
-        self._lost: str | None = None
         self._first_told: dict[str, int] = {}  # the start in which a failure of the loop was told first
         self._places: dict[int, str | None] = {}  # where each worker waits for the others
         self._still: set[int] = set()  # the workers that still did after the last of them had begun
@@ -72,11 +68,11 @@ class Coordinator(RunMonitor):
 
     def checked(self) -> None:
         """The network, its weights and the options fit together."""
-        self._is_checked = True
+        self._ending.is_checked = True
 
     def conclude(self, outcome: Outcome) -> None:
         """The run is over for its workers."""
-        self._outcome = outcome
+        self._ending.outcome = outcome
         self._end_has_come.set()
 
     def give_up(self, error: RaytrainError, trace: str = "") -> bool:
@@ -88,8 +84,8 @@ class Coordinator(RunMonitor):
         if isinstance(error, LoopFailed) and error.may_pass and told_in == self._attempt:
             self._told = self._told or str(error)
             return False
-        if self._error is None:
-            self._error, self._trace = error, trace
+        if self._ending.error is None:
+            self._ending.error, self._ending.trace = error, trace
         self._end_has_come.set()
         return True
 
@@ -113,9 +109,9 @@ class Coordinator(RunMonitor):
     def workers_lost(self, killed: dict[int, str]) -> None:
         """All workers have ended, and start again unless they have failed too often; signals have ``killed`` some."""
         dead = [f"worker {rank} was killed by {name}" for rank, name in killed.items()]
-        self._lost = " and ".join(dead) or self._told or "the workers exited without an error message"
-        self._told = None
-        self.event(WorkerFailed(self._lost))
+        lost = " and ".join(dead) or self._told or "the workers exited without an error message"
+        self._ending.lost, self._told = lost, None
+        self.event(WorkerFailed(lost))
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` seconds until the workers have said how the run ends."""
@@ -123,4 +119,4 @@ class Coordinator(RunMonitor):
 
     def ending(self) -> Ending:
         """How the run ends, as far as this is known."""
-        return Ending(self._is_checked, self._outcome, self._error, self._trace, self.failure, self._lost)
+        return replace(self._ending, failure=self.failure)

@@ -119,7 +119,8 @@ class PreparedRun:
 
     def skip_limit(self) -> SkipLimit:
         """How many images may be skipped."""
-        return SkipLimit.of(self.config, len(self.data.train) + len(self.data.test))
+        num_images = len(self.data.train) + len(self.data.test)
+        return SkipLimit(num_images=num_images, max_bad_fraction=self.config.max_bad_fraction)
 
 
 def check_asked(config: TrainConfig, loop: Loop | None = None) -> None:

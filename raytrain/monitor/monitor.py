@@ -47,8 +47,10 @@ class RunMonitor:
         self._skip_limit = skip_limit
         self._lock = threading.RLock()
         self._stop_requested = threading.Event()
-        self._stop_request: StopReason | None = None
-        self._failure: str | None = None
+        self.stop_request: StopReason | None = None
+        """The request that the run should stop; None as long as there is none."""
+        self.failure: str | None = None
+        """Why the run has to end although its workers could continue; None if it need not."""
         self._num_retries = 0
         self._status: Status = "starting"
         self._result: TrainResult | None = None
@@ -108,10 +110,10 @@ class RunMonitor:
             new = self._history.skip(images)
             if first and new:
                 self.event(events.ImageSkipped(new[0].key, new[0].reason))
-            if self._skip_limit and self._failure is None:
-                self._failure = self._skip_limit.exceeded(self._history.skipped_images)
-                if self._failure:
-                    self.request_stop(StopReason("too_many_bad_images", self._failure))
+            if self._skip_limit and self.failure is None:
+                self.failure = self._skip_limit.exceeded(self._history.skipped_images)
+                if self.failure:
+                    self.request_stop(StopReason("too_many_bad_images", self.failure))
 
     def retried(self, num_requests: int) -> None:
         """Note requests for images that failed and were retried."""
@@ -135,20 +137,10 @@ class RunMonitor:
     def request_stop(self, request: StopReason) -> None:
         """Ask the run to stop with a checkpoint. The first request counts; a run that is over is left alone."""
         with self._lock:
-            if self._stop_request is None and self._ended_s is None:
-                self._stop_request = request
+            if self.stop_request is None and self._ended_s is None:
+                self.stop_request = request
                 self.event(events.StopRequested(request))
                 self._stop_requested.set()
-
-    @property
-    def stop_request(self) -> StopReason | None:
-        """The request that the run should stop; None as long as there is none."""
-        return self._stop_request
-
-    @property
-    def failure(self) -> str | None:
-        """Why the run has to end although its workers could continue; None if it need not."""
-        return self._failure
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that could not be used so far."""
@@ -157,7 +149,7 @@ class RunMonitor:
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         """Wait at most ``timeout_s`` seconds for a stop request; return :attr:`stop_request`."""
         self._stop_requested.wait(timeout_s)
-        return self._stop_request
+        return self.stop_request
 
     def finish(self, status: Status, result: TrainResult | None = None) -> None:
         """End the run: nothing is recorded after this, and the history is in storage (or an event says why not)."""
@@ -192,7 +184,7 @@ class RunMonitor:
                 evaluation=self._evaluation,
                 num_skipped=len(self._history.skipped_images),
                 num_retries=self._num_retries,
-                stop_request=self._stop_request,
+                stop_request=self.stop_request,
                 events=tuple(self._events),
                 result=self._result,
                 machines=tuple(use for _, use in sorted(self._machines.items())),
@@ -235,10 +227,10 @@ class RunMonitor:
         self._num_diverged += 1
         if self._num_diverged == 1:
             self.event(events.LossNotFinite(str(row.loss), row.step))
-        elif self._num_diverged == _NUM_DIVERGED_ROWS and self._failure is None:
+        elif self._num_diverged == _NUM_DIVERGED_ROWS and self.failure is None:
             rows = f"the {_NUM_DIVERGED_ROWS}rd row of metrics without a finite one"
-            self._failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
-            self.request_stop(StopReason("diverged", self._failure))
+            self.failure = f"the loss is {row.loss} at step {row.step:,}, {rows}; {DIVERGED_HINT}"
+            self.request_stop(StopReason("diverged", self.failure))
 
     def _elapsed_s(self) -> float:
         if self._ended_s is not None:

@@ -14,12 +14,7 @@ from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.background import Throttle
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.documents import CONFIG, MACHINE_HISTORY, STOP_REQUEST, SUMMARY, write_config, write_json
-from raytrain.runs.machine_history import (
-    MEASURE_EVERY_S,
-    MachineHistory,
-    read_machine_history,
-    write_machines,
-)
+from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineHistory, read_machine_history, write_machines
 from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult
 from raytrain.runs.status import HEARTBEAT_EVERY_S, RunStatus, write_status
 from raytrain.storage.store import Store

@@ -35,6 +35,7 @@ class History:
         self._metrics = LineFile(store, METRICS, MetricRow.from_json, MetricRow.to_json)
         self._skipped = LineFile(store, SKIPPED, SkippedImage.from_json, asdict)
         self._events = LineFile[dict[str, Any]](store, EVENTS, dict, dict)
+        self._files = self._metrics, self._skipped, self._events
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._writer = threading.Thread(target=self._write_as_it_comes, name="history", daemon=True)
@@ -96,9 +97,8 @@ class History:
 
     def flush(self) -> None:
         """Write what storage does not have yet; raises what storage raises."""
-        self._metrics.write()
-        self._skipped.write()
-        self._events.write()
+        for file in self._files:
+            file.write()
         self.error = None
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class History:
             self._changed.clear()
             try:
                 self.flush()
-                pause_s = max(lines.pause_s() for lines in (self._metrics, self._skipped, self._events))
+                pause_s = max(file.pause_s() for file in self._files)
             except Exception as error:  # whatever storage raises: the rows are kept and written later
                 self.error = str(error) or type(error).__name__
                 self._changed.set()

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from raytrain.config import TrainConfig
 from raytrain.runs.documents import known_fields, plain
 
 Kind = Literal["step", "evaluation"]
@@ -111,11 +110,6 @@ class SkipLimit:
 
     num_images: int
     max_bad_fraction: float = 0.01
-
-    @classmethod
-    def of(cls, config: TrainConfig, num_images: int) -> SkipLimit:
-        """What ``config`` allows."""
-        return cls(num_images=num_images, max_bad_fraction=config.max_bad_fraction)
 
     def exceeded(self, skipped: Sequence[SkippedImage]) -> str | None:
         """Why a run that skipped these images must end, without a full stop; None if it may continue."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from raytrain.config import TrainConfig
 from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
@@ -31,6 +31,7 @@ from raytrain.runs.documents import (
 )
 from raytrain.runs.history import read_metrics, read_skipped
 from raytrain.runs.metric_row import MetricRow, SkippedImage
+from raytrain.runs.outcome import as_tuple
 from raytrain.runs.ownership import claim_run
 from raytrain.runs.status import RunStatus, parse_status
 from raytrain.storage.store import StoredObject
@@ -170,8 +171,7 @@ def _matches(run: RunInfo, name: str, value: str) -> bool:
     if name == "status":
         return run.status.status == value
     found: object = getattr(run.config, _OPTIONS[name], None)
-    parts = cast(tuple[object, ...], found) if isinstance(found, tuple) else (found,)
-    return any(_equals(part, value) for part in parts)
+    return any(_equals(part, value) for part in as_tuple(found))
 
 
 def _equals(found: object, value: str) -> bool:

@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
-from raytrain.storage.bucket_client import (
-    DEFAULT,
-    FAIL_FAST,
-    BucketClient,
-    RetryPolicy,
-    UnusableNames,
-    bucket_and_root,
-)
+from raytrain.storage.bucket_client import DEFAULT, FAIL_FAST, BucketClient, RetryPolicy, UnusableNames, bucket_and_root
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials, required

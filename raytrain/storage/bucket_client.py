@@ -22,13 +22,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from raytrain.errors import OwnerChanged, StorageError
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialCache, CredentialSource
-from raytrain.storage.request_errors import (
-    explain,
-    is_transient,
-    names_no_bucket,
-    names_unusable,
-    refuses_credentials,
-)
+from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, names_unusable, refuses_credentials
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

@@ -48,11 +48,7 @@ def _by_name(name: str) -> NamedTracker:
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
     own = load_function("--track", name)
-
-    def make(run: TrackedRun) -> Tracker:
-        return own()
-
-    return NamedTracker(name, make)
+    return NamedTracker(name, lambda run: own())
 
 
 def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
@@ -67,11 +63,7 @@ def _of_object(tracker: object) -> NamedTracker:
             f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
             "finalize."
         )
-
-    def make(run: TrackedRun) -> Tracker:
-        return tracker
-
-    return NamedTracker(type(tracker).__name__, make)
+    return NamedTracker(type(tracker).__name__, lambda run: tracker)
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,7 @@ ANSWER_AT_ONCE = Improvement(
 )
 LATE_VARIABLES = Improvement(
     "raytrain's settings have no effect in a process that imported Ray before, and Ray's processes are not forked",
-    (
-        "ray._raylet:Config.initialize",
-        "ray._private:ray_constants",
-        "ray._private.auto_init_hook:enable_auto_connect",
-    ),
+    ("ray._raylet:Config.initialize", "ray._private:ray_constants", "ray._private.auto_init_hook:enable_auto_connect"),
 )
 SMALL_HEAD = Improvement(
     "a Ray that raytrain starts has processes that no run needs, and starts seconds later",
