@@ -53,10 +53,7 @@ class Dataset:
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Bytes of all decoded training images, and of all test images."""
-        return (
-            len(self.train) * self.train_format.shape.num_bytes,
-            len(self.test) * self.test_format.shape.num_bytes,
-        )
+        return len(self.train) * self.train_format.shape.num_bytes, len(self.test) * self.test_format.shape.num_bytes
 
     def plan(self, config: ResolvedConfig) -> BatchPlan:
         """The global batches of a run with these options."""
@@ -104,8 +101,9 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     urls = [train_store.url, test_store.url]
     labels = read_label_file(config.labels, label_columns(config), urls) if config.labels else None
     stored = _stored_manifests(run_store)
-    if stored is not None and _are_of(stored, train_store, test_store, labels):
-        train, test = stored
+    places = train_store.url, test_store.url, labels.digest if labels else ""
+    if stored is not None and (stored[0].url, stored[1].url, stored[0].labels_digest) == places:
+        train, test = stored  # a run that resumes need not list them again
     else:
         train, test = _list_manifests(config, labels, train_store, test_store)
     test_format = evaluation_format(config)
@@ -190,15 +188,6 @@ def _stored_manifests(run_store: Store) -> tuple[Manifest, Manifest] | None:
     except FileNotFoundError:
         return None
     return train, test
-
-
-def _are_of(
-    manifests: tuple[Manifest, Manifest], train_store: Store, test_store: Store, labels: LabelTable | None
-) -> bool:
-    """Whether the manifests are of these places and labels, so that a run that resumes need not list them again."""
-    train, test = manifests
-    labels_digest = labels.digest if labels else ""
-    return (train.url, test.url, train.labels_digest) == (train_store.url, test_store.url, labels_digest)
 
 
 def _list_manifests(

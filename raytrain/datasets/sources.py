@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
+import fsspec
 import numpy as np
 
 from raytrain.data.labels.folders import is_hidden, is_test, is_training, refuse_file
@@ -194,6 +195,4 @@ def _files(source: str) -> AbstractFileSystem:
         from raytrain.storage.filesystem import filesystem  # s3fs takes a second to import
 
         return filesystem(source)
-    from fsspec.implementations.local import LocalFileSystem
-
-    return LocalFileSystem()
+    return fsspec.filesystem("file")

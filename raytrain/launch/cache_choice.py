@@ -6,7 +6,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
@@ -59,7 +59,11 @@ def choose_cache(
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
     train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
     read_again = used_again or data.train.packing is not None  # several blocks need images of one shard
-    return CacheChoice(train, test_bytes <= room, _disk_if_useful(config, data) if read_again and not train else None)
+    disk = None
+    if read_again and not train:
+        with suppress(UsageError):  # the images are in a folder, or the disk has no room
+            disk = _disk_cache(config, data)
+    return CacheChoice(train, test_bytes <= room, disk)
 
 
 def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
@@ -72,7 +76,7 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     """The cache that ``--cache disk`` asks for. Raises UsageError if it cannot be used on this machine."""
     if data.train_store.cloud is None:
         raise UsageError(f"--cache is disk, and {data.train_store.url} is a folder; that is for images in a bucket.")
-    folder = _folder(config)
+    folder = os.path.abspath(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
     try:
         if not make_folder(folder):
             raise UsageError(f"--cache is disk, and {folder} belongs to another user; name another --cache-folder.")
@@ -90,18 +94,6 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
             "name another --cache-folder."
         )
     return DiskCache(folder, int(_DISK_FRACTION * room_bytes), time.time())
-
-
-def _disk_if_useful(config: ResolvedConfig, data: Dataset) -> DiskCache | None:
-    """A cache on this machine's disk, if the images are in a bucket and it has the room."""
-    try:
-        return _disk_cache(config, data)
-    except UsageError:
-        return None
-
-
-def _folder(config: ResolvedConfig) -> str:
-    return os.path.abspath(config.cache_folder or f"{tempfile.gettempdir()}/raytrain-cache-{os.getuid()}")
 
 
 @dataclass(frozen=True)

@@ -119,16 +119,16 @@ class MachineBatches:
         train = _ImageSet(ImageReader(data.train_store, *data.train_format, isolated), data.train, reporter)
         test = _ImageSet(ImageReader(data.test_store, *data.test_format, isolated), data.test, reporter)
         folder = Path(cache.folder)
-        self._train = _source(train, Partition(plan, rank, loads), folder / "train", cache.train)
-        self._test = _source(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
+        self._train = _Batches(train, Partition(plan, rank, loads), folder / "train", cache.train)
+        self._test = _Batches(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
         for _ in range(num_decoders()):
             threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return self._train.batches(first_step)
+        return self._train.from_step(first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        return self._test.batches(0)
+        return self._test.from_step(0)
 
     def _read_ahead(self) -> None:
         self._train.read_ahead()
@@ -166,32 +166,27 @@ class _ImageSet:
         return Block(images, labels, samples)
 
 
-class _Cached:
-    """Images that are decoded once, and stay in the machine's memory."""
+class _Batches:
+    """A worker's batches of images, which are decoded once and kept in an ``order``, or whenever they are needed."""
 
-    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder) -> None:
-        self._partition = partition
-        self._blocks = SharedBlocks(folder, order, images.reader.shape, images.read)
-        self._cache = CachedBlocks(self._blocks, order)
-
-    def batches(self, first_step: int) -> Iterator[LocalBatch]:
-        return batches_from_cache(self._partition, self._cache, first_step)
-
-    def read_ahead(self) -> None:
-        self._blocks.read_ahead()
-
-
-class _Streamed:
-    """Images that are decoded whenever they are needed."""
-
-    def __init__(self, images: _ImageSet, partition: Partition) -> None:
+    def __init__(self, images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder | None) -> None:
         self._images = images
         self._partition = partition
+        if order is None:
+            self._kept = self._cache = None
+        else:
+            self._kept = SharedBlocks(folder, order, images.reader.shape, images.read)
+            self._cache = CachedBlocks(self._kept, order)
 
-    def batches(self, first_step: int) -> Iterator[LocalBatch]:
+    def from_step(self, first_step: int) -> Iterator[LocalBatch]:
+        if self._cache is not None:
+            return batches_from_cache(self._partition, self._cache, first_step)
         return batches_from_stream(self._partition, self._blocks(first_step), first_step)
 
-    def read_ahead(self) -> None: ...
+    def read_ahead(self) -> None:
+        """Read what is kept."""
+        if self._kept is not None:
+            self._kept.read_ahead()
 
     def _blocks(self, first_step: int) -> Iterator[Block]:
         """This worker's blocks in their order. Threads read a few of them ahead."""
@@ -209,7 +204,3 @@ class _Streamed:
                     yield reading.popleft().result()
             finally:
                 decoders.shutdown(cancel_futures=True)
-
-
-def _source(images: _ImageSet, partition: Partition, folder: Path, order: CacheOrder | None) -> _Cached | _Streamed:
-    return _Streamed(images, partition) if order is None else _Cached(images, partition, folder, order)

@@ -5,11 +5,11 @@ A process does all of it, or each actor of a cluster does a share of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,16 +30,10 @@ _AHEAD = 1  # blocks of each thread, besides the one that it works at
 _CLOSE_S = 10.0
 
 
-class BlockPredictor(Protocol):
-    """Returns a table with a row for each of ``images``, uint8 (n, H, W, C), whose classes are ``labels`` (n,)."""
-
-    def __call__(self, images: Pixels, labels: Int64s) -> pa.Table: ...
-
-
-class LoadPredictor(Protocol):
-    """Loads a predictor from the store of a run, on the GPU of that number, or with so many threads. Can be pickled."""
-
-    def __call__(self, store: Store, num_threads: int, gpu: int) -> BlockPredictor: ...
+BlockPredictor = Callable[[Pixels, Int64s], pa.Table]
+"""Returns a table with a row for each of the images, uint8 (n, H, W, C), whose classes are the labels (n,)."""
+LoadPredictor = Callable[[Store, int, int], BlockPredictor]
+"""Loads a predictor from the store of a run, with a number of threads, or on the GPU of a number. Can be pickled."""
 
 
 @dataclass(frozen=True)

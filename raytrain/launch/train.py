@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -135,12 +134,20 @@ def stop(name: str, *, storage: str = "./runs", address: str | None = None, reas
         request_stop_in_cluster(name, storage, address, request)
 
 
-def import_in_background(module: str) -> threading.Thread:
-    """Import ``module`` with Ray and torch, the slowest part of a start, while the cluster starts."""
-    # Not a daemon: Python would stop it in the middle of an import, and then wait for that import's lock for ever.
-    thread = threading.Thread(target=importlib.import_module, args=(module,), name="imports")
-    thread.start()
-    return thread
+@contextmanager
+def _cluster(config: TrainConfig, check: Callable[[], None] | None = None) -> Iterator[Callable[[], Connection]]:
+    """A cluster, while open; yields a function that joins it. Imports Ray and torch, which is slow, while it starts."""
+    with Connection(config.address, config.gpus, check) as cluster:
+        # Not a daemon: Python would stop it in the middle of an import, and then wait for that import's lock for ever.
+        importing = Thread(target=importlib.import_module, args=("raytrain.launch.ray.ray_launch",), name="imports")
+        importing.start()
+
+        def join() -> Connection:
+            importing.join()
+            cluster.connect()
+            return cluster
+
+        yield join
 
 
 @contextmanager
@@ -149,17 +156,15 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
     if config.backend == "local":
         yield partial(machine_hardware, config.gpus)
         return
-    with Connection(config.address, config.gpus) as cluster:
-        importing = import_in_background("raytrain.launch.ray.ray_launch")
+    with _cluster(config) as join:
 
-        def join() -> Hardware:
-            importing.join()
-            cluster.connect()
+        def hardware() -> Hardware:
+            join()
             from raytrain.launch.ray.hardware import cluster_hardware
 
             return cluster_hardware()
 
-        yield join
+        yield hardware
 
 
 def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
@@ -179,20 +184,17 @@ def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
 def _train_on_ray(config: TrainConfig, prepare: Prepare) -> TrainResult:
     """Train on a Ray cluster. It starts, and Ray and torch are imported, while the data is listed."""
     check = partial(check_room, config, machine_hardware(config.gpus))
-    with Connection(config.address, config.gpus, check) as cluster:
-        importing = import_in_background("raytrain.launch.ray.ray_launch")
-        with prepare(config) as prepared:
-            STARTUP.info("importing Ray and torch …")
-            importing.join()
-            cluster.connect()
-            from raytrain.launch.ray.cluster_watch import wait_for_machines
-            from raytrain.launch.ray.ray_launch import RayLaunch
+    with _cluster(config, check) as join, prepare(config) as prepared:
+        STARTUP.info("importing Ray and torch …")
+        cluster = join()
+        from raytrain.launch.ray.cluster_watch import wait_for_machines
+        from raytrain.launch.ray.ray_launch import RayLaunch
 
-            with prepared.signals as signals:
-                STARTUP.info("starting the workers …")
-                wait_for_machines(config, lambda: signals.stop_request is not None)
-                with RunSession(prepared, RayLaunch(prepared, cluster)) as session:
-                    return session.watch()
+        with prepared.signals as signals:
+            STARTUP.info("starting the workers …")
+            wait_for_machines(config, lambda: signals.stop_request is not None)
+            with RunSession(prepared, RayLaunch(prepared, cluster)) as session:
+                return session.watch()
 
 
 class RunHandle:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import LentCredentials
@@ -32,10 +32,8 @@ class ObjectChanged(Exception):
 class Guard(Protocol):
     """Who may write to a store, as one of its objects says it. Can be pickled."""
 
-    @property
-    def path(self) -> str:
-        """The object that says it."""
-        ...
+    path: ClassVar[str]
+    """The object that says it."""
 
     @property
     def takeover(self) -> int:

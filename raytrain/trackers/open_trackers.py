@@ -48,7 +48,11 @@ def _by_name(name: str) -> NamedTracker:
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
     own = load_function("--track", name)
-    return NamedTracker(name, lambda run: own())
+
+    def make(run: TrackedRun) -> Tracker:
+        return own()
+
+    return NamedTracker(name, make)
 
 
 def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
@@ -63,7 +67,11 @@ def _of_object(tracker: object) -> NamedTracker:
             f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
             "finalize."
         )
-    return NamedTracker(type(tracker).__name__, lambda run: tracker)
+
+    def make(run: TrackedRun) -> Tracker:
+        return tracker
+
+    return NamedTracker(type(tracker).__name__, make)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,9 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
         pixels = _decode_jpeg(data, shape, crop)
         if pixels is not None:
             return pixels
-    return _decode_any(data, shape, crop)
+    with _opened(data) as image:
+        _load_upright(image, data, lambda size: crop(size, shape.size))
+        return pixels_of(image, shape, crop)
 
 
 def _decode_jpeg(data: bytes, shape: ImageShape, crop: Crop) -> Pixels | None:
@@ -154,12 +156,6 @@ def shrink(data: bytes, shorter_side: int) -> Pixels | None:
         return pixels_of(
             image, ImageShape(box.height, box.width, 1 if image.mode in ("1", "L", "I;16") else 3), smaller
         )
-
-
-def _decode_any(data: bytes, shape: ImageShape, crop: Crop) -> Pixels:
-    with _opened(data) as image:
-        _load_upright(image, data, lambda size: crop(size, shape.size))
-        return pixels_of(image, shape, crop)
 
 
 def _load_upright(image: Any, data: bytes, box: Callable[[Size], CropBox]) -> None:

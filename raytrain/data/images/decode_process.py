@@ -99,15 +99,12 @@ def _serve(connection: Connection, shape: ImageShape) -> None:
     connection.send_bytes(_READY)
     with suppress(EOFError, OSError):
         while True:
-            crop = connection.recv()
-            connection.send_bytes(_answer(connection.recv_bytes(), shape, crop))
-
-
-def _answer(data: bytes, shape: ImageShape, crop: Crop) -> bytes:
-    try:
-        return _PIXELS + decode(data, shape, crop).tobytes()
-    except BadImage as error:
-        return _REASON + str(error).encode()
+            crop, data = connection.recv(), connection.recv_bytes()
+            try:
+                answer = _PIXELS + decode(data, shape, crop).tobytes()
+            except BadImage as error:
+                answer = _REASON + str(error).encode()
+            connection.send_bytes(answer)
 
 
 def _limit_memory() -> None:

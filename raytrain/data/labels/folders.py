@@ -209,7 +209,8 @@ def test_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     """The classes and parts of the images ``keys``, paths below ``url``; UsageError if they are ambiguous."""
-    paths = _below_shared_folders([tuple(_composed(key).split("/")[:-1]) for key in keys])
+    composed = (unicodedata.normalize("NFC", key) for key in keys)  # a Mac writes é as two characters, others as one
+    paths = _below_shared_folders([tuple(key.split("/")[:-1]) for key in composed])
     tops = {path[0] for path in paths if path}
     if split := _by_top_folder(paths, tops, url):
         return split
@@ -248,11 +249,6 @@ def first_names(names: Sequence[str]) -> str:
 def _is(kind: re.Pattern[str], name: str) -> bool:
     """Whether a word of ``name`` is of this kind, as in seg_train or Training Set."""
     return any(kind.fullmatch(word) for word in _WORDS.split(name.lower()))
-
-
-def _composed(text: str) -> str:
-    """A Mac writes é as two characters, others as one; in this form both are equal."""
-    return unicodedata.normalize("NFC", text)
 
 
 def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -301,15 +297,11 @@ def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | 
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, trains[0], test)
 
 
-def _classes(paths: list[tuple[str, ...]], top: str) -> set[str]:
-    return {path[1] for path in paths if len(path) > 1 and path[0] == top}
-
-
 def _refuse_repeated(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
     """Raise UsageError if all top folders hold the same folders, which may be the classes, and nothing else."""
     if len(tops) < 2 or any(len(path) < 2 for path in paths):
         return
-    below = {top: _classes(paths, top) for top in tops}
+    below = {top: {path[1] for path in paths if path[0] == top} for top in tops}
     first, *rest = (below[top] for top in sorted(tops))
     if len(first) > 1 and all(each == first for each in rest):
         raise UsageError(

@@ -73,11 +73,6 @@ class LabelTable:
         columns = (self.keys, self.labels, self.splits, self.groups)
         return hashlib.sha256("\1".join("\0".join(column) for column in columns).encode()).hexdigest()
 
-    @property
-    def has_splits(self) -> bool:
-        """Whether the file says which images are for training and which for testing."""
-        return bool((self.splits != "").any())
-
     def rows_of(self, images: Manifest) -> Int64s:
         """The row of each image, (len(images),); -1 if it has none."""
         keys: list[str] = images.keys.to_pylist()  # pyright: ignore[reportAssignmentType]
@@ -97,7 +92,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
     table = _read_table(url)
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
-    none = pa.chunked_array([pa.array([""] * len(table), pa.string())])
+    none = [""] * len(table)
     keys = _column(table, url, "--key-column", columns.key, KEY_COLUMNS)
     rows = pa.table(
         {
@@ -178,18 +173,19 @@ def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Seq
     return _text(table, url, found)
 
 
-def _labels(table: pa.Table, url: str, columns: LabelColumns) -> pa.ChunkedArray:
+def _labels(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     """The label of each row: a class, or the sorted classes joined by JOINED."""
     if len(columns.label) > 1:
-        return _joined([_flags(table, url, name) for name in columns.label], columns.label)
+        rows = zip(*(_flags(table, url, name) for name in columns.label), strict=True)
+        return [JOINED.join(sorted(compress(columns.label, (flag == "1" for flag in row)))) for row in rows]
     labels = _column(table, url, "--label-column", next(iter(columns.label), None), LABEL_COLUMNS)
     if columns.separator is None:
         return _single(labels.to_pylist(), url)
     names = ({name.strip() for name in label.split(columns.separator)} for label in labels.to_pylist())
-    return pa.chunked_array([pa.array([JOINED.join(sorted(each - {""})) for each in names], pa.string())])
+    return [JOINED.join(sorted(each - {""})) for each in names]
 
 
-def _single(labels: Sequence[str], url: str) -> pa.ChunkedArray:
+def _single(labels: Sequence[str], url: str) -> list[str]:
     """The names of classes, empty for texts that stand for none, which is told with their numbers."""
     present = set(labels) - NO_LABELS
     if present and all(_NUMBER.fullmatch(label) for label in present):
@@ -204,7 +200,7 @@ def _single(labels: Sequence[str], url: str) -> pa.ChunkedArray:
         _log.warning(
             "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", joined, url
         )
-    return pa.chunked_array([pa.array(["" if label in none else label for label in labels], pa.string())])
+    return ["" if label in none else label for label in labels]
 
 
 def _joins(label: str, labels: Set[str]) -> bool:
@@ -223,12 +219,6 @@ def _flags(table: pa.Table, url: str, name: str) -> Texts:
             "name one --label-column."
         )
     return flags
-
-
-def _joined(flags: Sequence[Texts], names: Sequence[str]) -> pa.ChunkedArray:
-    rows = zip(*flags, strict=True)
-    joined = [JOINED.join(sorted(compress(names, (flag == "1" for flag in row)))) for row in rows]
-    return pa.chunked_array([pa.array(joined, pa.string())])
 
 
 def _classes(labels: Texts, columns: LabelColumns) -> tuple[str, ...] | None:

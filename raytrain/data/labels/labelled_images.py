@@ -30,13 +30,13 @@ def training_and_test_images(
     Its column ``split`` decides which images are held out; without one, ``--test-fraction`` of them are, in whole
     groups if ``--group-by`` is given. With ``--test-data``, all of those are test images, unless there are splits.
     """
-    training, tested = split_names(table.splits, table.url) if table.has_splits else ((), ())
+    training, tested = _split_names(table)
     train_images = list_images(train_store)
     test_images = list_images(test_store) if config.test_data else train_images
     listed = (train_images, test_images) if config.test_data else (train_images,)
     check_keys(table, listed, config.max_bad_fraction)
     train, rows = labelled(train_images, table, training)
-    if config.test_data or table.has_splits:
+    if config.test_data or tested:
         return train, labelled(test_images, table, tested, train.classes)[0]
     if config.group_by:
         return train_test_split(train, config.test_fraction, config.seed, table.groups[rows])
@@ -49,8 +49,7 @@ def evaluated_images(store: Store, table: LabelTable, classes: tuple[str, ...], 
     """The images below ``store`` that the label file labels; those of its test split if it has splits."""
     images = list_images(store)
     check_keys(table, (images,), max_bad_fraction)
-    tested = split_names(table.splits, table.url)[1] if table.has_splits else ()
-    return labelled(images, table, tested, classes)[0]
+    return labelled(images, table, _split_names(table)[1], classes)[0]
 
 
 def labelled(
@@ -155,8 +154,7 @@ def train_test_split(
 
 def check_can_split(manifest: Manifest, test_fraction: float) -> None:
     """Raise UsageError if a class has only one image, so that none of it can be held out."""
-    counts = np.bincount(manifest.labels, minlength=len(manifest.classes))
-    if few := [name for name, count in zip(manifest.classes, counts, strict=True) if count < 2]:
+    if few := [name for name, count in zip(manifest.classes, manifest.class_counts(), strict=True) if count < 2]:
         needed = math.ceil(1 / test_fraction)
         raise UsageError(
             f"{first_names(few)} in {manifest.url} {'have' if len(few) > 1 else 'has'} only one image, so that none "
@@ -165,13 +163,17 @@ def check_can_split(manifest: Manifest, test_fraction: float) -> None:
         )
 
 
-def split_names(splits: npt.NDArray[np.object_], url: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The values of the column ``split`` for training images, and for those to test on, test before validation."""
-    present = sorted(set(splits))
+def _split_names(table: LabelTable) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The values of the column ``split`` for training images, and for those to test on; none without such a column."""
+    present = sorted(set(table.splits))
+    if not any(present):
+        return (), ()
     training, tested = tuple(filter(is_training, present)), test_names(present)
     if not training or not tested:
         shown = ", ".join(map(repr, present[:5]))
-        raise UsageError(f"The column 'split' of {url} has the values {shown}; it must have train, and test or val.")
+        raise UsageError(
+            f"The column 'split' of {table.url} has the values {shown}; it must have train, and test or val."
+        )
     return training, tested
 
 

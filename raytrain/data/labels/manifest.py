@@ -73,11 +73,6 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
-    def num_ignored(self) -> int:
-        """Files below ``url`` that are not used."""
-        return sum(self.left_out.values())
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 of keys, labels, sizes, shards and rows, in hexadecimal, the same in any bucket or folder."""

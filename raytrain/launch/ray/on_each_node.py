@@ -40,22 +40,19 @@ class NodeResult(Generic[T]):
 def run_on_each_node(function: Callable[[ClusterNode], T], timeout_s: float) -> tuple[NodeResult[T], ...]:
     """Call ``function`` on all nodes at once, also on busy ones; an error instead of a result after ``timeout_s``."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def call(node: ClusterNode) -> T:  # Ray takes functions only, not everything that can be called
         return function(node)
 
     # Without CPUs, so that nodes that are fully in use answer too; without retries, so that a failure is reported.
     task: Any = ray.remote(num_cpus=0, max_retries=0)(call)
-    started = [(node, _start(task, node, node_id)) for node, node_id in _live_nodes()]
+    started: list[tuple[ClusterNode, Any]] = []
+    for found in (each for each in ray.nodes() if each["Alive"]):
+        node, there = _node(found), NodeAffinitySchedulingStrategy(found["NodeID"], soft=False)
+        started.append((node, task.options(scheduling_strategy=there).remote(node)))
     ray.wait([ref for _, ref in started], num_returns=len(started), timeout=timeout_s)
     return tuple(_collect(node, ref, timeout_s) for node, ref in started)
-
-
-def _live_nodes() -> list[tuple[ClusterNode, str]]:
-    """The nodes that are alive, each with its complete ID."""
-    import ray
-
-    return [(_node(node), node["NodeID"]) for node in ray.nodes() if node["Alive"]]
 
 
 def _node(node: dict[str, Any]) -> ClusterNode:
@@ -68,12 +65,6 @@ def _node(node: dict[str, Any]) -> ClusterNode:
         memory_bytes=int(resources.get("memory", 0)),
         object_store_bytes=int(resources.get("object_store_memory", 0)),
     )
-
-
-def _start(task: Any, node: ClusterNode, node_id: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(node)
 
 
 def _collect(node: ClusterNode, ref: Any, timeout_s: float) -> NodeResult[Any]:

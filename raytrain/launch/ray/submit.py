@@ -88,11 +88,11 @@ def _stop(sent: Submission, reason: StopReason) -> None:
     try:
         request_stop(sent.storage, sent.name, reason)
     except RaytrainError:
-        sent.server.stop(sent.job)
+        sent.server.client.stop_job(sent.job)  # it gets a SIGTERM
 
 
 def _failure(sent: Submission) -> str:
-    message = sent.server.failure(sent.job)
+    message = sent.server.client.get_job_info(sent.job).message or ""  # with the end of its log
     if missing := re.search(r"No module named '([\w.]+)'", message):
         return (
             f"Job {sent.job} failed: the cluster's Python lacks {missing[1]}; install there what "
@@ -113,9 +113,9 @@ class JobServer:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._client = _connect(address)
+        self.client = _connect(address)
         if found := JOB_SERVER_VERSION.find():
-            _check_version(address, found[0](self._client, "GET", "/api/version").json()["ray_version"])
+            _check_version(address, found[0](self.client, "GET", "/api/version").json()["ray_version"])
 
     def submit(self, words: Sequence[str], files: JobFiles, name: str) -> str:
         """Start ``raytrain WORDS`` with this machine's raytrain and ``files``; returns the job's ID."""
@@ -137,7 +137,7 @@ class JobServer:
         give_up_at = time.monotonic() + _STARTS_WITHIN_S
         while True:
             try:
-                self._client.submit_job(submission_id=job, **command)
+                self.client.submit_job(submission_id=job, **command)
                 return
             except (RuntimeError, OSError) as error:
                 if f"{job} already exists" in str(error):  # it was taken, and only the answer was lost
@@ -147,30 +147,9 @@ class JobServer:
                     raise UsageError(f"The job server at {self.address} did not take the job ({reason}).") from None
             time.sleep(_RETRY_S)
 
-    def stop(self, job: str) -> None:
-        """Have Ray send SIGTERM to the job."""
-        self._client.stop_job(job)
-
     def status(self, job: str) -> str:
         """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
-        return str(self._client.get_job_status(job).value)
-
-    def failure(self, job: str) -> str:
-        """Why Ray says the job failed, with the end of its log."""
-        return self._client.get_job_info(job).message or ""
-
-    async def read_log(self, job: str, skip: int, show: Callable[[str], None]) -> None:
-        """Show what the job prints, after its first ``skip`` characters, until it ends or the connection is lost."""
-        from aiohttp import ClientError
-
-        seen = 0
-        try:
-            async for text in self._client.tail_job_logs(job):
-                if new := text[max(0, skip - seen) :]:
-                    show(new)
-                seen += len(text)
-        except ClientError as error:
-            raise ConnectionError(str(error)) from error
+        return str(self.client.get_job_status(job).value)
 
 
 class JobLog:
@@ -192,16 +171,18 @@ class JobLog:
         return ended
 
     def _follow(self) -> None:
+        from aiohttp import ClientError
+
         while not self._ended.is_set():
             try:
                 self._read()
-            except (ConnectionError, RuntimeError, OSError):
+            except (ClientError, RuntimeError, OSError):
                 self._lost()
             self._ended.wait(_RETRY_S)
 
     def _read(self) -> None:
         """Show what is new until the job ends; raises what Ray and the system raise if the connection is lost."""
-        asyncio.run(self._server.read_log(self._job, self._shown, self._show_new))
+        asyncio.run(self._show_rest())
         over = self._server.status(self._job) not in ("PENDING", "RUNNING")
         if self._lost_at is not None:
             self._note("Connected again.")
@@ -209,9 +190,14 @@ class JobLog:
         if over:
             self._ended.set()
 
-    def _show_new(self, text: str) -> None:
-        self._shown += len(text)
-        self._show(text)
+    async def _show_rest(self) -> None:
+        """Show what the job prints, but for what was shown before, until it ends or the connection is lost."""
+        skip, seen = self._shown, 0
+        async for text in self._server.client.tail_job_logs(self._job):
+            if new := text[max(0, skip - seen) :]:
+                self._shown += len(new)
+                self._show(new)
+            seen += len(text)
 
     def _lost(self) -> None:
         address = self._server.address
