@@ -140,12 +140,19 @@ class Archive:
         """Images with a label file beside each, as WebDataset has them."""
         num_alone = 0
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
-            sample = _Sample()
+            images: dict[str, tuple[str, bytes]] = {}  # names and contents by the names without suffix
+            labels: dict[str, str] = {}
             for member in group:
-                if _suffix(member.name) in (*SUFFIXES, *_LABEL_SUFFIXES):
-                    yield from sample.add(member.name, _content(tar, member))
-            yield from sample.rest()
-            num_alone += len(sample.images)
+                stem = member.name.removesuffix(PurePosixPath(member.name).suffix)
+                if _suffix(member.name) in SUFFIXES:
+                    images[stem] = member.name, _content(tar, member)
+                elif _suffix(member.name) in _LABEL_SUFFIXES and (label := _tar_label(tar, member)):
+                    labels.setdefault(stem, label)
+            for stem in [each for each in images if each in labels]:
+                yield *images.pop(stem), labels.pop(stem)
+            if len(images) == len(labels) == 1:  # such as 17.input.jpg and 17.cls
+                yield *images.popitem()[1], labels.popitem()[1]
+            num_alone += len(images)
         if num_images and num_alone == num_images:
             raise UsageError(
                 f"None of the {num_images:,} images of {self.name} is beside its label: the files of one image must "
@@ -173,30 +180,6 @@ class Archive:
             yield member.name, _content(tar, member), label
 
 
-@dataclass
-class _Sample:
-    """Adjacent members of a tar whose names are equal up to the first dot, by their names without suffix."""
-
-    images: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
-
-    def add(self, name: str, content: bytes) -> Iterator[tuple[str, bytes, str]]:
-        """Add a member; gives the image that is complete with it: both names are equal but for the suffix."""
-        path = PurePosixPath(name)
-        stem = str(path.with_suffix(""))
-        if path.suffix.lower() in SUFFIXES:
-            self.images[stem] = name, content
-        elif label := _tar_label(path.suffix.lower(), content):
-            self.labels.setdefault(stem, label)
-        if stem in self.images and stem in self.labels:
-            yield *self.images.pop(stem), self.labels.pop(stem)
-
-    def rest(self) -> Iterator[tuple[str, bytes, str]]:
-        """The one image with the one label that are left, such as 17.input.jpg and 17.cls."""
-        if len(self.images) == len(self.labels) == 1:
-            yield *self.images.popitem()[1], self.labels.popitem()[1]
-
-
 def _suffix(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
 
@@ -212,9 +195,10 @@ def _sample_key(name: str) -> str:
     return folder + slash + base.partition(".")[0]
 
 
-def _tar_label(suffix: str, content: bytes) -> str:
+def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     """The label in a member, empty if it has none. Raises UsageError for several labels."""
-    if suffix == ".cls":
+    content = _content(tar, member)
+    if _suffix(member.name) == ".cls":
         return content.decode(errors="replace").strip()
     document: Any = None
     with suppress(ValueError, RecursionError):

@@ -155,7 +155,10 @@ def _write_missing(read: _ReadFiles, packed_store: Store, shards: dict[str, Mani
     def write(path: str) -> bool:
         if path in existing and is_shard_of(shards[path], packed_store.get(path)):
             return False
-        _write_shard(packed_store, path, encode_shard(shards[path], read(shards[path])))
+        data = encode_shard(shards[path], read(shards[path]))
+        packed_store.put(path, data)
+        if packed_store.get(path) != data:
+            raise StorageError(f"{packed_store.url}/{path} is not what was written to it; run the command again.")
         return True
 
     return sum(_in_threads(write, list(shards), f"Packing into {packed_store.url}", console))
@@ -167,12 +170,6 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T], description: str
         return list(track(pool.map(function, items), description, total=len(items), console=console))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C ends it at once
-
-
-def _write_shard(store: Store, path: str, data: bytes) -> None:
-    store.put(path, data)
-    if store.get(path) != data:
-        raise StorageError(f"{store.url}/{path} is not what was written to it; run the command again.")
 
 
 def _contents(store: Store, images: Manifest) -> list[bytes]:

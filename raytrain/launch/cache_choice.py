@@ -6,23 +6,19 @@ import dataclasses
 import os
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
-from raytrain.data.images.decode import ImageFormat
-from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, Cursor
-from raytrain.data.plan.partition import CacheOrder, rows_per_block
+from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import UsageError
 from raytrain.launch.placement import image_memory
 from raytrain.launch.prepare import PreparedRun
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.history import History
-from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.outcome import EndStatus
 from raytrain.storage.disk_cache import DiskCache, kept_bytes, make_folder, usable_bytes
 from raytrain.storage.temporary_files import TemporaryFolder
 
@@ -112,42 +108,32 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
     plan = data.plan(config)
     choice = choose_cache(config, data, plan, first_step, memory_bytes)
     folder = opened.enter_context(TemporaryFolder(parent))
-    train = CacheOrder(plan, plan.cursor(first_step), _rows_per_block(data.train, data.train_format))
-    test = CacheOrder(data.test_plan(1), Cursor(), _rows_per_block(data.test, data.test_format))
+    train = CacheOrder(plan, plan.cursor(first_step), data.train.rows_per_block(data.train_format.shape))
+    test = CacheOrder(data.test_plan(1), Cursor(), data.test.rows_per_block(data.test_format.shape))
     return ImageCache(str(folder), train if choice.train else None, test if choice.test else None, choice.disk)
 
 
-def _rows_per_block(manifest: Manifest, format: ImageFormat) -> int:
-    return rows_per_block(format.shape.num_bytes, packed=manifest.packing is not None)
+class SharedImages(RunMonitor):
+    """Images that runs of this machine share, decoded once, while it is open; ``cache`` is None if they do not fit.
 
-
-class SharedImages(AbstractContextManager["SharedImages"]):
-    """Images that runs of this machine share, decoded once, while it is open; ``cache`` is None if they do not fit."""
+    It monitors the images that no run can use.
+    """
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, num_steps: int) -> None:
+        history, skip_limit = History(prepared.store), prepared.skip_limit()
+        super().__init__(prepared.name, num_steps, num_steps, history, skip_limit=skip_limit)
         self._opened = ExitStack()
         self.cache: ImageCache | None = None
         if keeps_shared(config, prepared.data, image_memory()[1]):
             in_memory = dataclasses.replace(config, cache="memory")
             self.cache = image_cache(in_memory, prepared.data, 0, self._opened)
-        history = History(prepared.store)
-        self._monitor = RunMonitor(prepared.name, num_steps, num_steps, history, skip_limit=prepared.skip_limit())
+
+    def __enter__(self) -> SharedImages:
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self._opened.close()
 
     def look(self) -> tuple[Snapshot, str | None]:
         """How many images cannot be used, with a request to stop all runs; and why they have to end, if that is so."""
-        return self._monitor.snapshot(), self._monitor.failure
-
-    def skip(self, images: list[SkippedImage]) -> None:
-        """Note images that a run could not use."""
-        self._monitor.skip(images)
-
-    def skipped_images(self) -> list[SkippedImage]:
-        """The images that no run can use."""
-        return self._monitor.skipped_images()
-
-    def finish(self, status: EndStatus) -> None:
-        """End the list of skipped images: it is in storage when this returns."""
-        self._monitor.finish(status)
+        return self.snapshot(), self.failure

@@ -22,7 +22,7 @@ from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder, rows_per_block
+from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.placement import cores
@@ -148,10 +148,6 @@ class _ImageSet:
     manifest: Manifest
     reporter: ImageReporter
 
-    @property
-    def rows_per_block(self) -> int:
-        return rows_per_block(self.reader.shape.num_bytes, packed=self.manifest.packing is not None)
-
     def read(self, samples: Int64s, epoch: int) -> Block:
         """The images of ``samples``, decoded for ``epoch``."""
         wanted = self.manifest.select(samples % len(self.manifest))
@@ -190,7 +186,7 @@ class _Batches:
 
     def _blocks(self, first_step: int) -> Iterator[Block]:
         """This worker's blocks in their order. Threads read a few of them ahead."""
-        rows = self._images.rows_per_block
+        rows = self._images.manifest.rows_per_block(self._images.reader.shape)
         order = WorkerOrder(self._partition, first_step, rows)
         num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // (rows * self._images.reader.shape.num_bytes))
         with ThreadPoolExecutor(num_decoders(), thread_name_prefix="decode") as decoders:

@@ -18,7 +18,6 @@ from raytrain.data.blocks import Prefetch, string_array
 from raytrain.data.images.decode import ImageFormat, Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.machine_batches import num_decoders
 from raytrain.launch.placement import Placement
@@ -48,7 +47,7 @@ class PredictRequest:
 
     def blocks(self, first: int, stride: int) -> list[Manifest]:
         """Every ``stride``-th block of images, from block ``first`` on."""
-        rows = rows_per_block(self.format.shape.num_bytes, packed=self.manifest.packing is not None)
+        rows = self.manifest.rows_per_block(self.format.shape)
         starts = range(first * rows, len(self.manifest), stride * rows)
         stops = [min(start + rows, len(self.manifest)) for start in starts]
         return [self.manifest.select(np.arange(*each)) for each in zip(starts, stops, strict=True)]

@@ -215,15 +215,11 @@ class RunHandle:
         self._on_failure = on_failure
         self._trackers = trackers
         self._signals = StopSignals()
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
+        """How the run stands, half a second old at most; None while it is starting."""
         self._result: Future[TrainResult] = Future()
         self._thread = Thread(target=self._train, args=(config, loop), name="raytrain", daemon=True)
         self._thread.start()
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """How the run stands, half a second old at most; None while it is starting."""
-        return self._snapshot
 
     @property
     def done(self) -> bool:
@@ -254,6 +250,6 @@ class RunHandle:
             self._result.set_exception(error)
 
     def _update(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         if self._view is not None:
             self._view(snapshot)

@@ -75,7 +75,8 @@ class RunClaim(AbstractContextManager["RunClaim"]):
 
     def __init__(self, store: Store, claim: Claim) -> None:
         self._store = store
-        self._claim = claim
+        self.claim = claim
+        """As it was renewed last."""
         self._closed = threading.Event()
         _held.add(claim.token)
         self._renewer = threading.Thread(target=self._renew_until_closed, daemon=True, name="claim")
@@ -85,38 +86,33 @@ class RunClaim(AbstractContextManager["RunClaim"]):
         self.close()
 
     @property
-    def owner(self) -> Claim:
-        """This process as the run's owner."""
-        return self._claim
-
-    @property
     def owned_store(self) -> Store:
         """The run's place in storage, as only its owner may write to it. Can be sent to other processes."""
-        return self._store.guarded(self.owner)
+        return self._store.guarded(self.claim)
 
     def renew(self) -> bool:
         """Renew the claim; whether this process still owns the run."""
-        return self._replace(dataclasses.replace(self._claim, renewed=self._claim.renewed + 1))
+        return self._replace(dataclasses.replace(self.claim, renewed=self.claim.renewed + 1))
 
     def close(self) -> None:
         """Release the claim, so that the next owner need not wait. May be called twice."""
         self._closed.set()
         self._renewer.join()
-        if self._claim.token not in _held:
+        if self.claim.token not in _held:
             return
-        _held.discard(self._claim.token)
+        _held.discard(self.claim.token)
         with suppress(StorageError):
             store = self._store.fail_fast()
-            if self._replace(dataclasses.replace(self._claim, released=True)) and not store.exists(CONFIG):
+            if self._replace(dataclasses.replace(self.claim, released=True)) and not store.exists(CONFIG):
                 store.delete(CLAIM)  # the run never started
                 store.remove_if_empty()
 
     def _replace(self, claim: Claim) -> bool:
         try:
-            self._store.fail_fast().put_if(CLAIM, claim.to_json(), self._claim.to_json())
+            self._store.fail_fast().put_if(CLAIM, claim.to_json(), self.claim.to_json())
         except ObjectChanged:
             return False
-        self._claim = claim
+        self.claim = claim
         return True
 
     def _renew_until_closed(self) -> None:

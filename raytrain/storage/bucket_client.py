@@ -17,12 +17,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from obstore.exceptions import InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from raytrain.errors import OwnerChanged, StorageError
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.credentials import CredentialCache, CredentialSource
-from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, names_unusable, refuses_credentials
+from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, refuses_credentials
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -109,7 +110,7 @@ class BucketClient:
             if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
             sentence = explain(self._credentials.failure or error, url, self._cloud, self._credentials.identity)
-            raise (UnusableNames(str(sentence)) if names_unusable(error) else sentence) from error
+            raise (UnusableNames(str(sentence)) if isinstance(error, InvalidPathError) else sentence) from error
 
     def _renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return the client that replaces ``refused``; created once, however many threads were refused."""

@@ -101,7 +101,7 @@ def _sentence(error: BaseException, cloud: Cloud) -> tuple[str, str]:
         return sentences.no_credentials, ""
     if found := cloud.explained(error):
         return found
-    if names_unusable(error):
+    if isinstance(error, InvalidPathError):
         return _UNUSABLE_NAME, str(error).partition("\n")[0]
     if failure := _credential_source_failure(error):
         return sentences.not_obtained, failure
@@ -145,11 +145,6 @@ def http_status(error: BaseException) -> int | None:
 def names_no_bucket(error: BaseException) -> bool:
     """Whether the bucket itself does not exist."""
     return error_code(error) in _NO_BUCKET_CODES
-
-
-def names_unusable(error: BaseException) -> bool:
-    """Whether an object's name, or one in a listing, is no path."""
-    return isinstance(error, InvalidPathError)
 
 
 def is_transient(error: BaseException) -> bool:

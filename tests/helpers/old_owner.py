@@ -38,9 +38,9 @@ def write(owner: RunClaim, steps: range, keep: int = 1) -> None:
     recorder = RunRecorder(store, num_steps=100, first_step=steps.start)
     history.rewind(steps.start - 1)
     for step in steps:
-        history.record(MetricRow(kind="step", step=step, epoch=1, metrics={"owner": owner.owner.fence, "loss": 1.0}))
+        history.record(MetricRow(kind="step", step=step, epoch=1, metrics={"owner": owner.claim.fence, "loss": 1.0}))
         history.flush()
-        checkpoints.save({"model": {"weight": torch.full((3,), owner.owner.fence)}}, Progress(step=step))
+        checkpoints.save({"model": {"weight": torch.full((3,), owner.claim.fence)}}, Progress(step=step))
         checkpoints.close()
         recorder.write_status("running")
         store.delete(STOP_REQUEST)

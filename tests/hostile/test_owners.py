@@ -195,7 +195,7 @@ def test_a_released_run_is_free_at_once(store: Store, caplog: pytest.LogCaptureF
     store.put(CONFIG, b"{}")
     for fence in (1, 2, 3):
         with claim_run(store, "run") as owner:
-            assert owner.owner.fence == fence
+            assert owner.claim.fence == fence
     assert "waiting" not in caplog.text
 
 
@@ -211,7 +211,7 @@ def test_an_owner_elsewhere_that_is_silent_for_a_lease_is_dead(store: Store, cap
     with claim_run(store, "run") as second:
         assert time.monotonic() - begun >= LEASE_S
         assert "waiting 1 s to see whether the last owner of run 'run' (process " in caplog.text
-        assert second.owner.fence == first.owner.fence + 1
+        assert second.claim.fence == first.claim.fence + 1
         with pytest.raises(OwnerChanged, match="took over the run"):
             first.owned_store.put(STATUS, b"{}")
 
@@ -411,7 +411,7 @@ def test_a_clock_that_is_wrong_by_hours_neither_opens_nor_closes_a_run(images: P
 def test_another_store_of_the_server_is_not_the_runs(s3: S3Server, s3_url: str) -> None:
     owner = claim_run(run_store(s3_url, "run"), "run")
     with pytest.raises(OwnerChanged, match="is gone"):
-        open_store(f"{s3_url}/other").guarded(owner.owner).put(STATUS, b"{}")
+        open_store(f"{s3_url}/other").guarded(owner.claim).put(STATUS, b"{}")
     owner.close()
 
 
@@ -491,7 +491,7 @@ def test_a_request_that_arrives_after_a_takeover_destroys_nothing(
     rows = [(found.step, found.metrics["loss"]) for found in read_metrics(store)]
     assert [step for step, _ in rows] == list(range(1, second.step + 1)), what
     assert [loss for _, loss in rows[-4:]] == [2.0] * 4, what
-    assert newest_checkpoint(store) == checkpoint_path(second.step, takeover=second.claim.owner.takeover), what
+    assert newest_checkpoint(store) == checkpoint_path(second.step, takeover=second.claim.claim.takeover), what
 
 
 @pytest.mark.parametrize("moment", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 12)))])
@@ -508,7 +508,7 @@ def test_in_a_folder_nobody_takes_over_between_the_check_and_the_write(
 
     def held_check(owner: Claim, content: bytes | None, url: str) -> None:
         check(owner, content, url)
-        if owner.token == first.owner.token and next(number) == moment:
+        if owner.token == first.claim.token and next(number) == moment:
             held.set()
             let_go.wait(2 * LEASE_S)  # the next owner may be waiting for this write
 

@@ -11,7 +11,7 @@ import logging
 import posixpath
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,21 +53,12 @@ class Listing:
 
     url: str
     images: list[StoredObject] = field(default_factory=list)
-    left_out: dict[str, list[str]] = field(default_factory=dict)
+    left_out: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def counts(self) -> dict[str, int]:
         """How many files are left out, by reason."""
         return {reason: len(paths) for reason, paths in self.left_out.items()}
-
-    @property
-    def paths_left_out(self) -> list[str]:
-        """The paths of all files that are left out, without those that are no loss."""
-        return [path for reason, paths in self.left_out.items() if reason not in _NO_LOSS for path in paths]
-
-    def leave_out(self, path: str, reason: str) -> None:
-        """Count ``path`` among the files that are left out for this reason."""
-        self.left_out.setdefault(reason, []).append(path)
 
 
 def list_files(store: Store) -> Listing:
@@ -79,12 +70,11 @@ def list_files(store: Store) -> Listing:
         if reason is None:
             found.append(stored)
         else:
-            listing.leave_out(stored.path, reason)
+            listing.left_out[reason].append(stored.path)
     for path in broken_links(store):
-        listing.leave_out(path, HIDDEN if is_hidden(path) else LINKS)
-    pointers = _lfs_pointers(store, found)
-    for path in pointers:
-        listing.leave_out(path, POINTERS)
+        listing.left_out[HIDDEN if is_hidden(path) else LINKS].append(path)
+    if pointers := _lfs_pointers(store, found):
+        listing.left_out[POINTERS] += pointers
     listing.images = sorted(stored for stored in found if stored.path not in pointers)
     if not listing.images:
         raise _no_images(listing)
@@ -312,7 +302,8 @@ def _refuse_repeated(paths: list[tuple[str, ...]], tops: set[str], url: str) -> 
 
 def _lost_classes(files: Listing, folders: FolderLabels) -> list[str]:
     """The folders beside the class folders of which all files are left out."""
-    lost = {path.rpartition("/")[0] for path in files.paths_left_out}
+    paths = (path for reason, left_out in files.left_out.items() if reason not in _NO_LOSS for path in left_out)
+    lost = {path.rpartition("/")[0] for path in paths}
     kept = {stored.path.rpartition("/")[0] for stored in files.images}
     beside = {folder.rpartition("/")[0] for folder in kept}
     return sorted(folder for folder in lost - kept if folder and folder.rpartition("/")[0] in beside)

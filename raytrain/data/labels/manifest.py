@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.blocks import number_array, string_array
+from raytrain.data.images.decode import ImageShape
 from raytrain.data.labels.folders import (
     FolderLabels,
     Listing,
@@ -28,6 +29,7 @@ from raytrain.data.labels.folders import (
     refuse_file,
     tell_left_out,
 )
+from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.store import Store, StoredObject
@@ -95,6 +97,10 @@ class Manifest:
             return None
         ends = np.flatnonzero(np.diff(self.packing.shard, append=-1)) + 1
         return ShardShuffle(np.diff(ends, prepend=0).astype(np.int64))
+
+    def rows_per_block(self, shape: ImageShape) -> int:
+        """Images in one block if they are decoded to this shape."""
+        return rows_per_block(shape.num_bytes, packed=self.packing is not None)
 
     def class_counts(self) -> npt.NDArray[np.int64]:
         """How many images have each class, (C,)."""
@@ -251,7 +257,7 @@ def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] |
     chosen = np.array(folders.classes, object) != ""
     if part != "test" or not files.left_out.get(_STRAY):  # once, if both parts are of one listing
         for at in np.flatnonzero(~chosen):
-            files.leave_out(files.images[at].path, _STRAY)
+            files.left_out[_STRAY].append(files.images[at].path)
     if folders.parts is not None and part is not None:
         others = chosen & ~np.array(folders.part(part))
         if part == "train" and (names := sorted({folders.parts[at] for at in np.flatnonzero(others)} - {folders.test})):
