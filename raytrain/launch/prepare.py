@@ -318,18 +318,11 @@ def refuse_sweep(config: TrainConfig) -> None:
 def _check_images(config: TrainConfig, data: Dataset, what: str) -> None:
     """Raise UsageError if ``what`` was started with other images or labels, also before a document is overwritten."""
     if data.stored is not None:
-        if data.train.labels_digest != data.stored.labels_digest:
-            raise UsageError(
-                f"{what} was made with other labels (digest {_shown(data.stored.labels_digest)}), and --labels has "
-                f"{_shown(data.train.labels_digest)}: resume with the labels that it was made with, or start a new run "
-                "under another --name."
-            )
-        now, then = (Identity.of(config, images.classes, images.digest) for images in (data.train, data.stored))
+        now, then = (
+            Identity.of(config, images.classes, images.digest, images.labels_digest)
+            for images in (data.train, data.stored)
+        )
         now.check(then, what)
-
-
-def _shown(labels_digest: str) -> str:
-    return f"{labels_digest[:8]}…" if labels_digest else "none, but class folders"
 
 
 def _resumed(config: TrainConfig, before: TrainConfig) -> TrainConfig:

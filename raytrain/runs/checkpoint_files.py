@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, cast
@@ -19,6 +19,7 @@ from raytrain.storage.store import Store, StoredObject
 class Identity:
     """What a run and its checkpoints are made of; ``batch_size`` is as it is typed if it depends on the workers."""
 
+    labels_digest: str = field(default="", kw_only=True)  # first: with other labels, the classes may be others, too
     model: str
     classes: tuple[str, ...]
     manifest_digest: str
@@ -27,9 +28,10 @@ class Identity:
     sampling: str = "uniform"
 
     @classmethod
-    def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), manifest_digest: str = "") -> Identity:
+    def of(cls, config: TrainConfig, classes: tuple[str, ...] = (), digest: str = "", labels: str = "") -> Identity:
         """The identity of a run with these options and images; without images, as far as the options show it."""
-        return cls(config.model, classes, manifest_digest, config.batch_size, config.seed, config.sampling)
+        model, batch_size, seed = config.model, config.batch_size, config.seed
+        return cls(model, classes, digest, batch_size, seed, config.sampling, labels_digest=labels)
 
     def check(self, other: Identity, what: str) -> None:
         """Raise UsageError with the first difference if ``what``, a run or a checkpoint, has the identity ``other``."""
@@ -43,6 +45,9 @@ class Identity:
 
 
 def _difference(name: str, theirs: Any, mine: Any) -> str:
+    if name == "labels_digest":
+        their, my = (f"{each[:8]}…" if each else "none, but class folders" for each in (theirs, mine))
+        return f"other labels (digest {their}), and --labels has {my}"
     if name == "classes":
         pairs = enumerate(zip_longest(theirs, mine, fillvalue="none"))
         place, their, my = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])

@@ -50,10 +50,7 @@ _BY_CODE: dict[str, str] = {
     "InvalidBucketName": "{bucket} is not a valid bucket name; check {url}.",
     "InvalidResourceName": "{bucket} is not a valid container name; check {url}.",
     "RequestTimeTooSkewed": _WRONG_CLOCK,
-    "SlowDown": _BUSY,
-    "TooManyRequests": _BUSY,
-    "ServerBusy": _BUSY,
-    "OperationTimedOut": _BUSY,
+    **dict.fromkeys(("SlowDown", "TooManyRequests", "ServerBusy", "OperationTimedOut"), _BUSY),
 }
 _BY_STATUS = {404: _OTHER_PROTOCOL, 429: _BUSY, 503: _BUSY}
 _ARCHIVED_CODES = ("InvalidObjectState", "BlobArchived")

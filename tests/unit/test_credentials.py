@@ -6,12 +6,13 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from raytrain.storage.clouds.s3 import OwnRoleOr, own_role, resolve
-from raytrain.storage.credentials import Credentials
+from raytrain.storage.clouds.s3 import own_role, own_role_or, resolve
+from raytrain.storage.credentials import Credentials, CredentialSource
 from tests.helpers.scripted_s3 import Answer, Request, scripted_s3
 
 KEYS = Credentials("AKIAEXAMPLE1234", "canary-secret", "canary-token")
@@ -43,7 +44,7 @@ def ec2(request: Request) -> Answer:
 
 
 @pytest.mark.parametrize(
-    "show", [repr, str, "{}".format, lambda keys: repr([keys]), lambda keys: f"{OwnRoleOr(lambda: keys)}"]
+    "show", [repr, str, "{}".format, lambda keys: repr([keys]), lambda keys: f"{partial(own_role_or, lambda: keys)}"]
 )
 def test_no_text_of_credentials_contains_a_secret(show: Callable[[Credentials], str]) -> None:
     text = show(KEYS)
@@ -54,7 +55,10 @@ def test_the_identity_is_the_end_of_the_access_key_id() -> None:
     assert KEYS.identity == "…1234" and "…1234" in repr(KEYS)
 
 
-@pytest.mark.parametrize("holder", [lambda: KEYS, lambda: {"keys": [KEYS]}, lambda: OwnRoleOr(KEYS)])  # pyright: ignore
+@pytest.mark.parametrize(
+    "holder",
+    [lambda: KEYS, lambda: {"keys": [KEYS]}, lambda: partial(own_role_or, KEYS)],  # pyright: ignore
+)
 def test_credentials_cannot_be_pickled_except_as_plain_fields(holder: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(holder())
@@ -178,7 +182,7 @@ def test_a_pod_has_the_role_of_its_service_account(tmp_path: Path, monkeypatch: 
 
 
 def test_a_node_uses_its_own_role_or_else_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    source: OwnRoleOr = pickle.loads(pickle.dumps(OwnRoleOr(Lent())))
+    source: CredentialSource = pickle.loads(pickle.dumps(partial(own_role_or, Lent())))
     assert source() == KEYS
     with scripted_s3(lambda request: Answer(body=role_keys("ASIATASK"))) as (url, _):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")

@@ -24,16 +24,11 @@ SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 _OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".ppm", ".pgm", ".dng", ".dcm")
 """Formats of images that are not read."""
 _CONTAINERS = {
-    ".zip": "unpack it and give the folder",
+    **dict.fromkeys((".zip", ".gz", ".rar", ".7z"), "unpack it and give the folder"),
     ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
-    ".gz": "unpack it and give the folder",
-    ".rar": "unpack it and give the folder",
-    ".7z": "unpack it and give the folder",
-    ".tar": "pack it with `raytrain pack`, and give the packed folder",
-    ".parquet": "pack it with `raytrain pack`, and give the packed folder",
+    **dict.fromkeys((".tar", ".parquet"), "pack it with `raytrain pack`, and give the packed folder"),
     ".arrow": "write it as Parquet (`Dataset.to_parquet` of datasets), and pack that with `raytrain pack`",
-    ".mds": "write its samples as Parquet or as files in class folders",
-    ".tfrecord": "write its samples as Parquet or as files in class folders",
+    **dict.fromkeys((".mds", ".tfrecord"), "write its samples as Parquet or as files in class folders"),
 }
 _SYSTEM_FOLDERS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 _SYSTEM_FILES = frozenset({"Thumbs.db", "desktop.ini"})

@@ -46,10 +46,8 @@ _SENTENCES = CloudSentences(
     by_code={
         "ContainerBeingDeleted": _TOO_EARLY,
         "BlobArchived": "{url} is archived; rehydrate it (az storage blob set-tier), or leave it out.",
-        "AuthenticationFailed": _REFUSES,
-        "InvalidAuthenticationInfo": _REFUSES,
+        **dict.fromkeys(("AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation"), _REFUSES),
         "AuthorizationFailure": _REFUSES[:-1] + ", and the firewall of the storage account.",
-        "NoAuthenticationInformation": _REFUSES,
         "KeyBasedAuthenticationNotPermitted": (
             "{endpoint} allows no account keys; install raytrain[azure], remove AZURE_STORAGE_ACCOUNT_KEY "
             "and sign in (az login)."

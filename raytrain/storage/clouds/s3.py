@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raytrain.errors import StorageError
 from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences, checked_endpoint
-from raytrain.storage.credentials import Credentials, CredentialSource, LentCredentials
+from raytrain.storage.credentials import BucketCredentials, Credentials, CredentialSource, LentCredentials
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -70,23 +70,15 @@ _SENTENCES = CloudSentences(
             "The secret key does not belong to the access key {identity}; "
             "check AWS_SECRET_ACCESS_KEY, or the profile that AWS_PROFILE names."
         ),
-        "ExpiredToken": _EXPIRED,
-        "ExpiredTokenException": _EXPIRED,
-        "TokenRefreshRequired": _EXPIRED,
-        "RequestExpired": _EXPIRED,
-        "InvalidToken": _BAD_TOKEN,
-        "InvalidClientTokenId": _BAD_TOKEN,
-        "AccessDenied": _NO_PERMISSION,
-        "AllAccessDisabled": _NO_PERMISSION,
-        "AccountProblem": _NO_PERMISSION,
+        **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), _EXPIRED),
+        **dict.fromkeys(("InvalidToken", "InvalidClientTokenId"), _BAD_TOKEN),
+        **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AccountProblem"), _NO_PERMISSION),
         "InvalidObjectState": "{url} is archived (S3 Glacier); restore it (aws s3api restore-object), or leave it out.",
         "SecondLevelDomainForbidden": (
             "{endpoint} wants the bucket's name in the host's; "
             "write addressing_style = virtual below s3 = in ~/.aws/config."
         ),
-        "KMS.DisabledException": _KMS,
-        "KMS.NotFoundException": _KMS,
-        "KMS.KMSInvalidStateException": _KMS,
+        **dict.fromkeys(("KMS.DisabledException", "KMS.NotFoundException", "KMS.KMSInvalidStateException"), _KMS),
     },
 )
 
@@ -118,7 +110,7 @@ class S3(Cloud):
 
     def credentials_from(self, lent: LentCredentials) -> CredentialSource:
         source = super().credentials_from(lent)
-        return OwnRoleOr(source) if self.is_amazon and not self.unsigned else source
+        return partial(own_role_or, source) if self.is_amazon and not self.unsigned else source
 
     @property
     def is_amazon(self) -> bool:
@@ -244,14 +236,9 @@ def own_role() -> Credentials | None:
     return _frozen(found) if found is not None and found.method in _ROLES else None
 
 
-@dataclass(frozen=True)
-class OwnRoleOr:
-    """A source that can be pickled: the role of the node where it is called, or ``fallback`` if there is none."""
-
-    fallback: CredentialSource
-
-    def __call__(self) -> Any:
-        return own_role() or self.fallback()
+def own_role_or(fallback: CredentialSource) -> BucketCredentials | None:
+    """The credentials of the role of the node where this is called, or those of ``fallback`` if it has none."""
+    return own_role() or fallback()
 
 
 @lru_cache(maxsize=1)
@@ -308,16 +295,11 @@ def explained(error: BaseException) -> tuple[str, str] | None:
     sentences: dict[str, str] = {
         "NoCredentialsError": _SENTENCES.no_credentials,
         "PartialCredentialsError": "The AWS credentials for {url} are incomplete: {detail} is missing.",
-        "CredentialRetrievalError": _SENTENCES.not_obtained,
-        "MetadataRetrievalError": _SENTENCES.not_obtained,
+        **dict.fromkeys(("CredentialRetrievalError", "MetadataRetrievalError"), _SENTENCES.not_obtained),
         "ProfileNotFound": "The AWS configuration has no profile {detail}; check AWS_PROFILE and ~/.aws/config.",
-        "SSOError": _SIGNED_OUT,
-        "TokenRetrievalError": _SIGNED_OUT,
-        "LoginRefreshRequired": _SIGNED_OUT,  # this and the next: only newer versions have them
-        "LoginTokenLoadError": _SIGNED_OUT,
-        "ConfigParseError": _BAD_CONFIGURATION,
-        "ConfigNotFound": _BAD_CONFIGURATION,
-        "InvalidConfigError": _BAD_CONFIGURATION,
+        **dict.fromkeys(("SSOError", "TokenRetrievalError"), _SIGNED_OUT),
+        **dict.fromkeys(("LoginRefreshRequired", "LoginTokenLoadError"), _SIGNED_OUT),  # only newer versions have them
+        **dict.fromkeys(("ConfigParseError", "ConfigNotFound", "InvalidConfigError"), _BAD_CONFIGURATION),
         "SSLError": UNTRUSTED,
         "ConnectionError": UNREACHABLE,
     }
