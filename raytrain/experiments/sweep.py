@@ -30,8 +30,8 @@ from raytrain.experiments.trials import (
     write_sweep,
 )
 from raytrain.launch.placement import Hardware, Placement, gpus, place
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_named, check_places, prepare
-from raytrain.launch.train import open_machines, train_group
+from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, Start, check_named, check_places, prepare
+from raytrain.launch.train import open_machines, start_run
 from raytrain.monitor.recorder import RunRecorder
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
@@ -240,7 +240,7 @@ class _TrialRun:
         try:
             config = _with_place(self.trial.config, gpu, group.placement)
             config = dataclasses.replace(config, resume=self.trial.store.exists(CONFIG))
-            train_group(config, group, loop=self._loop, view=self._look, signals=self._signals)
+            start_run(config, Start(loop=self._loop, view=self._look, signals=self._signals, group=group))
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:

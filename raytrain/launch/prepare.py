@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
@@ -50,13 +50,28 @@ class RunGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedRun:
+class Start:
+    """What the caller of :func:`raytrain.train` wants besides the options.
+
+    ``loop`` is his own function, if any, and ``started_at`` when the user started the run, as ``time.monotonic()``
+    tells the time. ``restarting`` says that this process started the run before, and lost it: requests to stop it are
+    still valid. ``group`` is that of the runs beside which it trains, if any.
+    """
+
+    loop: Loop | None = None
+    view: View | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
+    trackers: Sequence[NamedTracker] = ()
+    started_at: float = field(default_factory=time.monotonic)
+    restarting: bool = False
+    group: RunGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(Start):
     """A run that may start: its place in storage is its own until the context manager is left, and its data is there.
 
-    Beside that it holds what the caller of :func:`raytrain.train` wants: ``loop`` is his own function, if any, and
-    ``started_at`` when the user started the run, as ``time.monotonic()`` tells the time. ``restarting`` says that this
-    process started it before, and lost it: requests to stop it are still valid. ``log`` keeps what this process prints;
-    None if the run trains beside others of a ``group``.
+    ``log`` keeps what this process prints; None if the run trains beside others.
     """
 
     config: TrainConfig
@@ -66,13 +81,6 @@ class PreparedRun:
     first_step: int
     claim: RunClaim
     log: DriverLog | None
-    loop: Loop | None
-    view: View | None
-    signals: StopSignals
-    trackers: Sequence[NamedTracker]
-    started_at: float
-    restarting: bool
-    group: RunGroup | None
 
     def __enter__(self) -> PreparedRun:
         if self.log is not None:
@@ -159,27 +167,18 @@ def check_places(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def prepare(
-    config: TrainConfig,
-    *,
-    loop: Loop | None = None,
-    view: View | None = None,
-    signals: StopSignals | None = None,
-    trackers: Sequence[NamedTracker] = (),
-    started_at: float | None = None,
-    restarting: bool = False,
-    group: RunGroup | None = None,
-) -> PreparedRun:
+def prepare(config: TrainConfig, start: Start | None = None) -> PreparedRun:
     """List the images of a run whose options :func:`check_places` has returned, and make the run this process's own.
 
     Writes nothing to it but the claim. Raises UsageError if the images are other ones than before, or if another
     process owns the run.
     """
     assert config.name
+    start = start or Start()
     store = run_store(config.storage, config.name)
-    if group is None:
+    if start.group is None:
         config = with_preprocessing_of_weights(config)
-    data = group.data if group else _listed(config, store)
+    data = start.group.data if start.group else _listed(config, store)
     claim, first_step = _own(config, store)
     return PreparedRun(
         config=config,
@@ -188,14 +187,8 @@ def prepare(
         data=data,
         first_step=first_step,
         claim=claim,
-        log=None if group else DriverLog(claim.owned_store),
-        loop=loop,
-        view=view,
-        signals=signals or StopSignals(),
-        trackers=trackers,
-        started_at=time.monotonic() if started_at is None else started_at,
-        restarting=restarting,
-        group=group,
+        log=None if start.group else DriverLog(claim.owned_store),
+        **vars(start),
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain.config import TrainConfig
 from raytrain.errors import CoordinatorLost, TrainingFailed
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
-from raytrain.launch.prepare import Loop, PreparedRun, RunGroup, check_asked, check_places, prepare, refuse_sweep
+from raytrain.launch.prepare import Start, check_asked, check_places, prepare, refuse_sweep
 from raytrain.launch.ray.connection import Connection, is_connected
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
@@ -32,7 +32,6 @@ from raytrain.trackers.tracker import Tracker
 if TYPE_CHECKING:
     from raytrain.training.run import Run
 
-Prepare = Callable[..., PreparedRun]  # lists the images of a run, and makes it this process's own
 _LOG = logging.getLogger("raytrain")
 
 
@@ -64,48 +63,40 @@ def train(
         TrainingFailed: the run ended early; the sentence says why and how to resume.
     """
     started_at = time.monotonic() if started_at is None else started_at
+    start = Start(loop=loop, view=view, signals=signals or StopSignals(), started_at=started_at)
     check_asked(config, loop)
     refuse_sweep(config)
-    return train_group(config, None, loop=loop, view=view, signals=signals, trackers=trackers, started_at=started_at)
+    return start_run(config, start, trackers)
 
 
-def train_group(
-    config: TrainConfig,
-    group: RunGroup | None,
-    *,
-    loop: Loop | None = None,
-    signals: StopSignals | None = None,
-    trackers: Sequence[str | Tracker] = (),
-    **options: Any,
-) -> TrainResult:
-    """Train, again in more parts as long as the memory does not suffice; for several runs of one ``group`` at once."""
-    asked = partial(prepare, group=group, loop=loop, signals=signals or StopSignals(), **options)
+def start_run(config: TrainConfig, start: Start, trackers: Sequence[str | Tracker] = ()) -> TrainResult:
+    """Train, again in more parts as long as the memory does not suffice."""
     fits_by_trial = config.accumulate == "auto"
     while True:
         opened = open_trackers([*config.track, *trackers])
         try:
-            return _train(config, partial(asked, trackers=opened))
+            return _train(config, dataclasses.replace(start, trackers=opened))
         except TrainingFailed as failed:
             if not fits_by_trial or failed.summary.get("accumulate") is None:
                 raise
             config = _in_more_parts(config, failed)
 
 
-def _train(config: TrainConfig, prepare: Prepare) -> TrainResult:
+def _train(config: TrainConfig, start: Start) -> TrainResult:
     """Train, and start the run again if its coordinator is lost, as long as that may help."""
     attempts_left = 1 + config.max_failures
     train_once = _train_locally if config.backend == "local" else _train_on_ray
     while True:
         config = check_places(config)
         try:
-            return train_once(config, prepare)
+            return train_once(config, start)
         except CoordinatorLost as lost:
             attempts_left -= 1
             if not attempts_left or is_connected():  # what is left of the run is in a cluster that stays
                 mark_failed(config.storage, lost.name)
                 raise
             config = dataclasses.replace(config, resume=True)
-            prepare = partial(prepare, restarting=True)
+            start = dataclasses.replace(start, restarting=True)
 
 
 def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
@@ -167,13 +158,13 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
         yield hardware
 
 
-def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
+def _train_locally(config: TrainConfig, start: Start) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
     from raytrain.launch.local.local_launch import AgentProcess
 
     check_room(config, machine_hardware(config.gpus))
     agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
-    with closing(agent), prepare(config) as prepared:
+    with closing(agent), prepare(config, start) as prepared:
         from raytrain.launch.local.local_launch import LocalLaunch
 
         STARTUP.info("starting the workers …")
@@ -181,10 +172,10 @@ def _train_locally(config: TrainConfig, prepare: Prepare) -> TrainResult:
             return session.watch()
 
 
-def _train_on_ray(config: TrainConfig, prepare: Prepare) -> TrainResult:
+def _train_on_ray(config: TrainConfig, start: Start) -> TrainResult:
     """Train on a Ray cluster. It starts, and Ray and torch are imported, while the data is listed."""
     check = partial(check_room, config, machine_hardware(config.gpus))
-    with _cluster(config, check) as join, prepare(config) as prepared:
+    with _cluster(config, check) as join, prepare(config, start) as prepared:
         STARTUP.info("importing Ray and torch …")
         cluster = join()
         from raytrain.launch.ray.cluster_watch import wait_for_machines

@@ -14,7 +14,7 @@ import pytest
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost, LoopFailed, TrainingFailed, UsageError
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.prepare import PreparedRun, check_places, prepare
+from raytrain.launch.prepare import PreparedRun, Start, check_places, prepare
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import StopSignals
@@ -71,7 +71,7 @@ def session(
     loop: Callable[..., None] | None = None,
 ) -> Iterator[tuple[RunSession, StandIn]]:
     wanted = check_places(config(images, storage, precision="float32"))
-    with prepare(wanted, signals=signals, loop=loop) as prepared:
+    with prepare(wanted, Start(signals=signals or StopSignals(), loop=loop)) as prepared:
         launch = StandIn(prepared, train)
         with RunSession(prepared, launch) as opened:
             yield opened, launch

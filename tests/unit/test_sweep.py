@@ -16,7 +16,7 @@ from raytrain.errors import TrainingFailed
 from raytrain.experiments import sweep as sweep_module
 from raytrain.experiments.trials import TrialResult
 from raytrain.launch.placement import Hardware
-from raytrain.launch.prepare import RunGroup
+from raytrain.launch.prepare import Start
 from raytrain.monitor.monitor import RunMonitor
 from raytrain.monitor.snapshot import View
 from raytrain.monitor.stop_request import StopSignals
@@ -42,12 +42,11 @@ class Trainer:
         self.shared: list[object] = []  # the images that each trial was given
         self.lock = threading.Lock()  # one trial after the other, so that the order is known
 
-    def __call__(
-        self, config: TrainConfig, group: RunGroup, *, view: View, signals: StopSignals, **_: Any
-    ) -> TrainResult:
+    def __call__(self, config: TrainConfig, start: Start) -> TrainResult:
+        assert start.group and start.view
         with self.lock:
-            self.shared.append(group.images.cache)
-            return self.train(config, view, signals)
+            self.shared.append(start.group.images.cache)
+            return self.train(config, start.view, start.signals)
 
     def train(self, config: TrainConfig, view: View, signals: StopSignals) -> TrainResult:
         name = config.name or ""
@@ -92,7 +91,7 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Accuracy], Trainer]
 
     def use(accuracy: Accuracy) -> Trainer:
         trainer = Trainer(accuracy)
-        monkeypatch.setattr(sweep_module, "train_group", trainer)
+        monkeypatch.setattr(sweep_module, "start_run", trainer)
         return trainer
 
     return use
@@ -212,11 +211,11 @@ def test_each_trial_that_trains_at_the_same_time_has_a_gpu_of_its_own(
 
     trainer = train_with(by_seed)
 
-    def wait_for_the_other(config: TrainConfig, *more: Any, **options: Any) -> TrainResult:
+    def wait_for_the_other(config: TrainConfig, start: Start) -> TrainResult:
         both_train.wait()
-        return trainer(config, *more, **options)
+        return trainer(config, start)
 
-    monkeypatch.setattr(sweep_module, "train_group", wait_for_the_other)
+    monkeypatch.setattr(sweep_module, "start_run", wait_for_the_other)
     raytrain.sweep(options(images, tmp_path, device="cuda:2,5", workers="auto"), vary=["seed=0,1"])
     assert sorted(trainer.devices) == ["cuda:2", "cuda:5"]
 
