@@ -28,7 +28,7 @@ from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.placement import cores
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.bucket_client import take_num_retries
-from raytrain.storage.locks import file_lock
+from raytrain.storage.locks import acquire
 
 ReadBlock = Callable[[Int64s, int], Block]  # reads some samples and decodes them for an epoch
 
@@ -67,7 +67,7 @@ class SharedBlocks:
                 self._write(number, wait=False)
 
     def _write(self, number: int, wait: bool) -> None:
-        with file_lock(self._folder / f"{number}.lock", wait=wait):
+        with acquire(self._folder / f"{number}.lock", wait=wait):
             if self._written[number]:
                 return
             block = self._read(self._order.samples(number), self._order.epoch(number))

@@ -95,7 +95,7 @@ class RunReader:
         """The next rows for a viewer at ``since``, and the index of the first one."""
         if since != (self._rows.generation, self._rows.num_parsed):
             self._rows.restart()
-        self._rows.forget()
+        self._rows.parsed = []
         self._rows.read()
         rows, first_row = self._rows.parsed, self._rows.num_parsed - len(self._rows.parsed)
         if first_row == 0:
@@ -148,10 +148,6 @@ class _GrowingLines(Generic[T]):
         self.behind = False  # the last piece did not reach the end
         self._num_bytes = 0
         self._end = b""  # of what was parsed
-
-    def forget(self) -> None:
-        """Drop what was parsed so far."""
-        self.parsed = []
 
     def read(self) -> None:
         """Parse what is new, or a piece of it."""

@@ -54,11 +54,8 @@ class MetricRow:
         kind, step, epoch = document["kind"], document["step"], document["epoch"]
         if kind not in ("step", "evaluation") or type(step) is not int or type(epoch) is not int:
             raise ValueError(f"a row of the kind {kind!r} of step {step!r} in epoch {epoch!r}")
-        if (
-            step < 0
-            or epoch < 1
-            or not all(_is_measurement(value) for name, value in document.items() if name != "kind")
-        ):
+        measured = (value for name, value in document.items() if name != "kind")
+        if step < 0 or epoch < 1 or not all(map(_is_measurement, measured)):
             raise ValueError("a number is out of range, or something else")
         columns = {name: value for name in _COLUMNS if (value := document.get(name)) is not None}
         metrics = {name: value for name, value in document.items() if name not in _COLUMNS}

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from raytrain.storage.locks import file_lock
+from raytrain.storage.locks import acquire
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _turn(path: Path) -> Generator[bool]:
             waited = False
             with suppress(OSError):  # a disk that refuses costs a request at worst
                 lock = path.parent.parent / f"{_UNFINISHED}{path.parent.name}{path.name}"
-                waited = stack.enter_context(file_lock(lock)).waited
+                waited = stack.enter_context(acquire(lock)).waited
             yield waited
     finally:
         _fetched_here.discard(path)

@@ -157,11 +157,8 @@ class FolderStore(Store):
         file = f"{self._file(path)}.lock"
         with self._explained(path):
             os.makedirs(os.path.dirname(file), exist_ok=True)
-            lock = _lock(file)
-            try:
+            with _lock(file) as lock:
                 yield lock
-            finally:
-                lock.release()
 
     def _file(self, path: str) -> str:
         return os.path.join(self.url, path.strip("/"))

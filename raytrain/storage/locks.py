@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,12 @@ class FileLock:
         Path(self.path).unlink(missing_ok=True)
         os.close(self.descriptor)
 
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
 
 def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = True) -> FileLock:
     """Create and lock the file ``path``, no link or pipe. BlockingIOError without ``wait`` if it is locked."""
@@ -40,16 +45,6 @@ def acquire(path: str | os.PathLike[str], *, wait: bool = True, create: bool = T
             os.close(descriptor)
             raise
         os.close(descriptor)  # whoever held it has deleted the file
-
-
-@contextmanager
-def file_lock(path: str | os.PathLike[str], *, wait: bool = True) -> Generator[FileLock]:
-    """Hold the lock that :func:`acquire` gives as long as the ``with`` block runs."""
-    lock = acquire(path, wait=wait)
-    try:
-        yield lock
-    finally:
-        lock.release()
 
 
 def _flock(descriptor: int, wait: bool) -> tuple[bool, bool]:

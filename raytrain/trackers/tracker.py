@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from raytrain.config import TrainConfig
 from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.outcome import as_tuple
 from raytrain.runs.redact import one_line
 from raytrain.storage.store import Store
 
@@ -78,4 +78,4 @@ def metric_name(name: str) -> str:
 def _scalar(value: object) -> str | int | float:
     if isinstance(value, (bool, int, float)):
         return value
-    return one_line(" ".join(map(str, cast(Iterable[object], value) if isinstance(value, tuple) else (value,))))
+    return one_line(" ".join(map(str, as_tuple(value))))

@@ -37,10 +37,9 @@ from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import ImageSet
 from raytrain.launch.ray.feed.streaming import stream_blocks
 from raytrain.launch.ray.private_api import announced_preemption
-from raytrain.monitor.events import Event, NodeLeaving
+from raytrain.monitor.events import NodeLeaving
 from raytrain.runs.logs import ProcessLog
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.metric_row import MetricRow
 from raytrain.training.assembly import make_run, train_run
 from raytrain.training.run_spec import RunSpec
 
@@ -113,7 +112,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     config = spec.config
     device = ray.train.torch.get_device() if config.device_type == "cuda" else torch.device("cpu")
     source = RayBatches(spec, here, rank, config.worker_load or (1.0,) * world_size)
-    reporter = RayReporter(here.coordinator, watch=rank == 0)
+    reporter: Any = RayReporter(here.coordinator, watch=rank == 0)
     weights: Any = None if here.weights is None else ray.get(here.weights)
     try:
         with ProcessLog(spec.store, rank):
@@ -137,29 +136,26 @@ class RayBatches:
         self._num_streams: Counter[str] = Counter()
         self._train = Partition(spec.plan, rank, loads)
         self._test = Partition(spec.test_plan, rank, loads)
-        self._caches: dict[str, CachedBlocks] = {}
+        kept = {"train": (here.train, here.train_order), "test": (here.test, here.test_order)}
+        self._caches = {
+            dataset: CachedBlocks(RemoteBlocks(here.directory, dataset, images.shape), order)
+            for dataset, (images, order) in kept.items()
+            if order is not None
+        }
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return self._batches("train", self._here.train, self._here.train_order, self._train, first_step)
+        return self._batches("train", self._here.train, self._train, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        return self._batches("test", self._here.test, self._here.test_order, self._test, 0)
+        return self._batches("test", self._here.test, self._test, 0)
 
-    def _batches(
-        self, dataset: str, images: ImageSet, order: CacheOrder | None, partition: Partition, first_step: int
-    ) -> Iterator[LocalBatch]:
-        if order is not None:
-            return batches_from_cache(partition, self._cache(dataset, images, order), first_step)
+    def _batches(self, dataset: str, images: ImageSet, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
+        if dataset in self._caches:
+            return batches_from_cache(partition, self._caches[dataset], first_step)
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
         blocks = stream_blocks(self._here.coordinator, stream, partition.rank, images.shape)
         return batches_from_stream(partition, blocks, first_step)
-
-    def _cache(self, dataset: str, images: ImageSet, order: CacheOrder) -> CachedBlocks:
-        if dataset not in self._caches:
-            remote = RemoteBlocks(self._here.directory, dataset, images.shape)
-            self._caches[dataset] = CachedBlocks(remote, order)
-        return self._caches[dataset]
 
 
 class RayReporter:
@@ -172,20 +168,12 @@ class RayReporter:
         if watch:
             threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
 
-    def started(self, num_workers: int, step: int) -> None:
-        self._coordinator.started.remote(num_workers, step)
-
-    def record(self, row: MetricRow) -> None:
-        self._coordinator.record.remote(row)
+    def __getattr__(self, name: str) -> Any:
+        """The coordinator's method of this name, whose answer nobody waits for."""
+        return getattr(self._coordinator, name).remote
 
     def measured(self, use: MachineUse) -> None:
         self._coordinator.measured_on.remote(use, ray.get_runtime_context().get_node_id())
-
-    def event(self, event: Event) -> None:
-        self._coordinator.event.remote(event)
-
-    def waits(self, rank: int, num_workers: int, place: str | None) -> None:
-        self._coordinator.waits.remote(rank, num_workers, place)
 
     def flush(self) -> None:
         ray.get(self._coordinator.received.remote())  # returns after they have arrived
