@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,13 +89,6 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
         remaining, offset = remaining[written:], offset + written
 
 
-class ImageReporter(Protocol):
-    """Hears of images that cannot be used, and how many requests for images failed and were sent again."""
-
-    def skip(self, images: list[SkippedImage]) -> object: ...
-    def retried(self, num_requests: int) -> object: ...
-
-
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
 _MAX_THREADS = 8  # more of them would keep the loop from the interpreter
 
@@ -110,7 +103,7 @@ class MachineBatches:
         rank: int,
         loads: Sequence[float],
         cache: ImageCache,
-        reporter: ImageReporter,
+        reporter: Any,
         *,
         isolated: bool,
     ) -> None:
@@ -142,11 +135,11 @@ def num_decoders() -> int:
 
 @dataclass(frozen=True)
 class _ImageSet:
-    """Images of one manifest, and who hears of those that cannot be used."""
+    """Images of one manifest; ``reporter`` hears of those that cannot be used, and of requests that were retried."""
 
     reader: ImageReader
     manifest: Manifest
-    reporter: ImageReporter
+    reporter: Any
 
     def read(self, samples: Int64s, epoch: int) -> Block:
         """The images of ``samples``, decoded for ``epoch``."""

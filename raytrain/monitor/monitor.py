@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from raytrain.monitor import events
 from raytrain.monitor.events import Event, TimedEvent
-from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, epoch_of
+from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, epoch_of, time_left_s
 from raytrain.runs.history import History
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.metric_row import MetricRow, SkipLimit, SkippedImage
@@ -68,8 +68,7 @@ class RunMonitor:
         self._started_at = clock() if started_at is None else started_at
         self._startup_s: float | None = None
         self._ended_s: float | None = None
-        self._first_timed: tuple[float, int] | None = None
-        self._last_timed: tuple[float, int] | None = None
+        self._first: MetricRow | None = None  # of this attempt
 
     def started(self, num_workers: int, step: int) -> None:
         """A worker group starts, or restarts, after ``step`` completed steps: metrics of later steps are dropped."""
@@ -93,8 +92,7 @@ class RunMonitor:
                 self.event(events.Evaluated(epoch_of(row.step, self._steps_per_epoch), row.accuracy, row.loss))
             else:
                 self._latest = row
-                self._last_timed = self._clock(), row.step
-                self._first_timed = self._first_timed or self._last_timed
+                self._first = self._first or row
                 self._check_loss(row)
 
     def measured(self, use: MachineUse) -> None:
@@ -216,7 +214,7 @@ class RunMonitor:
         self._step = step
         self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
         self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
-        self._first_timed = self._last_timed = None
+        self._first = None
         self._num_diverged = 0
 
     def _check_loss(self, row: MetricRow) -> None:
@@ -239,10 +237,6 @@ class RunMonitor:
 
     def _time_left_s(self) -> float | None:
         """Extrapolated from the first and the last row of this attempt, evaluations and checkpoints included."""
-        if self._first_timed is None or self._last_timed is None or self._ended_s is not None:
+        if self._first is None or self._latest is None or self._ended_s is not None:
             return None
-        (since, first_step), (until, last_step) = self._first_timed, self._last_timed
-        if last_step <= first_step:
-            return None
-        end = until + (self._num_steps - last_step) * (until - since) / (last_step - first_step)
-        return max(0.0, end - self._clock())
+        return time_left_s([self._first, self._latest], self._num_steps, self._elapsed_s())

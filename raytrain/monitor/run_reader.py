@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 from raytrain.errors import StorageError
 from raytrain.monitor.events import TimedEvent
-from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, View
+from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, View, time_left_s
 from raytrain.monitor.stop_request import read_stop_request
 from raytrain.runs.documents import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY, known_fields, parse_line, read_json
 from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
@@ -76,7 +76,7 @@ class RunReader:
             steps_per_epoch=self._count_steps_per_epoch(status),
             num_workers=status.num_workers,
             elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(event.at_s for event in self._events.parsed)]),
-            time_left_s=_time_left_s(self._steps, status.num_steps) if status.active else None,
+            time_left_s=time_left_s(self._steps, status.num_steps) if status.active else None,
             attempt=self._rows.generation,
             first_row=first_row,
             rows=rows,
@@ -197,11 +197,3 @@ def _result(store: Store) -> TrainResult | None:
         known = known_fields(TrainResult, document) | {"stop_reason": stop_reason_of(document)}
         return TrainResult(**cast("dict[str, Any]", known))
     return None
-
-
-def _time_left_s(rows: Sequence[MetricRow], num_steps: int) -> float | None:
-    """Extrapolated from the pace of ``rows``; None if they are too few."""
-    if len(rows) < 2 or rows[-1].step <= rows[0].step:
-        return None
-    seconds_per_step = (rows[-1].elapsed_s - rows[0].elapsed_s) / (rows[-1].step - rows[0].step)
-    return max(0.0, (num_steps - rows[-1].step) * seconds_per_step)

@@ -82,3 +82,12 @@ View = Callable[[Snapshot], None]  # shows a run: called about twice a second wi
 def epoch_of(step: int, steps_per_epoch: int) -> int:
     """The epoch, counted from 1, that the ``step``-th step of a run (counted from 1) belongs to."""
     return max(1, math.ceil(step / steps_per_epoch))
+
+
+def time_left_s(rows: Sequence[MetricRow], num_steps: int, now_s: float | None = None) -> float | None:
+    """Extrapolated from the pace of ``rows``, at ``now_s`` or at the last one; None if they are too few."""
+    if len(rows) < 2 or rows[-1].step <= rows[0].step:
+        return None
+    seconds_per_step = (rows[-1].elapsed_s - rows[0].elapsed_s) / (rows[-1].step - rows[0].step)
+    since_s = 0.0 if now_s is None else now_s - rows[-1].elapsed_s
+    return max(0.0, (num_steps - rows[-1].step) * seconds_per_step - since_s)

@@ -223,11 +223,7 @@ def _client(store: BucketStore) -> BucketClient:
         return _cached_client(store)
 
 
-@lru_cache(maxsize=32)
-def _cached_client(store: BucketStore) -> BucketClient:
-    return BucketClient(store.url, store.cloud, store.credentials, multipart=store.multipart, request_s=store.request_s)
-
-
+_cached_client = lru_cache(maxsize=32)(BucketClient)
 _client_lock = threading.Lock()  # the cache alone would let concurrent threads create a client each
 
 

@@ -22,12 +22,14 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from raytrain.errors import OwnerChanged, StorageError
 from raytrain.storage.clouds.cloud import Cloud
-from raytrain.storage.credentials import CredentialCache, CredentialSource
+from raytrain.storage.credentials import CredentialCache
 from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, refuses_credentials
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from tenacity import Retrying
+
+    from raytrain.storage.bucket import BucketStore
 
 ObjectStore = S3Store | AzureStore | GCSStore
 _OBSTORE_CLASSES: dict[str, Any] = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}
@@ -72,18 +74,12 @@ class UnusableNames(StorageError):
 
 
 class BucketClient:
-    """A process's client for ``url``, replaced when its credentials are refused; ``multipart``: parts are retried."""
+    """A process's client for ``store`` and all its copies, replaced when its credentials are refused."""
 
-    def __init__(
-        self, url: str, cloud: Cloud, credentials: CredentialSource, *, multipart: bool, request_s: float | None = None
-    ) -> None:
-        self._url = url
-        self._cloud = cloud
-        self._source = credentials
-        self._multipart = multipart
-        self._request_s = request_s
+    def __init__(self, store: BucketStore) -> None:
+        self._store = store
         self._lock = threading.Lock()
-        self._credentials = CredentialCache(credentials)
+        self._credentials = CredentialCache(store.credentials)
         self._client = self._connect()
 
     def call(self, path: str, operation: Callable[[ObjectStore], T], retry_policy: RetryPolicy) -> T:
@@ -101,7 +97,7 @@ class BucketClient:
     @contextmanager
     def explained(self, path: str) -> Generator[None]:
         """Raise every error as a StorageError, or as FileNotFoundError if there is no object ``path``."""
-        url = f"{self._url}/{path}".rstrip("/")
+        url = f"{self._store.url}/{path}".rstrip("/")
         try:
             yield
         except OwnerChanged:
@@ -109,28 +105,28 @@ class BucketClient:
         except Exception as error:
             if isinstance(error, FileNotFoundError) and not names_no_bucket(error):
                 raise FileNotFoundError(url) from None
-            sentence = explain(self._credentials.failure or error, url, self._cloud, self._credentials.identity)
+            sentence = explain(self._credentials.failure or error, url, self._store.cloud, self._credentials.identity)
             raise (UnusableNames(str(sentence)) if isinstance(error, InvalidPathError) else sentence) from error
 
     def _renewed(self, refused: ObjectStore) -> ObjectStore:
         """Return the client that replaces ``refused``; created once, however many threads were refused."""
         with self._lock:
             if self._client is refused:
-                self._credentials = CredentialCache(self._source, self._credentials.identity)
+                self._credentials = CredentialCache(self._store.credentials, self._credentials.identity)
                 self._client = self._connect()
             return self._client
 
     def _connect(self) -> ObjectStore:
-        bucket, root = bucket_and_root(self._url)
-        options = client_options(self._cloud)
-        if self._request_s is not None:
-            options["timeout"] = timedelta(seconds=self._request_s)
-        return _OBSTORE_CLASSES[self._cloud.name](
+        store, (bucket, root) = self._store, bucket_and_root(self._store.url)
+        options = client_options(store.cloud)
+        if store.request_s is not None:
+            options["timeout"] = timedelta(seconds=store.request_s)
+        return _OBSTORE_CLASSES[store.cloud.name](
             bucket,
             prefix=root.rstrip("/") or None,
-            config=self._cloud.obstore_config(bucket),
+            config=store.cloud.obstore_config(bucket),
             client_options=options,
-            retry_config=RETRIES if self._multipart else _NO_RETRIES,
+            retry_config=RETRIES if store.multipart else _NO_RETRIES,  # of parts
             credential_provider=self._credentials,
         )
 

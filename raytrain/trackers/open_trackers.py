@@ -105,7 +105,8 @@ def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs
     params = hyperparams(read_config(store))
     end = End("failed") if status.status == "failed" else End("success", newest_checkpoint(store))
     events: list[Event] = []
-    threads = [TrackerThread(tracker, run, store, params, events.append) for tracker in open_trackers(trackers)]
+    tracked = TrackedRun(run, store)
+    threads = [TrackerThread(tracker, tracked, params, events.append) for tracker in open_trackers(trackers)]
     for thread in threads:
         thread.send(chain.from_iterable(read_rows(store)))  # which the thread reads as it sends
         thread.end(end)

@@ -76,8 +76,7 @@ class TrackerThread:
     def __init__(
         self,
         tracker: NamedTracker,
-        run: str,
-        store: Store,
+        run: TrackedRun,
         params: Mapping[str, str | int | float],
         report: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +86,6 @@ class TrackerThread:
         self.num_rows = 0
         """Taken from the queue so far, also those that the tracker had already."""
         self._run = run
-        self._store = store
         self._document = f"{TRACKERS}{re.sub(r'[^A-Za-z0-9_.-]', '_', self.name)}.json"
         self._params = params
         self._report = report
@@ -144,8 +142,8 @@ class TrackerThread:
             self._fail(f"failed ({_reason(error)})")
 
     def _open(self) -> Tracker:
-        self._position = Position(**known_fields(Position, read_json(self._store, self._document)))
-        tracker = self._make(TrackedRun(self._run, self._store, self._position.id))
+        self._position = Position(**known_fields(Position, read_json(self._run.store, self._document)))
+        tracker = self._make(dataclasses.replace(self._run, id=self._position.id))
         own_id = getattr(tracker, "run_id", None)
         if isinstance(own_id, str) and own_id != self._position.id:
             self._move(dataclasses.replace(self._position, id=own_id))
@@ -187,7 +185,7 @@ class TrackerThread:
             return
         from raytrain.trackers.pictures import read_pictures
 
-        step, groups = read_pictures(self._store, after=self._position.picture_step)
+        step, groups = read_pictures(self._run.store, after=self._position.picture_step)
         if not groups:
             return
         with self._moved(dataclasses.replace(self._position, picture_step=step), self._position):
@@ -197,7 +195,7 @@ class TrackerThread:
     def _send_network(self, tracker: Any, checkpoint: str) -> None:
         if checkpoint == self._position.network:
             return
-        with _as_file(self._store, checkpoint) as file:
+        with _as_file(self._run.store, checkpoint) as file:
             tracker.log_network(file)
         self._move(dataclasses.replace(self._position, network=checkpoint))
 
@@ -215,13 +213,13 @@ class TrackerThread:
 
     def _move(self, position: Position) -> None:
         self._position = position
-        write_json(self._store, self._document, dataclasses.asdict(position))
+        write_json(self._run.store, self._document, dataclasses.asdict(position))
 
     def _fail(self, what: str) -> None:
         """Report what went wrong, the first time."""
         if not self.failed:
             self.failed = True
-            self._report(TrackerFailed(self.name, what, self._run).redacted())
+            self._report(TrackerFailed(self.name, what, self._run.name).redacted())
 
 
 def gather_s(cpu_s: float) -> float:
@@ -257,8 +255,8 @@ class Tracking:
 
     def begin(self, config: TrainConfig, store: Store, report: Callable[[Event], None]) -> None:
         """Open the trackers of the run in ``store``; ``report`` gets an event about each that fails."""
-        params = hyperparams(config)
-        self._threads = [TrackerThread(tracker, config.name or "", store, params, report) for tracker in self._trackers]
+        run, params = TrackedRun(config.name or "", store), hyperparams(config)
+        self._threads = [TrackerThread(tracker, run, params, report) for tracker in self._trackers]
 
     def update(self, snapshot: Snapshot) -> None:
         """Queue the rows of a snapshot, and report trackers that hang."""

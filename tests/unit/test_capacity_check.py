@@ -26,7 +26,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
 
 
 def wanted() -> capacity_check.CapacityCheck:
-    return capacity_check.CapacityCheck(Placement(2, 2, "cpu", cpus=1.0, data_cpus=0.5, task_cpus=0.25, threads=1), 2)
+    return capacity_check.CapacityCheck(Placement(2, 2, "cpu", cpus=1.0, data_cpus=0.5, task_cpus=0.25, threads=1))
 
 
 def test_workers_that_cannot_be_scheduled_are_reported(table: dict[str, dict[str, str]]) -> None:
@@ -53,7 +53,7 @@ def test_workers_that_a_busy_machine_starts_late_may_wait_as_long(
 
 
 def test_gpus_of_a_type_are_named(table: dict[str, dict[str, str]]) -> None:
-    looked = capacity_check.CapacityCheck(Placement(2, 2, "cuda", 1.0, 0.5, 0.25, 1, accelerator_type="L4"), 2)
+    looked = capacity_check.CapacityCheck(Placement(2, 2, "cuda", 1.0, 0.5, 0.25, 1, accelerator_type="L4"))
     table["1f" + OURS] = {"state": "PENDING"}
     looked.check()
     with pytest.raises(

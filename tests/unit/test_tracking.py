@@ -18,7 +18,7 @@ from raytrain.runs.status import RunStatus, write_status
 from raytrain.storage.store import Store
 from raytrain.trackers import open_trackers as rooms
 from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.tracker import Tracker, hyperparams, metric_name, row_metrics
+from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams, metric_name, row_metrics
 from raytrain.trackers.tracking import TrackerThread, Tracking, gather_s
 from tests.helpers.tracked_runs import Recorder, evaluation_row, options, result, snapshot, step_rows, tracked
 
@@ -146,7 +146,7 @@ def test_a_tracker_that_hangs_holds_up_nobody(where: str, store: Store) -> None:
 
 def test_a_tracker_that_hangs_in_a_long_run_is_reported_once(store: Store) -> None:
     hanging, now, reports = Hanging("log_hyperparams"), [0.0], []
-    thread = TrackerThread(open_trackers([hanging])[0], "first", store, {}, reports.append, lambda: now[0])
+    thread = TrackerThread(open_trackers([hanging])[0], TrackedRun("first", store), {}, reports.append, lambda: now[0])
     thread.check_alive()
     assert reports == []
     now[0] = 61.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import numpy as np
 
 from raytrain.config.network import Size
 from raytrain.data.images.crop_box import STRETCHED, Crop, CropBox, Cropping, stretch
-from raytrain.data.images.jpeg_segments import ORIENTATION, is_read_in_scans, is_stored_upright
 from raytrain.data.images.resize import ROUNDING, Pixels, cut, cut_image
 
 
@@ -95,7 +95,7 @@ def decode(data: bytes, shape: ImageShape, crop: Crop = stretch) -> Pixels:
     """
     if not data:
         raise BadImage("the file is empty")
-    if data.startswith(_JPEG) and is_stored_upright(data):
+    if data.startswith(_JPEG) and _is_stored_upright(data):
         pixels = _decode_jpeg(data, shape, crop)
         if pixels is not None:
             return pixels
@@ -225,7 +225,7 @@ def pixels_of(image: Any, shape: ImageShape, crop: Crop = stretch) -> Pixels:
 def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
     """Raise BadImage if a JPEG needs too much time, or the coefficients of a progressive one too much memory."""
     num_pixels = width * height
-    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and is_read_in_scans(data):
+    if num_pixels * len(data) > _MAX_SCANNED_PIXELS * _MIN_SCAN_BYTES and _is_read_in_scans(data):
         num_scans = max(1, data.count(_START_OF_SCAN))
         if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
             raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
@@ -236,7 +236,7 @@ def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
 
 def _lies_on_its_side(image: Any) -> bool:
     with suppress(Exception):  # a damaged EXIF block
-        return image.getexif().get(ORIENTATION, 1) >= 5
+        return image.getexif().get(_ORIENTATION, 1) >= 5
     return False
 
 
@@ -266,3 +266,56 @@ def _convert(image: Any, mode: str) -> Any:
         image = Image.new("RGB", image.size, "white")
         image.paste(layer, mask=layer)
     return image if image.mode == mode else image.convert(mode)
+
+
+# What the segments of a JPEG say before its first scan.
+
+_ORIENTATION = 0x0112  # the tag of EXIF
+_EXIF = b"Exif\0\0"
+
+
+def _is_read_in_scans(data: bytes) -> bool:
+    """Whether a JPEG is progressive, or has components in scans of their own; also if its header is unusual."""
+    num_components = 0
+    for marker, content in _segments(data):
+        if marker == 0xDA:  # a scan, and the number of its components
+            return content[:1] < bytes([num_components])
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame
+            if marker not in (0xC0, 0xC1):
+                return True
+            num_components = content[5] if len(content) > 5 else 0
+    return True
+
+
+def _is_stored_upright(data: bytes) -> bool:
+    """Whether a JPEG is shown as it is stored; False too if only Pillow can tell."""
+    for marker, content in _segments(data):
+        if marker == 0xE1 and content.startswith(_EXIF):
+            return _says_upright(content)
+    return True
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Marker and content of each segment of a JPEG, up to its first scan."""
+    position = 2
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xFF:  # a byte that fills
+            position += 1
+            continue
+        stop = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        yield marker, data[position + 4 : stop]
+        if marker == 0xDA:
+            return
+        position = stop
+
+
+def _says_upright(exif: bytes) -> bool:
+    """Whether an EXIF block is whole and has no orientation other than 1."""
+    with suppress(KeyError, struct.error):
+        order = {b"II": "<", b"MM": ">"}[exif[6:8]]
+        start = 6 + struct.unpack_from(order + "I", exif, 10)[0]
+        num_tags = struct.unpack_from(order + "H", exif, start)[0]
+        tags = [struct.unpack_from(order + "HHIH", exif, start + 2 + 12 * at) for at in range(num_tags)]
+        return all(tag != _ORIENTATION or value == 1 for tag, _, _, value in tags)
+    return False

@@ -25,9 +25,8 @@ _LOOK_EVERY_S = 5.0
 class CapacityCheck:
     """Looks every few seconds whether workers of ``placement`` have found no room for 40 s."""
 
-    def __init__(self, placement: Placement, num_workers: int) -> None:
+    def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._num_workers = num_workers
         self._throttle = Throttle()
         self._since: dict[str, float] = {}  # when each placement group that waits was first seen
 
@@ -49,8 +48,8 @@ class CapacityCheck:
             each += f" and 1 {device_kind(placed.accelerator_type, placed.device)}"
             there += f" and {free.get('GPU', 0.0):g} GPUs"
         return (
-            f"There is no room for {self._num_workers} workers of {each} each: the cluster has {there} free, and other "
-            "jobs use the rest; wait for them, or ask for fewer --workers."
+            f"There is no room for {placed.min_workers} workers of {each} each: the cluster has {there} free, and "
+            "other jobs use the rest; wait for them, or ask for fewer --workers."
         )
 
 

@@ -103,7 +103,7 @@ class RayLaunch:
         """Start the coordinator, the workers and the reading of the data."""
         prepared, plan = self._prepared, self._spec.plan
         with ExitStack() as opened:
-            self._capacity = CapacityCheck(self._placement, self._placement.min_workers)
+            self._capacity = CapacityCheck(self._placement)
             coordinator = start_coordinator(
                 prepared.name,
                 prepared.store,
