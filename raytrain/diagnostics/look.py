@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from raytrain.data.images.image_reader import ImageReader, read_contents, requir
 from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
-from raytrain.runs.documents import new_name, run_store
+from raytrain.runs.documents import new_name, plain, run_store
 from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.gallery import screen_pixels
@@ -62,15 +62,7 @@ class LookResult:
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values, without the pixels."""
-        plain = {name: value for name, value in vars(self).items() if name not in ("title", "first_images")}
-        return {
-            **plain,
-            "classes": [asdict(each) for each in self.classes],
-            "shrinking": self.shrinking and self.shrinking._asdict(),
-            "size_bytes": self.size_bytes and self.size_bytes._asdict(),
-            "sample": self.sample.summary(),
-            "duplicates": asdict(self.duplicates),
-        }
+        return plain({name: value for name, value in vars(self).items() if name not in ("title", "first_images")})
 
 
 def look_at(config: TrainConfig, *, limit_s: float = 30.0) -> LookResult:
@@ -123,27 +115,28 @@ class Range(NamedTuple):
         return cls(*(int(of(numbers)) for of in (np.min, np.median, np.max))) if len(numbers) else None
 
 
+class Unreadable(NamedTuple):
+    """An image that cannot be read, and why."""
+
+    key: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class ImageSample:
-    """What ``images`` random images are like. ``unreadable`` has key and reason of those that cannot be read."""
+    """What ``images`` random images are like."""
 
     images: int
     formats: dict[str, int]
     width: Range | None
     height: Range | None
-    unreadable: tuple[tuple[str, str], ...]
-
-    def summary(self) -> dict[str, Any]:
-        """The sample as plain values."""
-        sides = {name: each and each._asdict() for name, each in (("width", self.width), ("height", self.height))}
-        unreadable = [{"key": key, "reason": reason} for key, reason in self.unreadable]
-        return {"images": self.images, "formats": self.formats, **sides, "unreadable": unreadable}
+    unreadable: tuple[Unreadable, ...]
 
 
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
     """Decode up to 2,048 random training images, and as many test images, in another process, until ``deadline_s``."""
     headers: list[ImageHeader] = []
-    unreadable: list[tuple[str, str]] = []
+    unreadable: list[Unreadable] = []
     with DecodeProcess(data.test_format.shape) as process:
         for key, content in _contents(data, seed, deadline_s):
             try:
@@ -151,7 +144,7 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
                 process.decode(file)
                 headers.append(read_header(file))
             except BadImage as error:
-                unreadable.append((key, str(error)))
+                unreadable.append(Unreadable(key, str(error)))
     return ImageSample(
         images=len(headers) + len(unreadable),
         formats=dict(Counter(header.format for header in headers).most_common()),

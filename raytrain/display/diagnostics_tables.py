@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -79,53 +78,43 @@ def doctor_page(report: DoctorReport) -> RenderableType:
         "--workers auto": report.placement and _placement_text(report.placement),
         "all-reduce": report.all_reduce and _all_reduce_text(report.all_reduce),
     }
-    return Group(key_value_table(about), _node_table(report), _findings(report))
+    return Group(key_value_table(about), Text(), _about_nodes(report), _findings(report))
 
 
-def _node_table(report: DoctorReport) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("node", "hardware", "network, disk", "GPUs", "data, storage", "credentials"):
-        table.add_column(heading, no_wrap=heading == "node")
+def _about_nodes(report: DoctorReport) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
     for node in report.nodes:
-        found = node.report
-        memory, store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
-        precision = found.precision if found else ""
-        table.add_row(
-            f"{node.address}\n{node.id}",
-            f"{format_count(node.cpus, 'CPU')}\n{memory} memory\n{store} objects\n{precision}",
-            _network_and_disk(found) if found else UNKNOWN,
-            _gpu_text(node),
-            _access(found, report.data is not None) if found else Text("no answer", "red"),
-            (found.identity or "none needed") if found else UNKNOWN,
-        )
-    return table
+        grid.add_row(f"{node.address}\n{node.id}", Group(*_about_node(node, report.data is not None), Text()))
+    return grid
 
 
-def _network_and_disk(report: NodeReport) -> str:
-    interface = report.interface
-    speed = f"{interface.bits_per_s / 1e9:g} Gbit/s" if interface and interface.bits_per_s else "unknown speed"
-    name = interface.name if interface else "unknown"
-    return f"{name}\n{speed}\n{format_gigabytes(report.disk.free_bytes)} free"
+def _about_node(node: Node, checks_data: bool) -> Iterator[Text]:
+    """What a node has, how fast it reads the data, and whether it can write the storage: a line for each."""
+    memory, store = format_gigabytes(node.memory_bytes), format_gigabytes(node.object_store_bytes)
+    counts = f"{format_count(node.cpus, 'CPU')}, {format_count(node.gpus, 'GPU')}"
+    yield Text(f"{counts}, {memory} of memory, {store} of object store")
+    if (report := node.report) is None:
+        yield Text("no answer", "red")
+        return
+    for gpu, count in Counter(report.gpus).items():
+        memory = format_gigabytes(gpu.memory_bytes)
+        yield Text(f"{count} × {gpu.name.removeprefix('NVIDIA ')}, {memory}, driver {gpu.driver}")
+    yield Text(f"--precision auto: {report.precision}; free disk: {format_gigabytes(report.disk.free_bytes)}")
+    if (found := report.interface) is not None:
+        speed = f"{found.bits_per_s / 1e9:g} Gbit/s" if found.bits_per_s else "unknown speed"
+        yield Text(f"network: {found.name}, {speed}")
+    yield _read_speed_text(report, checks_data)
+    yield Text("storage: written", "green") if report.writable else Text("storage: not written", "red")
+    if report.identity:
+        yield Text(f"credentials: {report.identity}")
 
 
-def _gpu_text(node: Node) -> str:
-    if node.report is None or not node.report.gpus:
-        return f"{node.gpus:g}"
-    return "\n".join(
-        f"{count} × {gpu.name.removeprefix('NVIDIA ')}\n{format_gigabytes(gpu.memory_bytes)}\ndriver {gpu.driver}"
-        for gpu, count in Counter(node.report.gpus).items()
-    )
-
-
-def _access(report: NodeReport, checks_data: bool) -> Text:
-    """How fast the node lists and reads the data, and whether it can write the storage."""
-    if speed := report.read_speed:
-        rates = f"{speed.images_per_s:,.0f} images/s\n{speed.bytes_per_s / 1e6:,.1f} MB/s"
-        read = (f"{rates}\nlisted: {speed.listing_s:.2f} s", "green")
-    else:
-        read = ("data: not read", "red") if checks_data else ("data: not checked", "dim")
-    written = ("storage: written", "green") if report.writable else ("storage: not written", "red")
-    return Text.assemble(read, "\n", written)
+def _read_speed_text(report: NodeReport, checks_data: bool) -> Text:
+    speed = report.read_speed
+    if speed is None:
+        return Text("data: not read", "red") if checks_data else Text("data: not checked", "dim")
+    rates = f"{speed.images_per_s:,.0f} images/s, {speed.bytes_per_s / 1e6:,.1f} MB/s"
+    return Text(f"data: {rates}, listed in {speed.listing_s:.2f} s", "green")
 
 
 def _placement_text(placement: Placement) -> str:

@@ -30,7 +30,7 @@ from raytrain.display.curves import comparison_plots, curve_heading, curve_plots
 from raytrain.display.event_text import event_text, shown_summary
 from raytrain.experiments.compare import compare_records, last_row
 from raytrain.monitor.snapshot import Snapshot
-from raytrain.runs.documents import CHECKPOINTS
+from raytrain.runs.documents import CHECKPOINTS, plain
 from raytrain.runs.logs import StoredLog
 from raytrain.runs.metric_row import own_metrics
 from raytrain.runs.outcome import TrainResult, resume_command, shell_command, train_command
@@ -63,9 +63,8 @@ def run_info_json(run: RunInfo) -> dict[str, Any]:
 
 def run_record_json(record: RunRecord) -> dict[str, Any]:
     """Everything about one run."""
-    whole = dataclasses.asdict(dataclasses.replace(record, metrics=[]))
-    checkpoints = [stored._asdict() for stored in record.checkpoints]
-    return {**whole, "metrics": [row.to_json() for row in record.metrics], "checkpoints": checkpoints}
+    metrics = [row.to_json() for row in record.metrics]
+    return plain({**vars(record), "metrics": metrics})
 
 
 def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str] | None = None) -> RenderableType:

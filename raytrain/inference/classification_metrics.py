@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -16,6 +16,7 @@ from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
 from raytrain.runs.checkpoint_files import stored_thresholds
+from raytrain.runs.documents import plain
 from raytrain.training.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
@@ -37,10 +38,6 @@ class ClassScore:
     images: int
     right: int
     accuracy: float | None
-
-    def summary(self) -> dict[str, Any]:
-        """The score as plain values."""
-        return {"class": self.name, "images": self.images, "right": self.right, "accuracy": self.accuracy}
 
 
 @dataclass(frozen=True)
@@ -88,13 +85,7 @@ class Scores:
 
     def summary(self) -> dict[str, Any]:
         """The metrics as plain values."""
-        return {
-            **vars(self),
-            "classes": list(self.classes),
-            "per_class": [score.summary() for score in self.per_class],
-            "confusions": [asdict(confusion) for confusion in self.confusions],
-            "confusion_matrix": self.confusion_matrix.tolist(),
-        }
+        return plain(self)
 
 
 def score(truth: Int64s, answers: Int64s, losses: npt.NDArray[np.float64], classes: Sequence[str]) -> Scores:
@@ -175,7 +166,7 @@ class LabelEvaluation(EvaluatedRun):
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""
-        return {**vars(self), "per_class": [asdict(score) for score in self.per_class]}
+        return plain(self)
 
 
 def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:

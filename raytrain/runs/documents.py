@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -95,12 +96,23 @@ def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
 
 
 def plain(value: Any) -> Any:
-    """``value``, made of lists and dictionaries, with None in place of every number that is not finite."""
+    """``value`` as lists, dictionaries and what JSON has, with None in place of every number that is not finite.
+
+    Records (dataclasses and named tuples) become dictionaries, and arrays lists.
+    """
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: plain(one) for key, one in cast(dict[Any, Any], value).items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in cast(list[Any], value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def test_the_summary_has_plain_values() -> None:
         "loss": 0.5,
         "classes": list(CLASSES),
         "per_class": [
-            {"class": "cat", "images": 2, "right": 1, "accuracy": 0.5},
-            *({"class": name, "images": 0, "right": 0, "accuracy": None} for name in CLASSES[1:]),
+            {"name": "cat", "images": 2, "right": 1, "accuracy": 0.5},
+            *({"name": name, "images": 0, "right": 0, "accuracy": None} for name in CLASSES[1:]),
         ],
         "confusions": [{"truth": "cat", "answer": "dog", "images": 1}],
         "confusion_matrix": [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4],
