@@ -6,6 +6,7 @@ import { el, fill, formatDuration, formatNumber } from "./format.js";
 /* global uPlot */
 
 const MAX_VALUES = 8; // as many as there are colours
+const FEW_POINTS = 60; // each of which is marked
 const TICKS = { step: compact, time: formatDuration, rate: (value) => (value == null ? "" : formatNumber(value)) };
 const PLACES = { step: (x) => `step ${formatNumber(x)}`, time: formatDuration, rate: (x) => `learning rate ${formatNumber(x)}` };
 
@@ -111,7 +112,7 @@ export class Chart {
         stroke: translucent(stroke, one.alpha ?? 1),
         width: one.width ?? 2,
         dash: one.dash,
-        points: { show: one.points ? this.fewPoints(one) : one.x.length === 1, size: 6, fill: stroke, stroke },
+        points: { show: one.x.length === 1 || (one.points && one.x.length < FEW_POINTS), size: 6, fill: stroke, stroke },
       });
     }
     return {
@@ -133,10 +134,6 @@ export class Chart {
         setScale: [(plot, key) => key === "x" && !this.zooming && this.isReset(plot) && this.onZoom(null)],
       },
     };
-  }
-
-  fewPoints(one) {
-    return one.x.length < 60;
   }
 
   isReset(plot) {

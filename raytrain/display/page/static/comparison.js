@@ -1,6 +1,6 @@
 // Several runs side by side: their curves in one chart, a table, and parallel coordinates of what differs.
 
-import { Chart } from "./chart.js";
+import { Chart, swatch } from "./chart.js";
 import { smooth } from "./curves.js";
 import { el, fill, formatNumber, formatOption, formatPercent } from "./format.js";
 import { ParallelCoordinates } from "./parallel_coordinates.js";
@@ -80,9 +80,7 @@ export class Comparison {
 
   row(name, { view, color, config }, options) {
     const { state } = view;
-    const dot = el("i", { class: "swatch" });
-    dot.style.background = `var(${color})`;
-    const open = el("button", { type: "button", class: "link", click: () => this.choose(name) }, dot, name);
+    const open = el("button", { type: "button", class: "link", click: () => this.choose(name) }, swatch(color), name);
     return el(
       "tr",
       { "aria-selected": String(this.selected === name) },

@@ -12,13 +12,21 @@ export function printable(text) {
 
 /** An element with attributes (functions are listeners) and children (text or elements; null is left out). */
 export function el(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
+  return made(document.createElement(tag), attributes, children);
+}
+
+/** The same, a part of a drawing. */
+export function svg(tag, attributes = {}, ...children) {
+  return made(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function made(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value != null) element.setAttribute(name, value);
   }
-  element.append(...children.filter((child) => child != null).map((child) => (child instanceof Node ? child : printable(child))));
+  fill(element, ...children);
   return element;
 }
 

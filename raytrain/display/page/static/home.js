@@ -1,6 +1,6 @@
 // The list of all runs: searched, sweeps and studies grouped, each a link to the page of the run.
 
-import { el, fill, formatPercent } from "./format.js";
+import { el, fill, formatPercent, svg } from "./format.js";
 
 const REFRESH_MS = 3000;
 const WIDTH = 90, HEIGHT = 22;
@@ -90,14 +90,11 @@ function sparkline(values) {
   if (!known.length) return null;
   const low = Math.min(...known), span = Math.max(...known) - low || 1;
   const points = known.map((value, i) => [2 + ((WIDTH - 4) * i) / Math.max(1, known.length - 1), HEIGHT - 3 - ((HEIGHT - 6) * (value - low)) / span]);
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [name, value] of Object.entries({ width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "sparkline", role: "img", "aria-label": `from ${formatPercent(known[0])} to ${formatPercent(known.at(-1))}` })) svg.setAttribute(name, value);
-  const mark = (tag, attributes) => {
-    const shape = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) shape.setAttribute(name, value);
-    svg.append(shape);
-  };
-  if (points.length > 1) mark("polyline", { points: points.map((point) => point.join(",")).join(" ") });
-  mark("circle", { cx: points.at(-1)[0], cy: points.at(-1)[1], r: 2 });
-  return svg;
+  const about = `from ${formatPercent(known[0])} to ${formatPercent(known.at(-1))}`;
+  return svg(
+    "svg",
+    { width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "sparkline", role: "img", "aria-label": about },
+    points.length > 1 ? svg("polyline", { points: points.map((point) => point.join(",")).join(" ") }) : null,
+    svg("circle", { cx: points.at(-1)[0], cy: points.at(-1)[1], r: 2 }),
+  );
 }

@@ -1,8 +1,7 @@
 // Parallel coordinates: one vertical axis for each option that differs, and one for the accuracy; a line for each run.
 
-import { el, fill, formatNumber, formatPercent, printable } from "./format.js";
+import { el, fill, formatNumber, formatPercent, svg } from "./format.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 260, TOP = 34, BOTTOM = 26, SIDE = 56;
 const MIN_DISTANCE = 110; // of two axes: their titles have room
 
@@ -37,10 +36,8 @@ export class ParallelCoordinates {
 
   line({ name, rank, points }) {
     const known = points.filter(([, y]) => y !== null);
-    const path = svg("path", { d: known.map(([x, y], i) => `${i ? "L" : "M"}${x} ${vertical(y)}`).join(""), class: "line" }, svg("title", {}, printable(name)));
-    path.style.strokeOpacity = String(0.2 + 0.8 * rank);
-    path.addEventListener("click", () => this.choose(name));
-    return path;
+    const d = known.map(([x, y], i) => `${i ? "L" : "M"}${x} ${vertical(y)}`).join("");
+    return svg("path", { d, class: "line", "stroke-opacity": 0.2 + 0.8 * rank, click: () => this.choose(name) }, svg("title", {}, name));
   }
 }
 
@@ -64,18 +61,11 @@ function share(i, count) {
 function drawAxis({ x, title, ticks }) {
   return [
     svg("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }),
-    svg("text", { x, y: 16, class: "title" }, printable(title)),
-    ...ticks.map(([y, text]) => svg("text", { x: x + 6, y: vertical(y) + 4, class: "tick" }, printable(text))),
+    svg("text", { x, y: 16, class: "title" }, title),
+    ...ticks.map(([y, text]) => svg("text", { x: x + 6, y: vertical(y) + 4, class: "tick" }, text)),
   ];
 }
 
 function vertical(y) {
   return TOP + y * (HEIGHT - TOP - BOTTOM);
-}
-
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
 }
