@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,7 +13,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import profiler as torch_profiler
 from torch.optim import Optimizer
 from torch.profiler import record_function
@@ -156,61 +158,35 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
     All-reduce is only what no computing hides: the time in which a worker does nothing but wait for the others. It is
     taken out of the phase that it falls into.
     """
-    alone = subtract(merge(ranges.collectives), merge(ranges.computing))
+    edges = np.unique([edge for kind in vars(ranges).values() for interval in kind for edge in interval])
+    middles, lengths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+
+    def within(intervals: Sequence[Interval]) -> NDArray[np.bool_]:
+        """For each time between two edges, whether it lies in one of ``intervals``."""
+        starts, ends = np.sort(np.reshape(intervals, (-1, 2)), axis=0).T
+        return np.searchsorted(starts, middles) > np.searchsorted(ends, middles)
+
     copies = [(wait[1], body[0]) for wait, body in zip(ranges.waits, ranges.bodies, strict=False)]
-    backward, optimizer = merge(ranges.backwards), merge(ranges.optimizers)
     forwards = [
-        (body[0], max((end for _, end in intersect([body], backward)), default=body[0])) for body in ranges.bodies
+        (
+            start,
+            max((min(last, end) for first, last in ranges.backwards if first < end and last > start), default=start),
+        )
+        for start, end in ranges.bodies
     ]
+    backward = within(ranges.backwards)
     phases = {
-        "waiting for data": merge(ranges.waits),
-        "copy and augmentation": merge(copies),
-        "forward": subtract(merge(forwards), backward),
+        "waiting for data": within(ranges.waits),
+        "copy and augmentation": within(copies),
+        "forward": within(forwards) & ~backward,
         "backward": backward,
-        "optimizer": optimizer,
+        "optimizer": within(ranges.optimizers),
     }
-    steps = merge(ranges.steps)
-    lengths = {name: length(subtract(intersect(steps, phase), alone)) for name, phase in phases.items()}
-    lengths["all-reduce"] = length(intersect(steps, alone))
-    lengths["other"] = length(steps) - sum(lengths.values())
-    return {name: lengths[name] / len(ranges.steps) / 1e6 for name in PHASES}
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals that are in order and do not overlap."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The times that are in both; both are in order, without overlaps."""
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(some) and j < len(others):
-        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if start < end:
-            found.append((start, end))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The times of ``some`` that are not in ``others``; both are in order, without overlaps."""
-    edges = [float("-inf"), *(edge for interval in others for edge in interval), float("inf")]
-    return intersect(some, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """The sum of their lengths."""
-    return sum(end - start for start, end in intervals)
+    steps, alone = within(ranges.steps), within(ranges.collectives) & ~within(ranges.computing)
+    seconds = {name: float(lengths[steps & phase & ~alone].sum()) for name, phase in phases.items()}
+    seconds["all-reduce"] = float(lengths[steps & alone].sum())
+    seconds["other"] = float(lengths[steps].sum()) - sum(seconds.values())
+    return {name: seconds[name] / len(ranges.steps) / 1e6 for name in PHASES}
 
 
 WARM_UP_STEPS, NUM_STEPS = 5, 10
