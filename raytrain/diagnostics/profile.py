@@ -167,13 +167,7 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
         return np.searchsorted(starts, middles) > np.searchsorted(ends, middles)
 
     copies = [(wait[1], body[0]) for wait, body in zip(ranges.waits, ranges.bodies, strict=False)]
-    forwards = [
-        (
-            start,
-            max((min(last, end) for first, last in ranges.backwards if first < end and last > start), default=start),
-        )
-        for start, end in ranges.bodies
-    ]
+    forwards = [(body[0], _end_of_backward(body, ranges.backwards)) for body in ranges.bodies]
     backward = within(ranges.backwards)
     phases = {
         "waiting for data": within(ranges.waits),
@@ -187,6 +181,11 @@ def phase_seconds(ranges: Ranges) -> dict[str, float]:
     seconds["all-reduce"] = float(lengths[steps & alone].sum())
     seconds["other"] = float(lengths[steps].sum()) - sum(seconds.values())
     return {name: seconds[name] / len(ranges.steps) / 1e6 for name in PHASES}
+
+
+def _end_of_backward(body: Interval, backwards: Sequence[Interval]) -> float:
+    start, end = body
+    return max((min(last, end) for first, last in backwards if first < end and start < last), default=start)
 
 
 WARM_UP_STEPS, NUM_STEPS = 5, 10

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,13 +49,8 @@ class StudyResult:
         finished = {size.workers: size for size in compared.sizes}
         sizes = [self._size(finished.get(workers, SizeScaling(workers=workers))) for workers in self.configs]
         status = "finished" if len(self.histories) == len(self.configs) else "stopped"
-        return {
-            "name": self.name,
-            "storage": self.storage,
-            "status": status,
-            **dataclasses.asdict(compared),
-            "sizes": sizes,
-        }
+        about = {"name": self.name, "storage": self.storage, "status": status}
+        return {**about, **dataclasses.asdict(compared), "sizes": sizes}
 
     def _size(self, size: SizeScaling) -> dict[str, Any]:
         config = self.configs[size.workers].scaled_to(size.workers)
@@ -204,17 +199,11 @@ class Scaling:
     sizes: tuple[SizeScaling, ...]
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Accuracies, and the seconds of training before each of them was measured."""
 
     seconds: Sequence[float]
     accuracies: Sequence[float]
-
-    @property
-    def last(self) -> float | None:
-        """The final accuracy; None if none was measured."""
-        return self.accuracies[-1] if self.accuracies else None
 
 
 def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float | None = None) -> Scaling:
@@ -224,7 +213,7 @@ def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float
     """
     workers = sorted(histories)
     tests = [curve(histories[size], "evaluation") for size in workers]
-    final = [test.last for test in tests if test.last is not None]
+    final = [test.accuracies[-1] for test in tests if test.accuracies]
     target = _TARGET_FRACTION * max(final) if target_accuracy is None and final else target_accuracy
     speeds = [images_per_s(histories[size]) for size in workers]
     times = [None if target is None else seconds_to(target, test) for test in tests]
@@ -237,7 +226,7 @@ def scaling(histories: Mapping[int, Sequence[MetricRow]], target_accuracy: float
             seconds=_seconds_of_steps(histories[size])[1][-1],
             seconds_to_target=times[number],
             time_gain=time_gains[number],
-            test_accuracy=tests[number].last,
+            test_accuracy=next(reversed(tests[number].accuracies), None),
         )
         for number, size in enumerate(workers)
     ]

@@ -95,8 +95,10 @@ export class Chart {
   }
 
   options(width, height) {
-    const css = getComputedStyle(this.element);
-    const color = (name) => css.getPropertyValue(name).trim();
+    const color = (name) => {
+      this.canvas.style.color = `var(${name})`; // as the theme has it
+      return getComputedStyle(this.canvas).color;
+    };
     const axis = { stroke: color("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: color("--grid"), width: 1 } };
     const series = [{}], bands = [];
     this.places = [];
