@@ -66,9 +66,8 @@ def render_digits(directory: str | Path, num_images: int = 5000, test_fraction: 
 
 def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
     """One image of a digit, uint8 (28, 28), light on dark, with random font, pose, contrast and noise."""
-    coverage = (
-        np.asarray(_transformed(_glyph(str(rng.choice(FONTS)), digit), rng), dtype=np.float32) / 255
-    )  # (28, 28), 1 is ink
+    glyph = _transformed(_glyph(str(rng.choice(FONTS)), digit), rng)
+    coverage = np.asarray(glyph, dtype=np.float32) / 255  # (28, 28), 1 is ink
     paper, ink = rng.uniform(0, 50), rng.uniform(170, 255)
     noise = rng.normal(0, rng.uniform(4, 14), coverage.shape)
     return np.clip(paper + (ink - paper) * coverage + noise, 0, 255).astype(np.uint8)
@@ -131,16 +130,11 @@ def run_demo(storage: str = "./runs", workers: int = 2, images: str = IMAGES) ->
 
 def summary(result: TrainResult, storage: str = "./runs", images: str = IMAGES) -> RenderableType:
     """Test accuracy, where everything is stored, and commands to try next."""
-    accuracy = (
-        f"{result.test_accuracy:.2%} of the test images are right"
-        if result.test_accuracy is not None
-        else "not tested yet"
-    )
+    accuracy = result.test_accuracy
+    tested = "not tested yet" if accuracy is None else f"{accuracy:.2%} of the test images are right"
     locations = {"images": images, "run": _shortest(result.run_dir), "checkpoint": _shortest(result.checkpoint or "–")}
     return Group(
-        Text.assemble(
-            (accuracy, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."
-        ),
+        Text.assemble((tested, "bold"), f" after {result.steps:,} steps in {result.seconds:.0f} s ({result.status})."),
         *(Text(f"{name:<12}{path}") for name, path in locations.items()),
         try_next(result.name, storage, f"{images}/test"),
     )

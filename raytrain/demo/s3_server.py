@@ -79,20 +79,16 @@ class S3Server(AbstractContextManager["S3Server"]):
 
     def _start(self, port: int) -> subprocess.Popen[bytes]:
         options = ["--config", "", "--addr", f"127.0.0.1:{port}", "--dir-cache-time", "1s"]
+        others = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
         command = [_rclone(), "serve", "s3", *options, str(self.directory)]
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
-            env=_environment() | {"RCLONE_AUTH_KEY": f'"{self._access_key_id},{self._secret_access_key}"'},
+            env={**others, "RCLONE_AUTH_KEY": f'"{self._access_key_id},{self._secret_access_key}"'},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
         )
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment without the user's AWS credentials, and without options for rclone."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
 
 
 def _rclone() -> str:
@@ -115,6 +111,5 @@ def _announced_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 
 def _text(log: IO[bytes]) -> str:
-    return os.pread(log.fileno(), 1 << 20, 0).decode(
-        errors="replace"
-    )  # unlike read, keeps the file offset, which the server uses too
+    content = os.pread(log.fileno(), 1 << 20, 0)  # unlike read, keeps the file offset, which the server uses too
+    return content.decode(errors="replace")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,11 +67,8 @@ def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
     """Loss and accuracy over the steps: a line for training, a dot for each evaluation."""
 
     def plot(name: str) -> Plot:
-        trained, tested = (
-            _series("train", "cyan", rows, "step", name),
-            _series("test", "yellow", rows, "evaluation", name),
-        )
-        return Plot(name, [trained, dataclasses.replace(tested, mark="●")], height)
+        tested = _series("test", "yellow", rows, "evaluation", name)
+        return Plot(name, [_series("train", "cyan", rows, "step", name), replace(tested, mark="●")], height)
 
     return side_by_side(plot("loss"), plot("accuracy"))
 

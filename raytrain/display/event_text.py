@@ -59,27 +59,20 @@ _SENTENCES: dict[type[Event], str] = {
 
 def stop_text(reason: StopReason) -> str:
     """Who or what stopped the run."""
-    metric, count = reason.metric, reason.count or 0
+    detail, metric, count = reason.detail or "", reason.metric, reason.count or 0
     value = math.nan if reason.value is None else reason.value
-    match reason.kind:
-        case "signal":
-            return _SIGNALS.get(reason.detail or "", reason.detail or "a signal")
-        case "command":
-            return f"raytrain stop on {reason.detail}"
-        case "page":
-            return f"the page on {reason.detail}"
-        case "early_stopping":
-            measured = f"test {metric} {value:.4f} after {format_count(count, 'epoch')}"
-            return f"early stopping: {measured}, below the better half of the trials"
-        case "target":
-            return f"--until {reason.detail}: {metric} is {value:.4f}"
-        case "patience":
-            bound = "a number" if reason.value is None else f"better than {value:.4f}"
-            return f"--patience {count}: {metric} is not {bound}"
-        case "time":
-            return f"--max-time {reason.detail}"
-        case _:
-            return reason.detail or reason.kind.replace("_", " ")
+    epochs, bound = format_count(count, "epoch"), "a number" if reason.value is None else f"better than {value:.4f}"
+    texts = {
+        "signal": _SIGNALS.get(detail, detail or "a signal"),
+        "command": f"raytrain stop on {detail}",
+        "page": f"the page on {detail}",
+        "early_stopping": f"early stopping: test {metric} {value:.4f} after {epochs}, below the better half of "
+        "the trials",
+        "target": f"--until {detail}: {metric} is {value:.4f}",
+        "patience": f"--patience {count}: {metric} is not {bound}",
+        "time": f"--max-time {detail}",
+    }
+    return texts.get(reason.kind) or detail or reason.kind.replace("_", " ")
 
 
 def shown_summary(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _FALLS_BY = 0.05  # of the loss of the first steps, at least
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RateResult:
     """What a run with a rising learning rate says: ``rates``, ``losses`` and ``smoothed``, each (num_steps,).
 
@@ -88,16 +88,7 @@ def find_rate(
         )
     rates, losses = rates[finite], losses[finite]
     averaged = smooth(losses)
-    suggestion, reason = suggest(rates, averaged)
-    return RateResult(
-        run=result,
-        config=read_resolved_config(store),
-        rates=rates,
-        losses=losses,
-        smoothed=averaged,
-        suggestion=suggestion,
-        reason=reason,
-    )
+    return RateResult(result, read_resolved_config(store), rates, losses, averaged, *suggest(rates, averaged))
 
 
 def _short_run(config: TrainConfig) -> TrainConfig:

@@ -31,17 +31,6 @@ _DRAWS_PER_POINT = 1000
 
 
 @dataclass(frozen=True)
-class Choices:
-    """One of a few values."""
-
-    values: tuple[Value, ...]
-
-    def draw(self, generator: random.Random) -> Value:
-        """A random one, each equally likely."""
-        return generator.choice(self.values)
-
-
-@dataclass(frozen=True)
 class Range:
     """Any number from ``low`` to ``high``. ``log``: uniform in the logarithm. ``whole``: whole numbers only."""
 
@@ -59,7 +48,9 @@ class Range:
         return int(clipped) if self.whole else clipped
 
 
-Space = dict[str, Choices | Range]
+Domain = tuple[Value, ...] | Range
+"""One of a few values, or a number of a range."""
+Space = dict[str, Domain]
 
 
 def parse(words: Sequence[str]) -> Space:
@@ -83,13 +74,17 @@ def points(space: Space, trials: int | None, seed: int) -> list[Point]:
     generator = random.Random(seed)
     drawn: dict[tuple[Value, ...], Point] = {}
     for _ in range(_DRAWS_PER_POINT * trials):
-        point = {name: domain.draw(generator) for name, domain in space.items()}
+        point = {name: _draw(domain, generator) for name, domain in space.items()}
         drawn.setdefault(tuple(point.values()), point)
         if len(drawn) == trials:
             return list(drawn.values())
     raise UsageError(
         f"--trials is {trials}, and --vary describes {len(drawn)} different points only; ask for at most {len(drawn)}."
     )
+
+
+def _draw(domain: Domain, generator: random.Random) -> Value:
+    return domain.draw(generator) if isinstance(domain, Range) else generator.choice(domain)
 
 
 def are_points(value: object) -> bool:
@@ -109,11 +104,11 @@ def _grid(space: Space) -> list[Point]:
             raise UsageError(
                 f"--vary {option_name(name)} is a range, from which values are drawn; say how many with --trials."
             )
-        values.append(domain.values)
+        values.append(domain)
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
 
-def _domain(name: str, flag: str, values: str) -> Choices | Range:
+def _domain(name: str, flag: str, values: str) -> Domain:
     kind = _kind(name, flag)
     if not values:
         raise UsageError(
@@ -122,7 +117,7 @@ def _domain(name: str, flag: str, values: str) -> Choices | Range:
         )
     if kind in (int, float) and ".." in values:
         return _range(flag, values, kind)
-    return Choices(tuple(_value(flag, text, kind) for text in values.split(",")))
+    return tuple(_value(flag, text, kind) for text in values.split(","))
 
 
 def _kind(name: str, flag: str) -> Any:

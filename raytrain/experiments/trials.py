@@ -13,7 +13,7 @@ from typing import Any
 from raytrain.config import TrainConfig
 from raytrain.config.user_function import names_own_function, stored_function_error
 from raytrain.errors import UsageError, option_name
-from raytrain.experiments.search_space import Choices, Point, Space, are_points, parse, points
+from raytrain.experiments.search_space import Point, Space, are_points, parse, points
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.documents import (
     CONFIG,
@@ -249,7 +249,7 @@ def read_sweep(store: Store) -> Sweep:
 def _check_networks(stored: Sweep, config: TrainConfig, typed: Space) -> None:
     """Raise UsageError if a stored point names an own function that neither ``config`` nor ``typed`` does."""
     models = typed.get("model")
-    named = {config.model, *(models.values if isinstance(models, Choices) else ())}
+    named = {config.model, *(models if isinstance(models, tuple) else ())}
     for point in stored.points:
         model = str(point.get("model", config.model))
         if names_own_function(model) and model not in named:

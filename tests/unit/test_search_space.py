@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain import TrainConfig, UsageError, recipes
-from raytrain.experiments.search_space import Choices, Range, parse, points
+from raytrain.experiments.search_space import Range, parse, points
 from raytrain.experiments.trials import plan_sweep, trials_of
 
 POSITIVE = st.floats(1e-6, 1e6)
@@ -18,7 +18,7 @@ POSITIVE = st.floats(1e-6, 1e6)
 
 def test_lists_give_every_combination() -> None:
     space = parse(["learning-rate=0.01,0.1", "optimizer=sgd,adamw", "nesterov=true,no"])
-    assert space["learning_rate"] == Choices((0.01, 0.1))
+    assert space["learning_rate"] == (0.01, 0.1)
     tried = points(space, None, 0)
     assert len(tried) == 8
     assert tried[0] == {"learning_rate": 0.01, "optimizer": "sgd", "nesterov": True}

@@ -70,17 +70,18 @@ class RunFeed:
                 del self._events[number]
             state = _state(snapshot)
             if state != self._state or snapshot.rows:
-                self._state = state
-                self._version += 1
-                self._encoded.clear()
+                self._change_to(state)
 
     def report(self, problem: str) -> None:
         """Show a problem until the next snapshot."""
         with self._lock:
             if self._state is not None and self._state.get("problem") != problem:
-                self._state = {**self._state, "problem": problem}
-                self._version += 1
-                self._encoded.clear()
+                self._change_to({**self._state, "problem": problem})
+
+    def _change_to(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._version += 1
+        self._encoded.clear()
 
     def since(self, cursor: FeedCursor) -> tuple[bytes | None, FeedCursor]:
         """What a viewer at ``cursor`` lacks as JSON, None if it lacks nothing, and its next cursor."""
@@ -159,9 +160,9 @@ class Curves:
     """
 
     def __init__(self, kind: Kind) -> None:
-        self.generation = 0
+        self.generation = -1
         self._kind: Kind = kind
-        self._clear()
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -169,7 +170,16 @@ class Curves:
     def clear(self) -> None:
         """Forget all rows: the run resumes from an earlier step, or is another one."""
         self.generation += 1
-        self._clear()
+        self.width = 1
+        self._last_step = -1
+        self._rows_per_point = 1
+        self._waiting_steps = np.empty(0, np.int64)
+        self._waiting: dict[str, Floats] = {}
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        # As long as a point is one row, its value is its own minimum and maximum.
+        self._lows: dict[str, array[float]] = {}
+        self._highs: dict[str, array[float]] = {}
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
@@ -199,18 +209,6 @@ class Curves:
         first, end = bisect_left(self._steps, first_step), bisect_right(self._steps, last_step)
         width = 2 ** max(0, math.ceil(math.log2(max(1, last_step - first_step) / MAX_BUCKETS)))
         return self._buckets(first, end, width)
-
-    def _clear(self) -> None:
-        self.width = 1
-        self._last_step = -1
-        self._rows_per_point = 1
-        self._waiting_steps = np.empty(0, np.int64)
-        self._waiting: dict[str, Floats] = {}
-        self._steps = array("q")
-        self._columns: dict[str, array[float]] = {}
-        # As long as a point is one row, its value is its own minimum and maximum.
-        self._lows: dict[str, array[float]] = {}
-        self._highs: dict[str, array[float]] = {}
 
     def _columns_of(self, rows: Sequence[MetricRow]) -> tuple[Steps, dict[str, Floats]]:
         """The steps of rows, and the values of each metric that is shown; NaN if one is unknown."""

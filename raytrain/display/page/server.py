@@ -65,7 +65,7 @@ class PageServer:
         except BaseException:
             self._end_thread()
             raise
-        self._runs.on_change(self._notify)
+        self._runs.on_change(lambda: self._loop.call_soon_threadsafe(self._wake_viewers))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -111,9 +111,6 @@ class PageServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def _notify(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake_viewers)
 
     def _wake_viewers(self) -> None:
         self._changed.set()

@@ -59,9 +59,9 @@ class WatchedRuns:
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # what a run that starts waits for
         self._keys: dict[str, Any] = {}  # of the test images of each run
-        self._on_change: Callable[[], None] = lambda: None
+        self._on_change: Callable[[], object] = lambda: None
 
-    def on_change(self, notify: Callable[[], None]) -> None:
+    def on_change(self, notify: Callable[[], object]) -> None:
         """Call ``notify``, in any thread, whenever there is something new."""
         self._on_change = notify
 
