@@ -40,10 +40,11 @@ class CommandResult:
     exit_code: int = 0
 
 
+Flag = FlagCreatePairsOff[bool]  # --flag, without a --no-flag
 Address = Annotated[str | None, arg(help="Ray cluster to use; by default RAY_ADDRESS, else one on this machine.")]
 RunName = Annotated[Positional[str], arg(help="Name of the run.")]
 Storage = Annotated[str, arg(help="Where runs are stored: a folder or a URL (s3://…, gs://…, az://…).")]
-Trust = Annotated[FlagCreatePairsOff[bool], arg(help="Run the network also if it is code of whoever wrote the run.")]
+Trust = Annotated[Flag, arg(help="Run the network also if it is code of whoever wrote the run.")]
 
 
 def confirmed(question: str) -> bool:

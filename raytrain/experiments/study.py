@@ -70,11 +70,7 @@ def named(config: TrainConfig) -> TrainConfig:
 
 
 def study(
-    config: TrainConfig,
-    workers: Sequence[int],
-    *,
-    target_accuracy: float | None = None,
-    view: View | None = None,
+    config: TrainConfig, workers: Sequence[int], *, target_accuracy: float | None = None, view: View | None = None
 ) -> StudyResult:
     """Train the sizes that are not finished, the smallest first, until one is stopped; then compare the finished ones.
 

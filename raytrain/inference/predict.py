@@ -95,14 +95,7 @@ def predict(
         raise UsageError(f"--top-k is {top_k}, but images of run {run!r} may have several classes; use --threshold.")
     thresholds = chosen_thresholds(trained, threshold)
     images, manifest = _open_images(data)
-    table = trained.predict(
-        images,
-        manifest,
-        workers=workers,
-        address=address,
-        test_views=test_views,
-        top_k=top_k,
-    )
+    table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, top_k=top_k)
     columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)
     if output is not None:
         write_output(output, encode_table(columns, output))

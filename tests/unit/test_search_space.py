@@ -32,7 +32,8 @@ def test_values_stay_within_their_range(low: float, factor: float, log: bool, se
     high = low * factor
     space = parse([f"weight-decay={'log:' if log else ''}{low!r}..{high!r}"])
     generator = random.Random(seed)
-    assert all(low <= float(space["weight_decay"].draw(generator)) <= high for _ in range(count))
+    drawn = space["weight_decay"]
+    assert isinstance(drawn, Range) and all(low <= float(drawn.draw(generator)) <= high for _ in range(count))
 
 
 @given(low=st.integers(1, 50), more=st.integers(1, 9), log=st.booleans(), seed=st.integers(0, 2**31))

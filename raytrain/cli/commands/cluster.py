@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
-from raytrain.cli.command import Address, CommandResult, Storage
+from raytrain.cli.command import Address, CommandResult, Flag, Storage
 from raytrain.errors import UsageError
 from raytrain.runs.redact import one_line, printable
 
@@ -57,9 +57,7 @@ def submit(
     include: Annotated[
         tuple[str, ...], arg(help="Files and folders that your code needs besides what it imports.")
     ] = (),
-    dry_run: Annotated[
-        FlagCreatePairsOff[bool], arg(help="List the files that would be sent, and send nothing.")
-    ] = False,
+    dry_run: Annotated[Flag, arg(help="List the files that would be sent, and send nothing.")] = False,
 ) -> CommandResult:
     """Train on a cluster from here: send it a command with the code of your own that it imports, and follow it.
 

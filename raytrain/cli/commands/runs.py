@@ -6,10 +6,10 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 import raytrain
-from raytrain.cli.command import CommandResult, RunName, Storage, confirmed
+from raytrain.cli.command import CommandResult, Flag, RunName, Storage, confirmed
 from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def tag(
 
 def rm(
     runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs.")],
-    yes: Annotated[FlagCreatePairsOff[bool], arg(help="Do not ask.")] = False,
+    yes: Annotated[Flag, arg(help="Do not ask.")] = False,
     storage: Storage = "./runs",
 ) -> CommandResult:
     """Delete runs with their checkpoints. A run that trains is not deleted.
@@ -145,9 +145,7 @@ def rm(
 
 
 def export_history(
-    run: RunName,
-    output: Annotated[str, arg(help="File to write: .parquet or .csv.")],
-    storage: Storage = "./runs",
+    run: RunName, output: Annotated[str, arg(help="File to write: .parquet or .csv.")], storage: Storage = "./runs"
 ) -> CommandResult:
     """Write a run's metrics as a table, a row for each logged step and each evaluation.
 
@@ -163,10 +161,8 @@ def logs(
     run: RunName,
     storage: Storage = "./runs",
     worker: Annotated[int | None, arg(help="Show what this worker printed, by its rank, counted from 0.")] = None,
-    driver: Annotated[
-        FlagCreatePairsOff[bool], arg(help="Show what the process that started the run printed and logged.")
-    ] = False,
-    follow: Annotated[FlagCreatePairsOff[bool], arg(help="Show what comes, too, until the run is over.")] = False,
+    driver: Annotated[Flag, arg(help="Show what the process that started the run printed and logged.")] = False,
+    follow: Annotated[Flag, arg(help="Show what comes, too, until the run is over.")] = False,
 ) -> CommandResult:
     """Show what happened to a run: starts, checkpoints, evaluations, failures; or what its processes printed.
 
@@ -200,7 +196,7 @@ def watch(
     runs: Annotated[Positional[tuple[str, ...]], arg(help="Names of runs, sweeps or studies; all by default.")] = (),
     storage: Storage = "./runs",
     port: Annotated[int | None, arg(help="Port on this machine; by default 8266, or any that is free.")] = None,
-    terminal: Annotated[FlagCreatePairsOff[bool], arg(help="Show one run in this terminal, until it is over.")] = False,
+    terminal: Annotated[Flag, arg(help="Show one run in this terminal, until it is over.")] = False,
 ) -> CommandResult:
     """Show runs in the browser, live or when they are over, until Ctrl-C. The page can stop them.
 

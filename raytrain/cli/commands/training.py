@@ -6,10 +6,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, arg
+from tyro.conf import arg
 
 import raytrain
-from raytrain.cli.command import Address, CommandResult, RunName, Storage, process_started_at
+from raytrain.cli.command import Address, CommandResult, Flag, RunName, Storage, process_started_at
 from raytrain.cli.commands.runs import print_address
 from raytrain.cli.parser import Without
 from raytrain.config import TrainConfig
@@ -24,10 +24,9 @@ _NOT_FOR_RATES = (
 RateConfig = Annotated[TrainConfig, Without(_NOT_FOR_RATES)]
 StudyConfig = Annotated[TrainConfig, Without(("workers", "worker_load", "resume"))]
 TrustResumed = Annotated[
-    FlagCreatePairsOff[bool],
-    arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run."),
+    Flag, arg(help="With --resume: run the stored --model and --loop even if they are code of whoever wrote the run.")
 ]
-Watch = Annotated[FlagCreatePairsOff[bool], arg(help="Show the run in the browser too; prints the address.")]
+Watch = Annotated[Flag, arg(help="Show the run in the browser too; prints the address.")]
 
 
 def train(config: TrainConfig, trust: TrustResumed = False, watch: Watch = False) -> CommandResult:

@@ -20,15 +20,7 @@ from raytrain.experiments.trials import names_of
 from raytrain.monitor.run_reader import RunReader
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.monitor.stop_request import request_stop
-from raytrain.runs.documents import (
-    EVALUATION,
-    TEST_MANIFEST,
-    ignore,
-    plain,
-    read_config,
-    read_json,
-    run_store,
-)
+from raytrain.runs.documents import EVALUATION, TEST_MANIFEST, ignore, plain, read_config, read_json, run_store
 from raytrain.runs.history import read_metrics
 from raytrain.runs.machine_history import MachineHistory, read_machine_history
 from raytrain.runs.outcome import StopReason
