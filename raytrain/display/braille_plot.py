@@ -41,45 +41,36 @@ class Series:
         return xs[finite], ys[finite]
 
 
+@dataclass
 class Plot:
-    """Several series over one pair of axes.
+    """Several ``series`` over one pair of axes, ``height`` lines high, below a ``title``.
 
-    Args:
-        title: above the plot.
-        series: what to draw.
-        height: lines of the plot itself.
-        first_x, last_x: formats of the labels at the ends of the x axis.
-        legend: where each series is named, in its style and with its last value: in the line of the title, which is cut
-            at the plot's width, or below the plot, in as many lines as it takes.
+    ``first_x`` and ``last_x`` are the formats of the labels at the ends of the x axis. Each series is named, in its
+    style and with its last value, by the ``legend``: in the line of the title, which is cut at the plot's width, or
+    below the plot, in as many lines as it takes.
     """
 
-    def __init__(
-        self,
-        title: str,
-        series: Sequence[Series],
-        height: int = 8,
-        *,
-        first_x: str = "{:,.0f}",
-        last_x: str = "step {:,.0f}",
-        legend: Literal["title", "below"] = "title",
-    ) -> None:
-        self._title = title
-        self._series = [(one, *one.points()) for one in series]
-        self._height = height
-        self._first_x, self._last_x = first_x, last_x
-        self._legend_below = legend == "below"
+    title: str
+    series: Sequence[Series]
+    height: int = 8
+    first_x: str = "{:,.0f}"
+    last_x: str = "step {:,.0f}"
+    legend: Literal["title", "below"] = "title"
+
+    def __post_init__(self) -> None:
+        self._points = [(one, *one.points()) for one in self.series]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width = max(4, options.max_width - _AXIS_WIDTH - 1)
         yield self._heading()
         yield from self._picture(width)
-        if self._legend_below:
-            yield Padding(Columns(self._legend(), padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
+        if self.legend == "below":
+            yield Padding(Columns(self._names(), padding=(0, 2)), (0, 0, 0, _LEGEND_INDENT))
 
     def _picture(self, width: int) -> Iterator[Text]:
-        drawn = [(xs, ys) for _, xs, ys in self._series if len(xs)]
+        drawn = [(xs, ys) for _, xs, ys in self._points if len(xs)]
         if not drawn:
-            yield from [Text(_axis("", "│"), style="dim")] * self._height
+            yield from [Text(_axis("", "│"), style="dim")] * self.height
             yield Text()
             return
         x_range = _range(np.concatenate([xs for xs, _ in drawn]), margin=1)
@@ -92,43 +83,43 @@ class Plot:
         yield Text(self._bottom(width, *x_range), style="dim", no_wrap=True, overflow="crop")
 
     def _heading(self) -> Text:
-        heading = Text(f"{self._title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
-        if not self._legend_below:
-            for entry in self._legend():
+        heading = Text(f"{self.title:>{_AXIS_WIDTH}}", style="bold", no_wrap=True, overflow="ellipsis")
+        if self.legend == "title":
+            for entry in self._names():
                 heading.append("  ").append_text(entry)
         return heading
 
-    def _legend(self) -> list[Text]:
+    def _names(self) -> list[Text]:
         """Name and last value of each series."""
-        last = [f"{ys[-1]:{_format(ys[-1], '.3f')}}" if len(ys) else "–" for _, _, ys in self._series]
+        last = [f"{ys[-1]:{_format(ys[-1], '.3f')}}" if len(ys) else "–" for _, _, ys in self._points]
         return [
             Text(f"{one.mark or '━'} {one.label} {value}", style=f"not bold {one.style}", overflow="fold")
-            for (one, _, _), value in zip(self._series, last, strict=True)
+            for (one, _, _), value in zip(self._points, last, strict=True)
         ]
 
     def _labels(self, y_range: tuple[float, float], *, cut: bool) -> list[str]:
         low, high = y_range
-        labels = [""] * self._height
-        labels[0], labels[self._height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
+        labels = [""] * self.height
+        labels[0], labels[self.height // 2], labels[-1] = _number(high), _number((low + high) / 2), _number(low)
         labels[0] = "≥" * cut + labels[0]  # what is higher is drawn at the edge
         return labels
 
     def _bottom(self, width: int, low: float, high: float) -> str:
-        first, last = self._first_x.format(low), self._last_x.format(high)
+        first, last = self.first_x.format(low), self.last_x.format(high)
         return " " * (_AXIS_WIDTH + 1) + (
             first + last.rjust(width - len(first)) if len(first) + len(last) < width else last
         )
 
     def _lines(self, width: int, x_range: tuple[float, float], y_range: tuple[float, float]) -> list[Text]:
         """One text of ``width`` characters for each of the ``height`` rows of cells."""
-        chars = np.full((self._height, width), " ", dtype="<U1")
-        styles = np.full((self._height, width), "", dtype=object)
-        for one, xs, ys in self._series:
+        chars = np.full((self.height, width), " ", dtype="<U1")
+        styles = np.full((self.height, width), "", dtype=object)
+        for one, xs, ys in self._points:
             columns = _scaled(xs, x_range, 2 * width)
-            rows = 4 * self._height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * self._height)
+            rows = 4 * self.height - 1 - _scaled(ys.clip(*y_range), y_range, 4 * self.height)
             mark = "•" if len(xs) == 1 and one.mark is None else one.mark
             if mark is None:
-                cells = _braille(columns, rows, self._height, width)
+                cells = _braille(columns, rows, self.height, width)
                 drawn = cells != _BLANK
                 chars[drawn] = [chr(cell) for cell in cells[drawn]]
             else:

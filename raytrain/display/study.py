@@ -13,11 +13,9 @@ from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import UNKNOWN, format_count, format_duration, format_optional, run_styles
 from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side
 from raytrain.display.run_tables import rows_table
-from raytrain.display.sweep import best_run
+from raytrain.display.sweep import conclusion
 from raytrain.experiments.study import curve
 from raytrain.runs.metric_row import MetricRow
-from raytrain.runs.outcome import shell_command
-from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,14 +38,9 @@ def study_page(study: StudyResult, picture: str | None = None) -> RenderableType
     if remaining:
         text = f"{', '.join(remaining)}; run the same command again to continue the study."
         parts += [Text(text, style="yellow")]
-    if picture is not None:
-        again = shell_command("compare", study.name, storage=study.storage)
-        parts += [Text(f"The curves are in the picture {one_line(picture)}, and in: {one_line(again)}")]
     measured = [size for size in compared["sizes"] if size["test_accuracy"] is not None]
-    if measured:
-        best = max(measured, key=lambda size: size["test_accuracy"])["run"]
-        parts += [Text.assemble("The best is ", (best, "bold"), "."), best_run(best, study.storage)]
-    return Group(*parts)
+    best = max(measured, key=lambda size: size["test_accuracy"])["run"] if measured else None
+    return Group(*parts, *conclusion(study.name, best, "", study.storage, picture))
 
 
 def study_figure(study: StudyResult) -> Figure:

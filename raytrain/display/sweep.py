@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -96,19 +96,28 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
         ("steps", [f"{trial.steps:,}" for trial in trials]),
         ("seconds", [f"{trial.seconds:,.0f}" for trial in trials]),
     )
-    lines = [*(_reason(trial) for trial in trials if trial.reason), *_conclusion(result, config)]
+    lines = [_reason(trial) for trial in trials if trial.reason]
+    if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in trials):
+        command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
+        lines.append(Text.assemble("Resume the stopped and failed trials with  ", (one_line(command), "bold")))
+    about = f": {as_typed(trials[0].values)}" if trials else ""
+    return Group(table, *lines, Text(), *conclusion(result.name, result.best, about, config.storage, picture))
+
+
+def conclusion(
+    name: str, best: str | None, about: str, storage: str, picture: str | None = None
+) -> Iterator[RenderableType]:
+    """Where the curves of several runs are, the best of them with its checkpoints, and commands that use it."""
     if picture is not None:
-        again = shell_command("compare", result.name, storage=config.storage)
-        lines.append(Text(f" All curves are in the picture {one_line(picture)}, and in: {one_line(again)}"))
-    return Group(table, *lines, *([best_run(result.best, config.storage)] if result.best is not None else []))
-
-
-def best_run(name: str, storage: str) -> RenderableType:
-    """The checkpoints of the best of several runs, and commands that use it."""
-    store = run_store(storage, name)
-    best, newest = best_checkpoint(store), newest_checkpoint(store)
-    known = Text(f" Its best checkpoint is {best}, which the commands below use; its last one is {newest}.")
-    return Group(*([known] if best else []), try_next(name, storage))
+        again = shell_command("compare", name, storage=storage)
+        yield Text(f"All curves are in the picture {one_line(picture)}, and in: {one_line(again)}")
+    if best is not None:
+        store = run_store(storage, best)
+        yield Text.assemble("The best is ", (best, "bold"), about)
+        if checkpoint := best_checkpoint(store):
+            newest = newest_checkpoint(store)
+            yield Text(f"Its best checkpoint is {checkpoint}, which the commands below use; its last one is {newest}.")
+        yield try_next(best, storage)
 
 
 def sweep_figure(result: SweepResult) -> Figure:
@@ -179,24 +188,13 @@ def _accuracy_text(accuracy: float | None, best: float) -> Text:
 
 
 def _reason(trial: TrialResult) -> Text:
-    return Text.assemble(f" {trial.name} ", status_text(trial.status), f": {_why(trial)}")
+    return Text.assemble(f"{trial.name} ", status_text(trial.status), f": {_why(trial)}")
 
 
 def _why(trial: TrialResult) -> str:
     """Why it failed or stopped, without its name, which is shown already."""
     reason = stop_text(trial.reason) if isinstance(trial.reason, StopReason) else trial.reason or ""
     return one_line(reason.removeprefix(f"Run {trial.name!r} failed: "))
-
-
-def _conclusion(result: SweepResult, config: TrainConfig) -> list[Text]:
-    lines = [Text()]
-    if result.best is not None:
-        values = as_typed(result.trials[0].values)
-        lines.append(Text.assemble(" The best is ", (result.best, "bold"), f": {values}"))
-    if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in result.trials):
-        command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
-        lines.append(Text.assemble(" Resume the stopped and failed trials with  ", (one_line(command), "bold")))
-    return lines
 
 
 def _draw_curves(axes: Axes, trials: Sequence[TrialResult], best: str | None) -> None:
