@@ -85,7 +85,7 @@ def dashboard(
         subtitle=None if snapshot.over else hint,
         subtitle_align="right",
         border_style=style,
-        padding=(1, 2),
+        padding=1,
     )
 
 

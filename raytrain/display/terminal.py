@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
-from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -71,7 +71,7 @@ class LiveView:
         assert self._live is not None
         self._live.transient = not keep
         # On the right is room for the ^C that a terminal shows, which would move the picture if it began a line.
-        self._live.update(Padding(picture, (0, 2, 0, 0)), refresh=True)
+        self._live.update(Constrain(picture, self._console.width - 2), refresh=True)
 
 
 @contextmanager
