@@ -235,6 +235,7 @@ def test_in_a_terminal_the_dashboard_is_redrawn_in_place_and_stays() -> None:
     assert "\x1b[1A" in out.getvalue()  # The cursor goes up to overwrite the first dashboard.
     assert "step 130/1,000" in screen(out)
     assert "step 120/1,000" not in screen(out)
+    assert max(map(len, screen(out).splitlines())) == 98  # where the cursor is, there is room for ^C
 
 
 def test_a_run_that_never_started_leaves_nothing_on_the_screen() -> None:
