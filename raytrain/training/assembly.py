@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.user_error import describe, may_pass
-from raytrain.errors import LoopFailed, RaytrainError
+from raytrain.config.user_error import describe, may_pass, users_line
+from raytrain.errors import LoopFailed, RaytrainError, UsageError
 from raytrain.monitor.events import Note
 from raytrain.runs.outcome import Outcome
 from raytrain.training import auto_accumulate as memory
@@ -101,8 +103,20 @@ def _call_loop(spec: RunSpec, run: Run) -> None:
     except (Exception, SystemExit) as error:
         if may_pass(error):
             raise
+        _check_collectives(error)
         step = run.progress.step
         raise LoopFailed(_failed(spec, error, step, is_first=step == first_step), step > first_step) from error
+
+
+def _check_collectives(error: BaseException) -> None:
+    """Raise UsageError if torch has found that the workers' collectives differ; it looks after a worker has aborted."""
+    if "Detected mismatch between collectives" in str(error):
+        shapes = " and ".join(re.findall(r"TensorShape=(\[[\d, ]*\])", str(error))) or "none"
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        raise UsageError(
+            f"A collective of torch.distributed got other tensors on some workers than on others (shapes {shapes}; "
+            f"{line}); a worker may have an image less than another: use run.gather, or tensors of one shape."
+        ) from error
 
 
 def _failed(spec: RunSpec, error: BaseException, step: int, *, is_first: bool) -> str:

@@ -194,6 +194,27 @@ def test_a_mistake_in_the_first_step_of_a_loop_costs_one_start(data: Path, tmp_p
     assert "worker_failed" not in driver.text, "nothing was started again"
 
 
+def gathering(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        logits = model(batch.images)
+        of_each = [torch.zeros_like(logits) for _ in range(run.world_size)]
+        torch.distributed.all_gather(of_each, logits.detach())
+        run.backward(run.loss(logits, batch.targets))
+        run.step(optimizer)
+
+
+def test_a_collective_of_the_loops_own_with_other_shapes_on_a_worker_is_told_with_its_line(
+    data: Path, tmp_path: Path
+) -> None:
+    expected = r"\(shapes \[1[56], 10\] and \[1[56], 10\]; test_local_backend.py, .*: `torch.distributed.all_gather"
+    with pytest.raises(raytrain.TrainingFailed, match=expected):
+        raytrain.train(options(data, tmp_path, batch_size=31), loop=gathering)
+    [driver] = LogReader(open_store(f"{tmp_path}/run"), DRIVER).read()
+    assert driver.text.count("worker_failed") == 1, "the second start said it"
+
+
 def dying(run: Run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

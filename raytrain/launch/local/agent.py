@@ -85,6 +85,8 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
         if result.is_failed():
             self._call("workers_lost", killed)
+            if "SIGABRT" in killed.values():  # gloo ends a process that gets a tensor of another size
+                dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore ; the next workers say which one
         return result
 
 
