@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,11 +126,6 @@ def fastest_precision(device: str) -> Precision:
     else:
         native = all(tuple(map(int, gpu.capability.split("."))) >= AMPERE for gpu in gpus())
     return "bfloat16" if native else "float32"
-
-
-def common_precision(found: Iterable[str | None]) -> Precision:
-    """What all workers train with if their machines ``found`` these; None stands for one that did not say."""
-    return "bfloat16" if set(found) == {"bfloat16"} else "float32"
 
 
 _LOG = logging.getLogger("raytrain")

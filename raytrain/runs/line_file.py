@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from raytrain.runs.documents import encode_lines, parse_line
+from raytrain.storage.folder import FolderStore
 from raytrain.storage.store import Store
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class LineFile(Generic[T]):
         self._path = path
         self._parse = parse
         self._to_json = to_json
-        self._grows = "://" not in store.url
+        self._folder = store if isinstance(store, FolderStore) else None  # where a file grows
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._waiting: list[T] = []
@@ -110,7 +111,7 @@ class LineFile(Generic[T]):
 
     def pause_s(self) -> float:
         """How long to leave storage alone after a write."""
-        return 0.0 if self._grows else max(_REWRITE_MIN_S, len(self._object) * _REWRITE_S_PER_BYTE)
+        return 0.0 if self._folder else max(_REWRITE_MIN_S, len(self._object) * _REWRITE_S_PER_BYTE)
 
     def _write_waiting(self) -> None:
         with self._lock:
@@ -127,11 +128,11 @@ class LineFile(Generic[T]):
             raise
 
     def _append(self, data: bytes) -> None:
-        if self._grows:
+        if self._folder is not None:
             if self._torn:
-                self._store.truncate(self._path, self._size_bytes)
+                self._folder.truncate(self._path, self._size_bytes)
             self._torn = True  # how much arrives of a write that fails is not known
-            write = self._store.append if self._size_bytes else self._store.put  # which creates the folder, too
+            write = self._folder.append if self._size_bytes else self._store.put  # which creates the folder, too
             write(self._path, data)
             self._size_bytes += len(data)
             self._torn = False
@@ -142,8 +143,8 @@ class LineFile(Generic[T]):
     def _cut_document(self, wanted: Callable[[T], bool]) -> None:
         lines = StoredLines(self._store, self._path)
         end = self._end_of_wanted(lines, wanted)
-        if self._grows:
-            self._store.truncate(self._path, end)
+        if self._folder is not None:
+            self._folder.truncate(self._path, end)
             self._size_bytes, self._torn = end, False
         else:
             number = max(0, bisect_left(lines.starts, end) - 1)

@@ -21,7 +21,7 @@ from obstore.exceptions import InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from raytrain.errors import OwnerChanged, StorageError
-from raytrain.storage.clouds.cloud import Cloud
+from raytrain.storage.clouds.cloud import Cloud, is_loopback
 from raytrain.storage.credentials import CredentialCache
 from raytrain.storage.request_errors import explain, is_transient, names_no_bucket, refuses_credentials
 
@@ -136,7 +136,7 @@ def client_options(cloud: Cloud) -> ClientConfig:
     options: ClientConfig = {**_CLIENT_OPTIONS}
     if cloud.endpoint_url:
         options["allow_http"] = cloud.endpoint_url.startswith("http://")
-    if cloud.is_loopback:  # obstore takes HTTP_PROXY, unless it is given a proxy
+    if is_loopback(cloud.endpoint_url):  # obstore takes HTTP_PROXY, unless it is given a proxy
         options["proxy_url"], options["proxy_excludes"] = "http://localhost", "localhost,127.0.0.0/8,::1"
     variable = cloud.sentences.certificates_variable
     if certificates := os.environ.get(variable):

@@ -98,10 +98,12 @@ class FolderStore(Store):
             return lock.exclusive
 
     def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file, or create it; an object of a bucket cannot grow."""
         with self._explained(path), self._as_owner(), open(self._file(path), "ab") as file:
             file.write(data)
 
     def truncate(self, path: str, num_bytes: int) -> None:
+        """Keep the first ``num_bytes`` of a file, if it exists."""
         with self._explained(path), self._as_owner(), suppress(FileNotFoundError):
             os.truncate(self._file(path), num_bytes)
 

@@ -85,14 +85,6 @@ class Store(ABC):
     def has_conditional_puts(self) -> bool:
         """Whether of two calls of :meth:`put_if` at the same moment one is refused."""
 
-    def append(self, path: str, data: bytes) -> None:
-        """Add to the end of a file, or create it. Only for folders: an object cannot grow."""
-        raise NotImplementedError
-
-    def truncate(self, path: str, num_bytes: int) -> None:
-        """Keep the first ``num_bytes`` of a file, if it exists. Only for folders."""
-        raise NotImplementedError
-
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """Iterate over all objects below the folder ``prefix``, in no order. Empty if there is no such folder."""

@@ -13,6 +13,8 @@ from torch import nn
 from raytrain.launch import placement as fastest
 from raytrain.launch.placement import Gpu
 from raytrain.launch.prepare import check_places, prepare
+from raytrain.launch.ray import hardware
+from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision
@@ -61,11 +63,21 @@ def test_the_flags_of_a_cpu_are_those_that_linux_lists(tmp_path: Path, monkeypat
     assert precision.cpu_flags() == frozenset()
 
 
-def test_all_workers_train_with_what_all_of_their_machines_have() -> None:
-    assert fastest.common_precision(["bfloat16", "bfloat16"]) == "bfloat16"
-    assert fastest.common_precision(["bfloat16", "float32"]) == "float32"
-    assert fastest.common_precision(["bfloat16", None]) == "float32"
-    assert fastest.common_precision([]) == "float32"
+@pytest.mark.parametrize(
+    ("found", "common"),
+    [
+        (["bfloat16", "bfloat16"], "bfloat16"),
+        (["bfloat16", "float32"], "float32"),
+        (["bfloat16", None], "float32"),
+        ([], "float32"),
+    ],
+)
+def test_all_workers_train_with_what_all_of_their_machines_have(
+    found: list[str | None], common: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = ClusterNode("", "", cpus=1.0, gpus=0.0, memory_bytes=0, object_store_bytes=0)
+    monkeypatch.setattr(hardware, "run_on_each_node", lambda *_: [NodeResult(node, each) for each in found])
+    assert hardware.fastest_on_nodes("cpu") == common
 
 
 @pytest.mark.not_quick

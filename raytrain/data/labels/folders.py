@@ -168,12 +168,6 @@ class FolderLabels:
     train: str = ""  # the folder of the training images
     test: str = ""  # the folder of the test images; others, such as val/ beside test/, are not used
 
-    def part(self, part: Part) -> list[bool]:
-        """Which images are of this part, (N,)."""
-        assert self.parts is not None
-        wanted = self.train if part == "train" else self.test
-        return [name == wanted for name in self.parts]
-
 
 def is_training(name: str) -> bool:
     """Whether a folder, a file or a value of this name is of training images."""

@@ -259,7 +259,7 @@ def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] |
         for at in np.flatnonzero(~chosen):
             files.left_out[_STRAY].append(files.images[at].path)
     if folders.parts is not None and part is not None:
-        others = chosen & ~np.array(folders.part(part))
+        others = chosen & (np.array(folders.parts, object) != (folders.train if part == "train" else folders.test))
         if part == "train" and (names := sorted({folders.parts[at] for at in np.flatnonzero(others)} - {folders.test})):
             _log.warning("The images in %s of %s are not used.", "/, ".join(names) + "/", files.url)
         chosen &= ~others

@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain.config.network import Precision, Resizer
 from raytrain.data.images.resize import fastest_resizer
-from raytrain.launch.placement import Hardware, common_precision, fastest_precision
+from raytrain.launch.placement import Hardware, fastest_precision
 from raytrain.launch.ray.on_each_node import run_on_each_node
 from raytrain.launch.ray.private_api import object_store_use
 from raytrain.runs.background import Background, Throttle
@@ -56,7 +56,8 @@ def worker_resources(device: str, cpus: float, accelerator_type: str | None) -> 
 def fastest_on_nodes(device: str) -> Precision:
     """The fastest precision that trains well on all nodes of the connected cluster that have such a device."""
     nodes = run_on_each_node(lambda node: fastest_precision(device), _TIMEOUT_S)
-    return common_precision(each.result for each in nodes if device == "cpu" or each.node.gpus >= 1)
+    found = {each.result for each in nodes if device == "cpu" or each.node.gpus >= 1}  # None: a node did not say
+    return "bfloat16" if found == {"bfloat16"} else "float32"
 
 
 def fastest_resizer_on_nodes() -> Resizer:

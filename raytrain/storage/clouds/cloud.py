@@ -37,9 +37,9 @@ class CloudSentences:
     by_code: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences for its own codes of what went wrong
 
 
-def is_loopback(url: str) -> bool:
-    """Whether the server of a URL is on this machine."""
-    host = urlsplit(url).hostname or ""
+def is_loopback(url: str | None) -> bool:
+    """Whether the server of a URL is on this machine, which no proxy reaches."""
+    host = urlsplit(url or "").hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -49,11 +49,6 @@ class Cloud(ABC):
     name: ClassVar[str]  # what its URLs start with: ``s3``, ``az`` or ``gs``
     sentences: ClassVar[CloudSentences]
     endpoint_url: str | None  # None means that of the cloud itself
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether it is a server on this machine, which no proxy reaches."""
-        return is_loopback(self.endpoint_url or "")
 
     @classmethod
     @abstractmethod

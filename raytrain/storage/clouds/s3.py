@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raytrain.errors import StorageError
-from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences, checked_endpoint
+from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences, checked_endpoint, is_loopback
 from raytrain.storage.credentials import BucketCredentials, Credentials, CredentialSource, LentCredentials
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class S3(Cloud):
     def boto_config(self) -> dict[str, Any]:
         """The same settings as options of botocore's Config."""
         config: dict[str, Any] = {"s3": {"addressing_style": "virtual" if self.virtual_hosted else "path"}}
-        return config | ({"proxies": {}} if self.is_loopback else {})
+        return config | ({"proxies": {}} if is_loopback(self.endpoint_url) else {})
 
     def _client(self, keys: Credentials | None) -> Any:
         import boto3
