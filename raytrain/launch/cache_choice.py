@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import UsageError
 from raytrain.launch.placement import image_memory
@@ -108,8 +108,8 @@ def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: 
     plan = data.plan(config)
     choice = choose_cache(config, data, plan, first_step, memory_bytes)
     folder = opened.enter_context(TemporaryFolder(parent))
-    train = CacheOrder(plan, plan.cursor(first_step), data.train.rows_per_block(data.train_format.shape))
-    test = CacheOrder(data.test_plan(1), Cursor(), data.test.rows_per_block(data.test_format.shape))
+    train = CacheOrder(plan, first_step, data.train.rows_per_block(data.train_format.shape))
+    test = CacheOrder(data.test_plan(1), 0, data.test.rows_per_block(data.test_format.shape))
     return ImageCache(str(folder), train if choice.train else None, test if choice.test else None, choice.disk)
 
 

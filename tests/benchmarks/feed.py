@@ -19,7 +19,7 @@ import psutil
 from raytrain.data.blocks import to_table
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.storage.open import open_store
 from tests.benchmarks.report import Check, Figure, Report
@@ -101,7 +101,7 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
             opened.callback(reader.close)
             workers.take_stream.remote(stream)
         else:
-            order = CacheOrder(plan, Cursor(), image_set.rows_per_block)
+            order = CacheOrder(plan, 0, image_set.rows_per_block)
             filler = block_cache.CacheFiller(coordinator, cpus, {"train": block_cache.CachedImages(image_set, order)})
             opened.callback(filler.close)
             filler.start()

@@ -28,7 +28,7 @@ from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_c
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.monitor.events import Event
 from raytrain.recipes import cifar10
@@ -185,14 +185,14 @@ class MemorySource:
     partition: Partition
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        order = CacheOrder(self.partition.plan, Cursor(), BLOCK_ROWS)
+        order = CacheOrder(self.partition.plan, 0, BLOCK_ROWS)
         return batches_from_cache(self.partition, CachedBlocks(self._block, order), first_step)
 
     def test(self) -> Iterator[LocalBatch]:
         one_batch = BatchPlan(len(self.images), self.partition.plan.batch_size, 1, 0, max_steps=1)
         return batches_from_cache(
             Partition(one_batch, self.partition.rank, self.partition.loads),
-            CachedBlocks(self._block, CacheOrder(one_batch, Cursor(), BLOCK_ROWS)),
+            CachedBlocks(self._block, CacheOrder(one_batch, 0, BLOCK_ROWS)),
             0,
         )
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from raytrain import TrainConfig
 from raytrain.data.dataset import open_dataset
-from raytrain.data.plan.batch_plan import Cursor
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.launch.cache_choice import ImageCache
 from raytrain.launch.machine_batches import MachineBatches
@@ -73,8 +72,8 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
         name=run.config.name, num_workers=world_size, device="cpu", mean=data.mean, std=data.std
     )
     spec = RunSpec.of(resolved, data, store, run.loop, world_size).with_functions()
-    train = None if resolved.crops_originals else CacheOrder(spec.plan, Cursor(), _ROWS_PER_BLOCK)
-    test = CacheOrder(spec.test_plan, Cursor(), _ROWS_PER_BLOCK)
+    train = None if resolved.crops_originals else CacheOrder(spec.plan, 0, _ROWS_PER_BLOCK)
+    test = CacheOrder(spec.test_plan, 0, _ROWS_PER_BLOCK)
     cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), train, test, disk=None)
     recorder = recorder or Recorder(run.stop_after)
     source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, recorder, isolated=False)

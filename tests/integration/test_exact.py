@@ -85,7 +85,7 @@ class MemorySource:
         ordered = Block(block.images[in_order], block.labels[in_order], in_order)
         rows = [slice(i, i + 5) for i in range(0, len(block), 5)]
         blocks = [Block(ordered.images[r], ordered.labels[r], ordered.samples[r]) for r in rows]
-        self.blocks = CachedBlocks(blocks.__getitem__, CacheOrder(plan, plan.cursor(0), 5))
+        self.blocks = CachedBlocks(blocks.__getitem__, CacheOrder(plan, 0, 5))
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return batches_from_cache(self.partition, self.blocks, first_step)

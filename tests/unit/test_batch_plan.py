@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.permutation import mix, permute
 
 sizes = st.integers(1, 1000)
@@ -63,13 +63,6 @@ def test_the_batches_of_an_epoch_use_each_sample_once(
     assert sorted(used.tolist()) == list(range(num_samples))
 
 
-@given(sizes, batch_sizes, st.integers(0, 10**6))
-def test_the_cursor_after_a_step_is_the_start_of_the_next_batch(num_samples: int, batch_size: int, step: int) -> None:
-    plan = BatchPlan(num_samples, batch_size, 10**9, 0)
-    cursor, batch = plan.cursor(step), plan.batch(step)
-    assert (cursor.epoch, cursor.position, cursor.step) == (batch.epoch, batch.start, step)
-
-
 @given(sizes, batch_sizes, seeds, st.integers(0, 3), st.data())
 def test_a_position_has_the_same_sample_alone_and_among_others(
     num_samples: int, batch_size: int, seed: int, epoch: int, data: st.DataObject
@@ -88,17 +81,13 @@ def test_a_longer_run_starts_with_the_batches_of_a_shorter_one(
     long = BatchPlan(num_samples, batch_size, epochs + more, seed)
     assert short.num_steps == min(max_steps, epochs * short.steps_per_epoch)
     for step in {0, short.num_steps // 2, short.num_steps - 1}:
-        assert short.batch(step) == long.batch(step) and short.cursor(step) == long.cursor(step)
+        assert short.batch(step) == long.batch(step)
         assert short.batch_samples(short.batch(step)).tolist() == long.batch_samples(long.batch(step)).tolist()
 
 
 @given(sizes, batch_sizes, st.integers(0, 10**6))
-def test_a_step_moves_the_cursor_by_its_batch(num_samples: int, batch_size: int, step: int) -> None:
+def test_each_batch_begins_where_the_one_before_ended(num_samples: int, batch_size: int, step: int) -> None:
     plan = BatchPlan(num_samples, batch_size, 10**9, 0)
-    before, after = plan.cursor(step), plan.cursor(step + 1)
-    assert (after.epoch - before.epoch) * num_samples + after.position - before.position == plan.batch(step).size
-    assert 0 <= after.position < num_samples
-
-
-def test_a_cursor_starts_at_zero() -> None:
-    assert Cursor() == BatchPlan(10, 3, 1, 0).cursor(0)
+    before, after = plan.batch(step), plan.batch(step + 1)
+    assert (after.epoch - before.epoch) * num_samples + after.start - before.start == before.size
+    assert 0 <= after.start < num_samples and plan.batch(0).start == 0

@@ -40,12 +40,12 @@ def test_a_worker_that_has_no_samples_left_in_the_epoch_reads_all_of_the_next() 
 
 @pytest.mark.not_quick
 @given(sizes, batch_sizes, seeds, st.integers(1, 700), st.data())
-def test_a_cache_holds_each_sample_once_and_starts_at_the_cursor(
+def test_a_cache_holds_each_sample_once_and_starts_at_its_first_step(
     num_samples: int, batch_size: int, seed: int, rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = BatchPlan(num_samples, batch_size, 2, seed)
     step = data.draw(st.integers(0, plan.num_steps - 1))
-    order = CacheOrder(plan, plan.cursor(step), rows_per_block)
+    order = CacheOrder(plan, step, rows_per_block)
     rows = np.concatenate([order.samples(number) for number in range(len(order))])
     assert sorted(rows.tolist()) == list(range(num_samples))
     first = plan.batch_samples(plan.batch(step))

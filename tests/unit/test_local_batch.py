@@ -29,7 +29,7 @@ def all_streamed(partition: Partition, first_step: int, rows_per_block: int) -> 
 
 
 def all_cached(partition: Partition, first_step: int, rows_per_block: int) -> list[LocalBatch]:
-    order = CacheOrder(partition.plan, partition.plan.cursor(first_step), rows_per_block)
+    order = CacheOrder(partition.plan, first_step, rows_per_block)
     blocks = CachedBlocks(lambda number: block(order.samples(number)), order)
     return list(batches_from_cache(partition, blocks, first_step))
 

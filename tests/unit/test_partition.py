@@ -73,7 +73,7 @@ def test_an_epoch_resumed_on_other_workers_uses_each_sample_once(
     ]
     assert sorted(np.concatenate(used).tolist()) == list(range(num_samples))
     first = np.concatenate([np.empty(0, np.int64), *used[: stopped * len(before)]])
-    assert len(first) == (plan.cursor(stopped).position if stopped < plan.num_steps else num_samples)
+    assert len(first) == (plan.batch(stopped).start if stopped < plan.num_steps else num_samples)
 
 
 @given(st.integers(0, 10**6), loads)

@@ -77,7 +77,7 @@ def test_a_cache_holds_each_packed_sample_once(
     sizes: list[int], batch_size: int, seed: int, rows_per_block: int, data: st.DataObject
 ) -> None:
     plan = packed_plan(sizes, batch_size, seed)
-    order = CacheOrder(plan, plan.cursor(data.draw(st.integers(0, plan.num_steps - 1))), rows_per_block)
+    order = CacheOrder(plan, data.draw(st.integers(0, plan.num_steps - 1)), rows_per_block)
     assert sorted(np.concatenate([order.samples(number) for number in range(len(order))]).tolist()) == list(
         range(plan.num_samples)
     )

@@ -13,13 +13,13 @@ import pytest
 
 from raytrain.data.blocks import Block
 from raytrain.data.images.decode import ImageShape
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.machine_batches import SharedBlocks
 
 SHAPE = ImageShape(2, 3, 1)
-ORDER = CacheOrder(BatchPlan(num_samples=10, batch_size=4, epochs=1, seed=0), Cursor(), rows_per_block=4)
+ORDER = CacheOrder(BatchPlan(num_samples=10, batch_size=4, epochs=1, seed=0), 0, rows_per_block=4)
 
 
 def decode(samples: Int64s, epoch: int) -> Block:

@@ -17,15 +17,6 @@ _BALANCE_STREAM = 2  # keeps the order within a class apart from the order of th
 
 
 @dataclass(frozen=True)
-class Cursor:
-    """The progress of training: after ``step`` steps, ``position`` samples of ``epoch`` have been used."""
-
-    step: int = 0
-    epoch: int = 0
-    position: int = 0
-
-
-@dataclass(frozen=True)
 class GlobalBatch:
     """The global batch of one step: positions ``start`` to ``stop`` of an epoch."""
 
@@ -80,11 +71,6 @@ class BatchPlan:
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.batch_size
         return GlobalBatch(step, epoch, start, min(start + self.batch_size, self.num_samples))
-
-    def cursor(self, step: int) -> Cursor:
-        """The progress of a run that has completed ``step`` steps."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return Cursor(step, epoch, index * self.batch_size)
 
     def samples(self, epoch: int, positions: Int64s) -> Int64s:
         """Samples (indices into the manifest, int64) at ``positions`` of ``epoch``; same shape as ``positions``.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor, GlobalBatch
+from raytrain.data.plan.batch_plan import BatchPlan, GlobalBatch
 from raytrain.data.plan.permutation import Int64s
 
 
@@ -166,10 +166,10 @@ class WorkerOrder:
 
 @dataclass(frozen=True)
 class CacheOrder:
-    """Which samples each block of a cached data set contains: each once, starting at the cursor ``origin``."""
+    """Which samples each block of a cached data set contains: each once, starting with those of ``first_step``."""
 
     plan: BatchPlan
-    origin: Cursor
+    first_step: int
     rows_per_block: int
 
     def __len__(self) -> int:
@@ -189,14 +189,15 @@ class CacheOrder:
 
     def epoch(self, number: int) -> int:
         """The first epoch that uses block ``number``; later ones use it again."""
-        return self.origin.epoch
+        return self.plan.batch(self.first_step).epoch
 
     def priority(self, number: int) -> int:
         """Blocks are needed in the order of their numbers."""
         return number
 
     def _in_rows(self, rows: Int64s) -> Int64s:
-        return self.plan.each_once(self.origin.epoch, (self.origin.position + rows) % self.plan.num_samples)
+        first = self.plan.batch(self.first_step)
+        return self.plan.each_once(first.epoch, (first.start + rows) % self.plan.num_samples)
 
 
 BlockOrder = WorkerOrder | CacheOrder

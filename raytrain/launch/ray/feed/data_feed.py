@@ -12,7 +12,7 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.batch_plan import BatchPlan, Cursor
+from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import CoordinatorLost
 from raytrain.launch.cache_choice import choose_cache, keeps_shared
@@ -103,10 +103,10 @@ class DataFeed:
     def _to_cache(self) -> dict[str, CachedImages]:
         to_cache: dict[str, CachedImages] = {}
         if self._choice.train:
-            origin = self._plan.cursor(self._first_step)
-            to_cache["train"] = CachedImages(self.train, CacheOrder(self._plan, origin, self.train.rows_per_block))
+            order = CacheOrder(self._plan, self._first_step, self.train.rows_per_block)
+            to_cache["train"] = CachedImages(self.train, order)
         if self._choice.test:
-            order = CacheOrder(self._test_plan, Cursor(), self.test.rows_per_block)
+            order = CacheOrder(self._test_plan, 0, self.test.rows_per_block)
             to_cache["test"] = CachedImages(self.test, order)
         return to_cache
 
