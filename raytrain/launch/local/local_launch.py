@@ -196,13 +196,11 @@ class CallServer:
         with connection, suppress(OSError, EOFError):  # the caller ends
             while True:
                 name, arguments = connection.recv()
-                connection.send(self._answer(name, arguments))
-
-    def _answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
-        try:
-            return getattr(self._target, name)(*arguments), None
-        except Exception as error:
-            return None, error
+                try:
+                    answer = getattr(self._target, name)(*arguments), None
+                except Exception as error:
+                    answer = None, error
+                connection.send(answer)
 
 
 class Caller:
