@@ -176,10 +176,7 @@ class Curves:
         self._waiting_steps = np.empty(0, np.int64)
         self._waiting: dict[str, Floats] = {}
         self._steps = array("q")
-        self._columns: dict[str, array[float]] = {}
-        # As long as a point is one row, its value is its own minimum and maximum.
-        self._lows: dict[str, array[float]] = {}
-        self._highs: dict[str, array[float]] = {}
+        self._columns: dict[str, tuple[array[float], ...]] = {}  # mean, minimum and maximum of each point
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
@@ -224,8 +221,7 @@ class Curves:
         """Keep a curve for each of ``names`` that is new, as long as they are not too many."""
         for name in names:
             if name not in self._columns and len(self._columns) < _MAX_NAMES:
-                for columns in self._curves():
-                    columns[name] = array("d", [math.nan]) * len(self._steps)
+                self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
                 self._waiting[name] = np.full(len(self._waiting_steps), math.nan)
 
     def _wait(self, steps: Steps, values: Mapping[str, Floats]) -> None:
@@ -248,37 +244,18 @@ class Curves:
         """Add a point for each so many rows; its step is that of the last one of them."""
         self._steps.frombytes(steps[self._rows_per_point - 1 :: self._rows_per_point].tobytes())
         for name, column in values.items():
-            if self._rows_per_point == 1:
-                self._columns[name].frombytes(column.tobytes())
-            else:
-                grouped = column.reshape(-1, self._rows_per_point)
-                known = np.where(np.isfinite(grouped), grouped, np.nan)
-                self._columns[name].frombytes(_finite_mean(grouped).tobytes())
-                self._lows[name].frombytes(np.fmin.reduce(known, axis=1).tobytes())
-                self._highs[name].frombytes(np.fmax.reduce(known, axis=1).tobytes())
-
-    def _curves(self) -> Sequence[dict[str, array[float]]]:
-        """The means, and the minima and maxima if they are kept."""
-        return (self._columns,) if self._rows_per_point == 1 else (self._columns, self._lows, self._highs)
+            grouped = column.reshape(-1, self._rows_per_point)
+            for kept, added in zip(self._columns[name], _merged(grouped, grouped, grouped), strict=True):
+                kept.frombytes(added.tobytes())
 
     def _merge_pairs(self) -> None:
         """Make one point of every two."""
         for name, column in self._columns.items():
-            values, low, high = (part.reshape(-1, 2) for part in self._values(name, 0, len(column)))
-            self._columns[name] = array("d", _finite_mean(values))
-            self._lows[name] = array("d", np.fmin.reduce(low, axis=1))
-            self._highs[name] = array("d", np.fmax.reduce(high, axis=1))
+            merged = _merged(*(np.array(part).reshape(-1, 2) for part in column))
+            self._columns[name] = tuple(array("d", part) for part in merged)
         self._steps = self._steps[1::2]
         self._rows_per_point *= 2
         self.generation += 1
-
-    def _values(self, name: str, first: int, end: int) -> tuple[Floats, Floats, Floats]:
-        """The values of a metric, and the minimum and maximum that each of them stands for."""
-        values = np.array(self._columns[name][first:end])
-        if self._rows_per_point > 1:
-            return values, np.array(self._lows[name][first:end]), np.array(self._highs[name][first:end])
-        known = np.where(np.isfinite(values), values, np.nan)
-        return values, known, known
 
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
         steps = np.array(self._steps[first:end], np.int64)
@@ -288,12 +265,15 @@ class Curves:
         return {
             "width": width,
             "step": steps[ends[: len(starts)]].tolist(),
-            "metrics": {name: _summarize(*self._values(name, first, end), starts, several) for name in self._columns},
+            "metrics": {
+                name: _summarize(*(np.array(part[first:end]) for part in column), starts=starts, several=several)
+                for name, column in self._columns.items()
+            },
         }
 
 
 def _summarize(
-    values: Floats, low: Floats, high: Floats, starts: NDArray[np.int64], several: bool
+    values: Floats, low: Floats, high: Floats, *, starts: NDArray[np.int64], several: bool
 ) -> dict[str, list[float | None]]:
     """Mean, minimum and maximum of ``values`` from each of ``starts`` up to the next."""
     if not several:
@@ -308,11 +288,13 @@ def _summarize(
     }
 
 
-def _finite_mean(values: Floats) -> Floats:
-    """The means of (num_points, num_rows) values, of those that are finite."""
-    known = np.isfinite(values)
+def _merged(means: Floats, lows: Floats, highs: Floats) -> tuple[Floats, Floats, Floats]:
+    """Of rows of (num_points, num_rows) values: the means of those that are finite, their minima and maxima."""
+    known = np.isfinite(means)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        return np.where(known, values, 0).sum(axis=1) / known.sum(axis=1)
+        mean = np.where(known, means, 0).sum(axis=1) / known.sum(axis=1)
+    low, high = (np.where(np.isfinite(values), values, np.nan) for values in (lows, highs))
+    return mean, np.fmin.reduce(low, axis=1), np.fmax.reduce(high, axis=1)
 
 
 def _plain(values: Floats) -> list[float | None]:
