@@ -18,6 +18,7 @@ from raytrain.display.console import format_duration, run_styles
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import Kind, MetricRow, steps_per_epoch
 from raytrain.runs.records import RunRecord
+from raytrain.runs.redact import one_line
 from raytrain.storage.open import check_output, write_output
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ def png_bytes(figure: Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=_DPI)
     return content.getvalue()
+
+
+def titled_figure(title: str, width: float, height: float, **style: Any) -> Figure:
+    """An empty figure, its sizes in inches; the ``style`` of the title, which may hold any text, is matplotlib's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    style = {"weight": "bold", "fontsize": 10, **style}
+    figure.suptitle(one_line(title), x=0.01, ha="left", parse_math=False, **style)
+    return figure
 
 
 def plain_axes(axes: Axes) -> None:
@@ -105,23 +116,24 @@ def _series(label: str, style: str, rows: Sequence[MetricRow], kind: Kind, metri
 def curve_figure(record: RunRecord) -> Figure:
     """Loss, accuracy and learning rate of a run over its steps. Raises UsageError if it has no history."""
     _check_history([record])
-    figure, panels = _panels(["loss", "accuracy", "learning rate"], (9, 8.5))
+    last = record.metrics[-1]
+    title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
+    figure = titled_figure(title, 9, 8.5)
+    panels = _panels(figure, ["loss", "accuracy", "learning rate"])
     for panel, name in zip(panels, ("loss", "accuracy", "learning_rate"), strict=True):
         for kind, label, color, zorder in _KINDS:
             _draw(panel, record.metrics, kind, name, label + " {:.3f}", color=color, zorder=zorder)
         if name != "learning_rate" and panel.lines:
             panel.legend(loc="lower right" if name == "accuracy" else "upper right", frameon=False)
     _mark_epochs(panels, record.metrics)
-    last = record.metrics[-1]
-    title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
     return figure
 
 
 def comparison_figure(records: Sequence[RunRecord]) -> Figure:
     """Training loss and test accuracy of several runs over their steps. Raises UsageError if one has no history."""
     _check_history(records)
-    figure, panels = _panels([title for title, _, _ in _COMPARED], (9, 7.5))
+    figure = titled_figure("", 9, 7.5)
+    panels = _panels(figure, [title for title, _, _ in _COMPARED])
     for number, record in enumerate(records):
         style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
         for panel, (_, kind, name) in zip(panels, _COMPARED, strict=True):
@@ -140,12 +152,10 @@ def _check_history(records: Sequence[RunRecord]) -> None:
             )
 
 
-def _panels(titles: Sequence[str], size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """Plots below each other that share the axis of steps; ``size`` in inches."""
-    from matplotlib.figure import Figure
+def _panels(figure: Figure, titles: Sequence[str]) -> list[Axes]:
+    """Plots below each other that share the axis of steps."""
     from matplotlib.ticker import StrMethodFormatter
 
-    figure = Figure(figsize=size, layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(titles), sharex=True))
     for panel, title in zip(panels, titles, strict=True):
         plain_axes(panel)
@@ -153,7 +163,7 @@ def _panels(titles: Sequence[str], size: tuple[float, float]) -> tuple[Figure, l
         panel.set_ylabel(title)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    return figure, panels
+    return panels
 
 
 def _draw(panel: Axes, rows: Sequence[MetricRow], kind: Kind, name: str, label: str, **style: Any) -> None:

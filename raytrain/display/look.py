@@ -11,7 +11,7 @@ from rich.text import Text
 
 from raytrain.diagnostics.look import LookResult, look_at
 from raytrain.display.console import UNKNOWN, bar, class_table, format_count, key_value_table
-from raytrain.display.curves import GREY, png_bytes
+from raytrain.display.curves import GREY, png_bytes, titled_figure
 from raytrain.display.notebook import as_html, is_notebook
 from raytrain.runs.redact import one_line
 
@@ -93,19 +93,16 @@ _MAX_LETTERS = 24  # of a label
 
 def look_figure(result: LookResult) -> Figure:
     """A grid of images after augmentation, with the label of each above it."""
-    from matplotlib.figure import Figure
-
     shown = result.first_images
     num_rows = max(1, -(-len(shown.labels) // _COLUMNS))
-    figure = Figure(figsize=(_WIDTH, _HEADING + _ROW * num_rows), layout="constrained")
+    title = f"{result.title}    the first images of epoch 1, as the network sees them"
+    figure = titled_figure(title, _WIDTH, _HEADING + _ROW * num_rows)
     cells = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
     for cell in cells:
         cell.set_axis_off()
     for cell, pixels, label in zip(cells, shown.pixels, shown.labels, strict=False):
         cell.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         cell.set_title(_shortened(one_line(label)), fontsize=8, color=GREY, pad=3, parse_math=False)
-    title = f"{result.title}    the first images of epoch 1, as the network sees them"
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=10, parse_math=False)
     return figure
 
 

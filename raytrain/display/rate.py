@@ -10,9 +10,8 @@ from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import format_count, format_duration, key_value_table
-from raytrain.display.curves import BLUE, GREY, ORANGE, plain_axes
+from raytrain.display.curves import BLUE, GREY, ORANGE, plain_axes, titled_figure
 from raytrain.experiments.find_rate import RateResult
-from raytrain.runs.redact import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,9 +50,8 @@ def _what_ran(result: RateResult) -> str:
 
 def rate_figure(result: RateResult) -> Figure:
     """Each step's loss over its learning rate, averaged, and the suggested rate."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    title = f"{result.run.name}    {_what_ran(result)}"
+    figure = titled_figure(title, 9, 4.5, fontsize=9, weight="normal", color=GREY)
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.plot(result.rates, result.losses, color="#8fb7d9", linewidth=1, label="each step")
@@ -64,5 +62,4 @@ def rate_figure(result: RateResult) -> Figure:
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")
     axes.legend(frameon=False)
-    figure.suptitle(one_line(f"{result.run.name}    {_what_ran(result)}"), x=0.01, ha="left", fontsize=9, color=GREY)
     return figure

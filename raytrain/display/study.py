@@ -11,7 +11,7 @@ from rich.text import Text
 
 from raytrain.display.braille_plot import Plot, Series
 from raytrain.display.console import UNKNOWN, format_count, format_duration, format_optional, run_styles
-from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side
+from raytrain.display.curves import BLUE, GREY, plain_axes, side_by_side, titled_figure
 from raytrain.display.run_tables import rows_table
 from raytrain.display.sweep import conclusion
 from raytrain.experiments.study import curve
@@ -45,10 +45,8 @@ def study_page(study: StudyResult, picture: str | None = None) -> RenderableType
 
 def study_figure(study: StudyResult) -> Figure:
     """Both plots, of the sizes that are finished."""
-    from matplotlib.figure import Figure
-
     compared = study.summary()
-    figure = Figure(figsize=(9, 9), layout="constrained")
+    figure = titled_figure(study.name, 9, 9)
     over_time, over_workers = figure.subplots(2)
     for panel, gain in ((over_time, "time_gain"), (over_workers, "images_per_s_gain")):
         plain_axes(panel)
@@ -59,7 +57,6 @@ def study_figure(study: StudyResult) -> Figure:
     _draw_accuracies(over_time, study.histories, compared)
     if sizes := [size for size in compared["sizes"] if size["images_per_s"]]:
         _draw_speeds(over_workers, sizes)
-    figure.suptitle(study.name, x=0.01, ha="left", weight="bold")
     return figure
 
 

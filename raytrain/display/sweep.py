@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from raytrain.display.console import UNKNOWN, format_optional
-from raytrain.display.curves import GREY, ORANGE, plain_axes
+from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure
 from raytrain.display.event_text import stop_text
 from raytrain.display.run_tables import Column, rows_table, status_text, try_next
 from raytrain.display.terminal import LiveView
@@ -122,8 +122,6 @@ def conclusion(
 
 def sweep_figure(result: SweepResult) -> Figure:
     """The curves of all trials, the best in orange, and a plot per option; UsageError if none was evaluated."""
-    from matplotlib.figure import Figure
-
     trials = [trial for trial in result.trials if trial.evaluations]
     if not trials:
         raise UsageError(
@@ -132,14 +130,13 @@ def sweep_figure(result: SweepResult) -> Figure:
         )
     names = list(trials[0].values)
     num_rows = math.ceil(len(names) / _PANELS_PER_ROW)
-    figure = Figure(figsize=(9, 4.5 + 3 * num_rows), layout="constrained")
+    best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
+    figure = titled_figure("".join([result.name, *best]), 9, 4.5 + 3 * num_rows)
     parts: Any = figure.subfigures(2, 1, height_ratios=(4.5, 3 * num_rows))
     above, below = parts
     _draw_curves(above.add_subplot(), trials, result.best)
     for place, name in enumerate(names, start=1):
         _draw_against(below.add_subplot(num_rows, min(len(names), _PANELS_PER_ROW), place), trials, name, result.best)
-    best = [f"    best: {trial.name}, {as_typed(trial.values)}" for trial in trials if trial.name == result.best]
-    figure.suptitle("".join([result.name, *best]), x=0.01, ha="left", weight="bold", fontsize=10, parse_math=False)
     return figure
 
 

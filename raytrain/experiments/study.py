@@ -47,21 +47,16 @@ class StudyResult:
         """:func:`raytrain.experiments.study.scaling` of the finished sizes as a dictionary, which lists all sizes."""
         compared = scaling(self.histories, self.target_accuracy)
         finished = {size.workers: size for size in compared.sizes}
-        sizes = [self._size(finished.get(workers, SizeScaling(workers=workers))) for workers in self.configs]
+        sizes: list[dict[str, Any]] = []
+        for workers, asked in self.configs.items():
+            config = asked.scaled_to(workers)
+            about = {"workers": workers, "run": config.name, "status": self.statuses[workers]}
+            options = {"batch_size": config.batch_size, "learning_rate": config.learning_rate}
+            results = dataclasses.asdict(finished.get(workers, SizeScaling(workers=workers)))
+            sizes.append({**about, **options, **results})
         status = "finished" if len(self.histories) == len(self.configs) else "stopped"
         about = {"name": self.name, "storage": self.storage, "status": status}
         return {**about, **dataclasses.asdict(compared), "sizes": sizes}
-
-    def _size(self, size: SizeScaling) -> dict[str, Any]:
-        config = self.configs[size.workers].scaled_to(size.workers)
-        return {
-            "workers": size.workers,
-            "run": config.name,
-            "status": self.statuses[size.workers],
-            "batch_size": config.batch_size,
-            "learning_rate": config.learning_rate,
-            **dataclasses.asdict(size),
-        }
 
 
 def named(config: TrainConfig) -> TrainConfig:
