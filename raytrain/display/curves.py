@@ -124,13 +124,13 @@ def curve_figure(record: RunRecord) -> Figure:
         for kind, label, color, zorder in _KINDS:
             _draw(panel, record.metrics, kind, name, label + " {:.3f}", color=color, zorder=zorder)
         if name != "learning_rate" and panel.lines:
-            panel.legend(loc="lower right" if name == "accuracy" else "upper right", frameon=False)
+            panel.legend(loc="best", frameon=False)
     _mark_epochs(panels, record.metrics)
     return figure
 
 
 def comparison_figure(records: Sequence[RunRecord]) -> Figure:
-    """Training loss and test accuracy of several runs over their steps. Raises UsageError if one has no history."""
+    """Training loss and test accuracy of several runs over their steps. Raises UsageError if none has a history."""
     _check_history(records)
     figure = titled_figure("", 9, 7.5)
     panels = _panels(figure, [title for title, _, _ in _COMPARED])
@@ -144,12 +144,11 @@ def comparison_figure(records: Sequence[RunRecord]) -> Figure:
 
 
 def _check_history(records: Sequence[RunRecord]) -> None:
-    for record in records:
-        if not record.metrics:
-            raise UsageError(
-                f"Run {record.name!r} has no history yet, so there are no curves to draw; its first row is written "
-                "after --log-every steps."
-            )
+    if not any(record.metrics for record in records):
+        raise UsageError(
+            f"Run {records[0].name!r} has no history yet, so there are no curves to draw; its first row is written "
+            "after --log-every steps."
+        )
 
 
 def _panels(figure: Figure, titles: Sequence[str]) -> list[Axes]:

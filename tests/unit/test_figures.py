@@ -89,7 +89,7 @@ def test_a_run_with_an_incomplete_history_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_drawn_in_the_same_axes_with_their_names() -> None:
-    figure = comparison_figure([record("first"), record("second", num_epochs=2)])
+    figure = comparison_figure([record("first"), finished("failed", []), record("second", num_epochs=2)])
     losses, accuracies = figure.axes
     assert [(label, xs[-1]) for label, xs, _ in drawn(losses)] == [("first", 80), ("second", 40)]
     assert [xs for _, xs, _ in drawn(accuracies)] == [[20, 40, 60, 80], [20, 40]]
