@@ -30,7 +30,8 @@ BLUE, ORANGE = "#1f6fb4", "#e8710a"
 _DPI = 120
 _MAX_EPOCH_LABELS = 20
 _MAX_DOTS = 60
-_KINDS: tuple[tuple[Kind, str, str, int], ...] = (("step", "train", BLUE, 2), ("evaluation", "test", ORANGE, 3))
+_COLORS = (BLUE, ORANGE)  # of training and evaluations
+_DASHES = ("-", "--", ":")  # of the first ten runs, the next ten, and others
 _COMPARED: tuple[tuple[str, Kind, str], ...] = (
     ("training loss", "step", "loss"),
     ("test accuracy", "evaluation", "accuracy"),
@@ -76,27 +77,28 @@ def curve_heading(epoch: int, elapsed_s: float, startup_s: float | None = None) 
 
 def curve_plots(rows: Sequence[MetricRow], height: int = 8) -> RenderableType:
     """Loss and accuracy over the steps: a line for training, a dot for each evaluation."""
-
-    def plot(name: str) -> Plot:
-        tested = _series("test", "yellow", rows, "evaluation", name)
-        return Plot(name, [_series("train", "cyan", rows, "step", name), replace(tested, mark="●")], height)
-
-    return side_by_side(plot("loss"), plot("accuracy"))
+    return side_by_side(_curves("loss", rows, height), _curves("accuracy", rows, height))
 
 
-def comparison_plots(
-    records: Sequence[RunRecord], labels: Sequence[str] | None = None, height: int = 10
-) -> RenderableType:
+def _curves(name: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
+    tested = _series("test", "yellow", rows, "evaluation", name)
+    lines = [_series("train", "cyan", rows, "step", name), replace(tested, mark="●")]
+    return Plot(name.replace("_", " "), lines, height)
+
+
+def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str] | None = None) -> RenderableType:
     """Training loss and test accuracy over the steps, a line for each run, called by its name or its label."""
-    styles, labels = run_styles(records), labels or [record.name for record in records]
-
-    def plot(title: str, kind: Kind, name: str) -> Plot:
-        runs = zip(labels, styles, records, strict=True)
-        lines = [_series(label, style, record.metrics, kind, name) for label, style, record in runs]
-        return Plot(title, lines, height, legend="below")
-
-    loss, accuracy = (plot(*compared) for compared in _COMPARED)
+    loss, accuracy = _compared(records, labels or [record.name for record in records])
     return side_by_side(loss, accuracy)
+
+
+def _compared(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:
+    runs = list(zip(labels, run_styles(records), records, strict=True))
+    plots: list[Plot] = []
+    for title, kind, name in _COMPARED:
+        lines = [_series(label, style, record.metrics, kind, name) for label, style, record in runs]
+        plots.append(Plot(title, lines, height=10, legend="below"))
+    return plots
 
 
 def side_by_side(left: Plot, right: Plot) -> RenderableType:
@@ -119,11 +121,9 @@ def curve_figure(record: RunRecord) -> Figure:
     last = record.metrics[-1]
     title = f"{record.name}    {curve_heading(last.epoch, last.elapsed_s)}"
     figure = titled_figure(title, 9, 8.5)
-    panels = _panels(figure, ["loss", "accuracy", "learning rate"])
-    for panel, name in zip(panels, ("loss", "accuracy", "learning_rate"), strict=True):
-        for kind, label, color, zorder in _KINDS:
-            _draw(panel, record.metrics, kind, name, label + " {:.3f}", color=color, zorder=zorder)
-        if name != "learning_rate" and panel.lines:
+    panels = _draw(figure, [_curves(name, record.metrics) for name in ("loss", "accuracy", "learning_rate")])
+    for panel in panels[:2]:
+        if panel.lines:
             panel.legend(loc="best", frameon=False)
     _mark_epochs(panels, record.metrics)
     return figure
@@ -133,11 +133,7 @@ def comparison_figure(records: Sequence[RunRecord]) -> Figure:
     """Training loss and test accuracy of several runs over their steps. Raises UsageError if none has a history."""
     _check_history(records)
     figure = titled_figure("", 9, 7.5)
-    panels = _panels(figure, [title for title, _, _ in _COMPARED])
-    for number, record in enumerate(records):
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
-        for panel, (_, kind, name) in zip(panels, _COMPARED, strict=True):
-            _draw(panel, record.metrics, kind, name, record.name, **style)
+    panels = _draw(figure, _compared(records, [record.name for record in records]))
     lines, names = panels[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     return figure
@@ -151,35 +147,28 @@ def _check_history(records: Sequence[RunRecord]) -> None:
         )
 
 
-def _panels(figure: Figure, titles: Sequence[str]) -> list[Axes]:
-    """Plots below each other that share the axis of steps."""
+def _draw(figure: Figure, plots: Sequence[Plot]) -> list[Axes]:
+    """Draw what the terminal shows: plots below each other, over the same steps, with dots if they are few."""
     from matplotlib.ticker import StrMethodFormatter
 
-    panels: list[Axes] = list(figure.subplots(len(titles), sharex=True))
-    for panel, title in zip(panels, titles, strict=True):
+    panels: list[Axes] = list(figure.subplots(len(plots), sharex=True))
+    for panel, plot in zip(panels, plots, strict=True):
         plain_axes(panel)
         panel.margins(x=0.01)
-        panel.set_ylabel(title)
+        panel.set_ylabel(plot.title)
+        for number, series in enumerate(plot.series):
+            steps, values = series.points()
+            if not len(steps):
+                continue
+            if plot.legend == "title":
+                style: dict[str, Any] = {"label": f"{series.label} {values[-1]:.3f}", "color": _COLORS[number]}
+            else:
+                style = {"label": series.label, "color": f"C{number % 10}", "linestyle": _DASHES[number // 10 % 3]}
+            marker = "o" if len(steps) <= _MAX_DOTS else None
+            panel.plot(steps, values, linewidth=1.4, marker=marker, markersize=3.5, zorder=2 + number, **style)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return panels
-
-
-def _draw(panel: Axes, rows: Sequence[MetricRow], kind: Kind, name: str, label: str, **style: Any) -> None:
-    """A line through the rows of one kind, with dots if they are few; ``label`` may format the last value."""
-    measured = [(row.step, value) for row in rows if row.kind == kind and (value := row.value(name)) is not None]
-    if measured:
-        steps, values = zip(*measured, strict=True)
-        dots = len(measured) == 1 or (kind == "evaluation" and len(measured) <= _MAX_DOTS)
-        panel.plot(
-            steps,
-            values,
-            label=label.format(values[-1]),
-            linewidth=1.4,
-            marker="o" if dots else None,
-            markersize=3.5,
-            **style,
-        )
 
 
 def _mark_epochs(panels: Sequence[Axes], rows: Sequence[MetricRow]) -> None:
