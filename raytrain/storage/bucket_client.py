@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import random
 import ssl
 import threading
 import time
@@ -27,7 +28,6 @@ from raytrain.storage.request_errors import explain, is_transient, names_no_buck
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
-    from tenacity import Retrying
 
     from raytrain.storage.bucket import BucketStore
 
@@ -178,30 +178,13 @@ def take_num_retries() -> int:
 
 def with_retries(operation: Callable[[], T], policy: RetryPolicy) -> T:
     """Call ``operation``, and again after transient errors. Raises the last error if ``policy`` allows no more."""
-    start = time.monotonic()
-    try:
-        return operation()  # outside tenacity, which would add 9 µs to the 150 µs of CPU time that a small GET takes
-    except Exception as error:
-        if not is_transient(error):
-            raise
-        failures = [error]
-
-    def attempt() -> T:
-        if failures:  # tenacity counts the first attempt, too
-            raise failures.pop()
-        return operation()
-
-    return _retrying(policy, elapsed_s=time.monotonic() - start)(attempt)
-
-
-def _retrying(policy: RetryPolicy, elapsed_s: float) -> Retrying:
-    import tenacity  # imported here because it takes 50 ms, and most processes never need a retry
-
-    max_attempts = tenacity.stop_after_attempt(policy.max_retries + 1)
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_transient),
-        stop=max_attempts | tenacity.stop_after_delay(policy.max_duration_s - elapsed_s),
-        wait=tenacity.wait_random_exponential(multiplier=INITIAL_WAIT_S, max=MAX_WAIT_S),
-        before_sleep=lambda _: _retried.append(None),
-        reraise=True,
-    )
+    give_up_at = time.monotonic() + policy.max_duration_s
+    for number in range(policy.max_retries):
+        try:
+            return operation()
+        except Exception as error:
+            if not is_transient(error) or time.monotonic() >= give_up_at:
+                raise
+        _retried.append(None)
+        time.sleep(random.uniform(0.0, min(MAX_WAIT_S, INITIAL_WAIT_S * 2**number)))
+    return operation()

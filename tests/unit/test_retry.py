@@ -19,7 +19,7 @@ BUSY = GenericError(
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits in seconds, which are recorded instead of slept."""
     recorded: list[float] = []
-    monkeypatch.setattr("tenacity.nap.time.sleep", recorded.append)
+    monkeypatch.setattr(bucket_client.time, "sleep", recorded.append)
     return recorded
 
 
