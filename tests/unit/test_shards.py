@@ -271,7 +271,7 @@ def test_a_run_opens_a_packed_data_set_and_stores_its_manifests(shards: Path, tm
 @pytest.fixture
 def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.ImageSet]:
     """Make the input of a data task without Ray's object store; ``coordinator.skipped`` records skipped images."""
-    monkeypatch.setattr(ingest, "_manifest", lambda manifest: manifest)
+    monkeypatch.setattr(ingest.ray, "get", lambda manifest: manifest)
 
     def make(manifest: Manifest) -> ingest.ImageSet:
         skipped: list[SkippedImage] = []

@@ -90,7 +90,7 @@ class TrainerThread:
         self._controller: Any = None
         fewest, most = placement.min_workers, placement.num_workers
         resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_EVERY: _RESIZE_EVERY_S}
-        self._trainer = _Trainer(
+        trainer = _Trainer(
             work,
             grows=fewest < most,
             scaling_config=ScalingConfig(
@@ -105,10 +105,12 @@ class TrainerThread:
                 callbacks=[_FailureReporter(coordinator), *_controller_reporters(coordinator)],
             ),
         )
+        # The thread alone holds the trainer, and with it the run's images in the object store.
+        self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer")
 
     def start(self) -> None:
         """Start the workers."""
-        threading.Thread(target=self._fit, daemon=True, name="trainer").start()
+        self._thread.start()
 
     def remember_controller(self) -> None:
         """Get the controller's handle from the coordinator, to be called now and then: the coordinator may die."""
@@ -126,23 +128,25 @@ class TrainerThread:
         """
         if self.ended.done():
             return
+        controller = None
         with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
-            self._find_controller(0.0 if cluster_ends else _CONTROLLER_STARTS_WITHIN_S)
-            if self._controller is not None and not cluster_ends:
-                ray.get(self._controller.abort.remote(), timeout=_WORKERS_START_WITHIN_S)
-        if self._controller is not None:
-            ray.kill(self._controller)
+            controller = self._find_controller(0.0 if cluster_ends else _CONTROLLER_STARTS_WITHIN_S)
+            if controller is not None and not cluster_ends:
+                ray.get(controller.abort.remote(), timeout=_WORKERS_START_WITHIN_S)
+        if controller is not None:
+            ray.kill(controller)
             concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
 
-    def _find_controller(self, timeout_s: float) -> None:
-        """Get the controller's handle, if it starts within ``timeout_s``: it may just be starting."""
+    def _find_controller(self, timeout_s: float) -> Any:
+        """The controller's handle, if it starts within ``timeout_s``: it may just be starting; otherwise None."""
         until = time.monotonic() + timeout_s
         while self._controller is None and not self.ended.done():
             with suppress(GetTimeoutError):  # the machine is busy starting the run
                 self._controller = self._ask_for_controller(_ABORTED_WITHIN_S)
             if time.monotonic() >= until:
-                return
+                break
             concurrent.futures.wait([self.ended], timeout=0.1)
+        return self._controller
 
     def _ask_for_controller(self, timeout_s: float | None = None) -> Any:
         put_away: list[Any] = ray.get(self._coordinator.controller.remote(), timeout=timeout_s)
@@ -156,18 +160,22 @@ class TrainerThread:
         raised = self.ended.exception() if self.ended.done() else None
         return root_cause(raised) if raised else None
 
-    def _fit(self) -> None:
+    def _fit(self, trainer: TorchTrainer) -> None:
         try:
-            self._trainer.fit()
+            trainer.fit()
+            self._clean_up()
             self.ended.set_result(None)
         except BaseException as error:
             _logger.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
-            self._free_reserved()
+            self._clean_up()
             self.ended.set_exception(error)
 
-    def _free_reserved(self) -> None:
-        """Free the workers' CPUs and GPUs, which a controller that was killed has left reserved."""
+    def _clean_up(self) -> None:
+        """End the controller, whose handle others may have; free what it has left reserved if it has died."""
         with suppress(Exception):  # the coordinator has died, or this process has left the cluster
+            controller, self._controller = self._controller, None
+            if controller is not None:
+                ray.kill(controller)
             reserved: Any = ray.get(self._coordinator.reserved.remote(), timeout=_ABORTED_WITHIN_S)
             if reserved is not None:
                 remove_placement_group(reserved)

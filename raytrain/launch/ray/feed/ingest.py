@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -114,9 +113,5 @@ def read_table(images: ImageSet, reader: ImageReader, samples: Int64s, epoch: in
 
 def chosen(images: ImageSet, samples: Int64s) -> Manifest:
     """What the manifest says of ``samples`` (see :meth:`BatchPlan.samples`)."""
-    return _manifest(images.manifest).select(samples % images.num_images)
-
-
-@lru_cache(maxsize=4)
-def _manifest(ref: Any) -> Manifest:
-    return ray.get(ref)
+    manifest: Manifest = ray.get(images.manifest)  # shared memory, which a process that kept it would not let go
+    return manifest.select(samples % images.num_images)
