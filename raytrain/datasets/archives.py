@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,14 +26,7 @@ _ROWS_AT_A_TIME = 64
 _MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
 _NO_LABELS = NO_LABELS | {"-1"}
 _LABEL_SUFFIXES = (".cls", ".json")
-
-
-class ArchivedImage(NamedTuple):
-    """One image of an archive. ``key`` is a path that stays in the folder that it is written below."""
-
-    key: str
-    content: bytes
-    label: str
+ArchivedImages = Iterator[tuple[str, bytes, str]]  # key, content and label of each
 
 
 @dataclass
@@ -44,8 +37,10 @@ class Archive:
     columns: LabelColumns = field(default_factory=LabelColumns)
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def read(self, file: IO[bytes]) -> Iterator[ArchivedImage]:
-        """The labelled images, in the archive's order; those without label or content are counted.
+    def read(self, file: IO[bytes]) -> ArchivedImages:
+        """Key, content and label of each image, in the archive's order; those without label or content are counted.
+
+        A key is a path that stays in the folder that it is written below.
 
         Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of
         the classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as
@@ -59,14 +54,14 @@ class Archive:
                 if label.strip() in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                 else:
-                    yield ArchivedImage(_safe(key), content, label.strip())
+                    yield _safe(key), content, label.strip()
         except (pa.ArrowInvalid, tarfile.TarError, EOFError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
 
     # Parquet.
 
-    def _parquet(self, file: IO[bytes]) -> Iterator[tuple[str, bytes, str]]:
+    def _parquet(self, file: IO[bytes]) -> ArchivedImages:
         parquet = pq.ParquetFile(file)
         schema = parquet.schema_arrow
         image = self._column(schema, _IMAGE_COLUMNS, None, "images", "rename the right one to image")
@@ -125,7 +120,7 @@ class Archive:
 
     # Tars.
 
-    def _tar(self, file: IO[bytes]) -> Iterator[tuple[str, bytes, str]]:
+    def _tar(self, file: IO[bytes]) -> ArchivedImages:
         with tarfile.open(fileobj=file, mode="r:*") as tar:
             members = [each for each in tar if each.isfile() and not is_hidden(PurePosixPath(each.name).name)]
             images = [each for each in members if _suffix(each.name) in SUFFIXES]
@@ -134,9 +129,7 @@ class Archive:
             elif images:
                 yield from self._by_folder(tar, images, Counter(_suffix(each.name) for each in members))
 
-    def _by_label(
-        self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int
-    ) -> Iterator[tuple[str, bytes, str]]:
+    def _by_label(self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int) -> ArchivedImages:
         """Images with a label file beside each, as WebDataset has them."""
         num_alone = 0
         for _, group in groupby(members, lambda member: _sample_key(member.name)):
@@ -160,9 +153,7 @@ class Archive:
             )
         self.left_out["images without a label beside them"] += num_alone
 
-    def _by_folder(
-        self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]
-    ) -> Iterator[tuple[str, bytes, str]]:
+    def _by_folder(self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]) -> ArchivedImages:
         """Images of a tar without label files: their folders are the labels."""
         folders = read_folders([each.name.removeprefix("./") for each in images], self.name)
         if folders.parts is not None:

@@ -154,15 +154,15 @@ def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder:
     for name, prefix in zip(archives, _prefixes(archives), strict=True):
         archive = Archive(name, columns)
         with files.open(name, "rb") as file:
-            for image in archive.read(cast(IO[bytes], file)):
-                key = f"{prefix}/{image.key}"
+            for archived_key, content, label in archive.read(cast(IO[bytes], file)):
+                key = f"{prefix}/{archived_key}"
                 if key in label_of:
-                    repeated.append(image.key)
+                    repeated.append(archived_key)
                     continue
-                label_of[key] = image.label
+                label_of[key] = label
                 path = folder / key
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(image.content)
+                path.write_bytes(content)
                 os.utime(path, (0, 0))  # the same images make the same shards again
         left_out += archive.left_out
         if repeated:
