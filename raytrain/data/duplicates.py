@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -99,9 +99,7 @@ class StoredImages:
         return bool(hashes) and hashes == [_md5_of(etag) for etag in chosen.etags.to_pylist()]
 
 
-def _hashes(
-    sources: tuple[StoredImages, StoredImages], candidates: Int64s, deadline_s: float
-) -> Iterator[tuple[int, str]]:
+def _hashes(sources: Sequence[StoredImages], candidates: Int64s, deadline_s: float) -> Iterator[tuple[int, str]]:
     """Number and hash of training images, and of test images, whose numbers follow theirs."""
     num_train = len(sources[0].manifest)
     for start in range(0, len(candidates), _BLOCK):
