@@ -250,7 +250,11 @@ def _section(section: Any, defaults: object, hidden: Sequence[str]) -> type:
 def _shown(hint: Any, name: str = "") -> Any:
     """An annotation as the help shows it: without the word none, and without a default that says nothing."""
     aliases = [_SYNONYMS[name]] if name in _SYNONYMS else None
-    return Annotated[hint, arg(metavar=_metavar(hint), help_behavior_hint=_default_hint, aliases=aliases)]
+
+    def default(label: str) -> str:
+        return "" if label in _PLAIN_DEFAULTS else f"(default: {label})"
+
+    return Annotated[hint, arg(metavar=_metavar(hint), help_behavior_hint=default, aliases=aliases)]
 
 
 def _metavar(hint: Any) -> str | None:
@@ -261,10 +265,6 @@ def _metavar(hint: Any) -> str | None:
     if type(None) in get_args(bare) and len(kinds) == 1 and kinds[0] in (int, float, str):
         forms.append(kinds[0].__name__.upper())
     return forms[0] if forms else None
-
-
-def _default_hint(label: str) -> str:
-    return "" if label in _PLAIN_DEFAULTS else f"(default: {label})"
 
 
 def _hidden(hint: Any, is_short: bool = False) -> tuple[str, ...]:

@@ -231,13 +231,6 @@ def _skipped(record: RunRecord) -> RenderableType:
     return Group(title, *(Text(f"  {one_line(line)}") for line in lines))
 
 
-def event_lines(snapshot: Snapshot) -> list[str]:
-    """The events of a run with their seconds of training, and why it failed."""
-    lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
-    error = snapshot.result and snapshot.result.error
-    return [*lines, one_line(error)] if error else lines
-
-
 class LogLines:
     """Prints the lines of logs that grow: each line once, below a heading that says whose it is."""
 
@@ -247,8 +240,10 @@ class LogLines:
         self._last = ""
 
     def events(self, snapshot: Snapshot) -> None:
-        """Print what happened since the last call."""
-        self._print("", event_lines(snapshot))
+        """Print what happened since the last call, with the seconds of training, and why the run failed."""
+        lines = [f"{format_duration(at_s)}  {one_line(event_text(event))}" for _, at_s, event in snapshot.events]
+        error = snapshot.result and snapshot.result.error
+        self._print("", [*lines, one_line(error)] if error else lines)
 
     def printed(self, whose: str, logs: Sequence[StoredLog]) -> None:
         """Print what a process has printed since the last call, apart from a line that is still growing."""
@@ -294,7 +289,8 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     runs = compare_records(records)
     names, styles = [run.name for run in runs], run_styles(runs)
     labels = names if sum(map(len, names)) <= _MAX_HEADINGS else [_letter(number) for number in range(len(names))]
-    legend = [] if labels is names else [Text(), *map(_legend_line, labels, names, styles)]
+    about = [] if labels is names else zip(labels, names, styles, strict=True)
+    legend = [Text.assemble((f"  {label:<2} ", style), one_line(name), overflow="fold") for label, name, style in about]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # six runs fit into 80 columns
     table.add_column(style="dim")
     for label, style in zip(labels, styles, strict=True):
@@ -313,10 +309,6 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
 def _letter(number: int) -> str:
     """A, B, … Z, AA, AB, …"""
     return ("" if number < 26 else _letter(number // 26 - 1)) + chr(ord("A") + number % 26)
-
-
-def _legend_line(label: str, name: str, style: str) -> Text:
-    return Text.assemble((f"  {label:<2} ", style), one_line(name), overflow="fold")
 
 
 def _text(value: object, text: str) -> str:

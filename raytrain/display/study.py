@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def study_page(study: StudyResult, picture: str | None = None) -> RenderableType
     if study.histories:
         parts += [_plots(study, compared), Text()]
     if len(study.histories) > 1:
-        parts += [Text(line, style="bold") for line in (_gains(compared), _spread(compared)) if line]
+        parts += [Text(line, style="bold") for line in _findings(compared)]
     remaining = [f"{size['run']} is {size['status']}" for size in compared["sizes"] if size["status"] != "finished"]
     if remaining:
         text = f"{', '.join(remaining)}; run the same command again to continue the study."
@@ -94,17 +94,14 @@ def _plots(study: StudyResult, compared: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _gains(compared: Mapping[str, Any]) -> str:
-    target = compared["target_accuracy"]
-    time = f"time to an accuracy of {target or 0:.3f}"
+def _findings(compared: Mapping[str, Any]) -> Iterator[str]:
+    """What more workers gain, and how far the final accuracies lie apart, as far as it is known."""
+    time = f"time to an accuracy of {compared['target_accuracy'] or 0:.3f}"
     gains = {"images/s": compared["images_per_s_gain"], time: compared["time_gain"]}
-    known = [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]
-    return f"Per doubling of the workers: {', '.join(known)}." if known else ""
-
-
-def _spread(compared: Mapping[str, Any]) -> str:
-    spread = compared["accuracy_spread"]
-    return "" if spread is None else f"The final accuracies lie within {100 * spread:.1f} percentage points."
+    if known := [f"{name} {gain:+.0%}" for name, gain in gains.items() if gain is not None]:
+        yield f"Per doubling of the workers: {', '.join(known)}."
+    if (spread := compared["accuracy_spread"]) is not None:
+        yield f"The final accuracies lie within {100 * spread:.1f} percentage points."
 
 
 def _draw_accuracies(panel: Axes, histories: Mapping[int, Sequence[MetricRow]], compared: Mapping[str, Any]) -> None:

@@ -52,12 +52,9 @@ class SweepTerminalView(LiveView):
 
     def update(self, trials: Sequence[TrialResult]) -> None:
         """Show how all trials stand."""
-        if self._live is None:
-            self._print_changes(trials)
-        else:
+        if self._live is not None:
             self._draw(live_table(trials, self._console.height - _LINES_BESIDE_TRIALS), keep=False)
-
-    def _print_changes(self, trials: Sequence[TrialResult]) -> None:
+            return
         for trial in trials:
             state = (trial.status, len(trial.evaluations), trial.accuracy)
             if trial.status != WAITING and self._printed.get(trial.name) != state:
