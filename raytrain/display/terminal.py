@@ -156,20 +156,17 @@ class StudyTerminalView:
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot`` of the run that trains at present."""
         if snapshot.name != self._name:
-            self._begin(snapshot.name)
+            if self._name is not None and not self._over:
+                self._next_view()
+            self._name = name = snapshot.name
+            which = f" {self._run_names.index(name) + 1} of {len(self._run_names)}" if name in self._run_names else ""
+            self._console.print(f"Run{which}: {name}", markup=False, highlight=False, soft_wrap=True)
         elif self._over:  # the next run's picture waits already
             return
         self._view.update(snapshot)
         self._over = snapshot.over
         if self._over:
             self._next_view()
-
-    def _begin(self, name: str) -> None:
-        if self._name is not None and not self._over:
-            self._next_view()
-        self._name = name
-        which = f" {self._run_names.index(name) + 1} of {len(self._run_names)}" if name in self._run_names else ""
-        self._console.print(f"Run{which}: {name}", markup=False, highlight=False, soft_wrap=True)
 
     def _next_view(self) -> None:
         """Leave the picture on the screen and wait for the next run below it."""

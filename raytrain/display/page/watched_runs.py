@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import socket
 import threading
@@ -71,11 +70,6 @@ class WatchedRuns:
         self.phase = phase
         self._on_change()
 
-    def report(self, feed: RunFeed, problem: str) -> None:
-        """Show why nothing new comes of a run at present."""
-        feed.report(problem)
-        self._on_change()
-
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """What a viewer is told first."""
         runs = [feed.name for feed in self.feeds_of(chosen)]
@@ -90,7 +84,7 @@ class WatchedRuns:
         config = None
         store = run_store(self.storage, name)
         with suppress(RaytrainError, FileNotFoundError):
-            config = dataclasses.asdict(read_config(store, ignore))
+            config = read_config(store, ignore)
         evaluation: dict[str, Any] = {}
         with suppress(StorageError):
             evaluation = read_json(store, EVALUATION)
@@ -154,7 +148,8 @@ class StoredRuns(WatchedRuns):
                 if reader.exists():  # a trial of a sweep may start later
                     self.update(reader.snapshot(feed.rows))
             except StorageError as error:
-                self.report(feed, str(error))
+                feed.report(str(error))
+                self._on_change()
             if not reader.behind:
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
 
