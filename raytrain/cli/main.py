@@ -119,7 +119,8 @@ def _print_outcome(outcome: CommandResult, as_json: bool) -> None:
 
     text = key_value_table(outcome.document) if outcome.text is None else outcome.text
     console = PlainConsole()
-    console.print(text, highlight=False, soft_wrap=isinstance(text, str) and not console.is_terminal)
+    # Commands to copy are not cut: a terminal wraps them.
+    console.print(text, highlight=False, crop=False, soft_wrap=isinstance(text, str) and not console.is_terminal)
 
 
 def _print_error(error: Exception, as_json: bool) -> int:

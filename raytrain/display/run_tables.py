@@ -75,7 +75,7 @@ def result_page(config: TrainConfig, result: TrainResult, best: tuple[float, str
     lines: list[RenderableType] = [key_value_table(_result(config, result, best))]
     if result.status != "finished":
         command = resume_command(dataclasses.replace(config, name=result.name))
-        lines += [Text(), Text.assemble("Resume with  ", (one_line(command), "bold"), overflow="fold")]
+        lines += [Text("\nResume with"), command_line(command)]
     if best is not None and result.status != "failed":
         lines += [try_next(result.name, config.storage)]
     return Group(*lines)
@@ -111,8 +111,12 @@ def try_next(name: str, storage: str, data: str | None = None) -> RenderableType
         ["export", name, "--output", f"{name}.onnx"],
         ["serve", name],
     )
-    lines = (f"  {one_line(shell_command(*words, storage=storage))}" for words in commands)
-    return Group(Text("\nTry next"), *(Text(line, style="bold", overflow="fold") for line in lines))
+    return Group(Text("\nTry next"), *(command_line(shell_command(*words, storage=storage)) for words in commands))
+
+
+def command_line(command: str) -> Text:
+    """A command below a sentence: one line however long it is, so that it can be copied."""
+    return Text(f"  {one_line(command)}", style="bold", no_wrap=True, overflow="ignore")
 
 
 def runs_table(runs: Sequence[RunInfo], storage: str, *, filtered: bool = False) -> RenderableType:

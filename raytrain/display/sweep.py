@@ -13,7 +13,7 @@ from rich.text import Text
 from raytrain.display.console import UNKNOWN, format_optional
 from raytrain.display.curves import GREY, ORANGE, plain_axes, titled_figure
 from raytrain.display.event_text import stop_text
-from raytrain.display.run_tables import Column, rows_table, status_text, try_next
+from raytrain.display.run_tables import Column, command_line, rows_table, status_text, try_next
 from raytrain.display.terminal import LiveView
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.trials import WAITING, SweepResult, TrialResult, as_typed, shown
@@ -96,7 +96,7 @@ def results_table(result: SweepResult, config: TrainConfig, picture: str | None 
     lines = [_reason(trial) for trial in trials if trial.reason]
     if result.status == "stopped" or any(trial.status not in ("finished", "stopped") for trial in trials):
         command = resume_command(dataclasses.replace(config, name=result.name), "sweep")
-        lines.append(Text.assemble("Resume the stopped and failed trials with  ", (one_line(command), "bold")))
+        lines += [Text("Resume the stopped and failed trials with"), command_line(command)]
     about = f": {as_typed(trials[0].values)}" if trials else ""
     return Group(table, *lines, Text(), *conclusion(result.name, result.best, about, config.storage, picture))
 

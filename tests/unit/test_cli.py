@@ -324,6 +324,16 @@ def test_train_ends_with_its_summary_as_json(trained: list[TrainConfig], capsys:
     assert last_line(capsys) == {**RESULT.summary(), "test_loss": None}
 
 
+def test_a_command_to_copy_is_one_line_in_a_narrow_terminal(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stand_in(train=lambda config, **options: train_result(status="stopped"))
+    assert main(["train", "cifar10", "--storage", "a folder with a long name"]) == 0
+    command = "raytrain train --name first --storage 'a folder with a long name' --resume"
+    assert any(line.endswith(command) for line in capsys.readouterr().out.splitlines())
+
+
 def test_predict_takes_files_and_prints_rows(stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     row = {"key": "photo.jpg", "label": "cat", "score": 0.9, "error": None}
     asked: list[Any] = []

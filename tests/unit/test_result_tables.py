@@ -48,7 +48,8 @@ def test_an_unfinished_run_prints_the_command_that_resumes_it(monkeypatch: pytes
         "code is typed again"
     )
     monkeypatch.setenv("UV", "/usr/bin/uv")
-    assert "Resume with uv run raytrain train " in text(result_page(config, train_result(status="stopped")))
+    stopped = text(result_page(config, train_result(status="stopped")))
+    assert "Resume with uv run raytrain train " in " ".join(stopped.split())
     assert "Resume" not in text(result_page(config, train_result()))
 
 
