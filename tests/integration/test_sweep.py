@@ -147,10 +147,9 @@ def test_a_stop_stops_all_with_checkpoints_and_resume_finishes_them(backend: str
     stopped = raytrain.sweep(endless, vary=["seed=0,1,2"], early_stopping=False, view=signals.view, signals=signals)
     assert (stopped.status, stopped.stop_reason) == ("stopped", StopReason("signal", "SIGINT"))
     begun = [trial for trial in stopped.trials if trial.status == "stopped"]
-    assert begun and all(
-        trial.reason == StopReason("signal", "SIGINT") and documents(tmp_path, trial.name).checkpoints
-        for trial in begun
-    )
+    assert all(trial.reason == StopReason("signal", "SIGINT") for trial in begun)
+    trained = [trial for trial in begun if trial.steps]  # one that was still starting has nothing to keep
+    assert trained and all(documents(tmp_path, trial.name).checkpoints for trial in trained)
     assert any(trial.status == "waiting" for trial in stopped.trials)
 
     steps = max(trial.steps for trial in begun) + 10
