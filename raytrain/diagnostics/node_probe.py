@@ -19,7 +19,6 @@ import psutil
 
 from raytrain.data.labels.folders import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
-from raytrain.data.plan.permutation import Packing
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.launch.placement import Gpu, cores, fastest_precision, gpus
@@ -95,6 +94,7 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
     problems: dict[str, None] = {}  # ordered, each sentence once
     data, storage = request.data, request.storage
     found = gpus()
+    disk = psutil.disk_usage(tempfile.gettempdir())  # where Ray has its folder, unless it was started with another
     if found and node.gpus >= 1:
         _attempt(_check_torch, None, problems)
     return NodeReport(
@@ -107,7 +107,7 @@ def probe_node(request: ProbeRequest, node: ClusterNode) -> NodeReport:
         problems=tuple(problems),
         precision=fastest_precision("cuda" if found else "cpu"),
         interface=interface_of(node.address),
-        disk=_disk(),
+        disk=Disk(disk.free, disk.total),
         clock_s=(started, time.time()),
     )
 
@@ -147,9 +147,7 @@ def _identity(request: ProbeRequest) -> str | None:
 
 def _measure_read_speed(store: Store) -> ReadSpeed:
     started = time.perf_counter()
-    packed = open_packed(store)
-    packing = packed.packing if packed is not None else None
-    paths, num_images = _some_shards(packing) if packing is not None else _some_images(store)
+    paths, num_images = _some_files(store)
     listed = time.perf_counter()
     contents = store.get_many(paths)
     seconds = time.perf_counter() - listed
@@ -157,21 +155,18 @@ def _measure_read_speed(store: Store) -> ReadSpeed:
     return ReadSpeed(listed - started, num_images, num_images / seconds, num_bytes / seconds)
 
 
-def _some_shards(packing: Packing) -> tuple[list[str], int]:
-    """The paths of the first shards, and the number of images in them."""
-    paths = list(packing.shards[:_NUM_OBJECTS_READ])
-    return paths, int((packing.shard < len(paths)).sum())
-
-
-def _some_images(store: Store) -> tuple[list[str], int]:
-    """The paths of the first images that a listing returns, and their number."""
+def _some_files(store: Store) -> tuple[list[str], int]:
+    """The paths of the first shards, or of the first images of a listing, and the number of images in them."""
+    packed = open_packed(store)
+    if packed is not None and (packing := packed.packing) is not None:
+        paths = list(packing.shards[:_NUM_OBJECTS_READ])
+        return paths, int((packing.shard < len(paths)).sum())
     images = (stored.path for stored in store.list() if stored.path.lower().endswith(SUFFIXES))
-    paths = list(islice(images, _NUM_OBJECTS_READ))
-    if not paths:
-        raise UsageError(
-            f"There are no images below {store.url}; check --data, and that their names end in {', '.join(SUFFIXES)}."
-        )
-    return paths, len(paths)
+    if paths := list(islice(images, _NUM_OBJECTS_READ)):
+        return paths, len(paths)
+    raise UsageError(
+        f"There are no images below {store.url}; check --data, and that their names end in {', '.join(SUFFIXES)}."
+    )
 
 
 def _content(content: bytes | Exception) -> bytes:
@@ -197,11 +192,6 @@ def _shm_bytes() -> int | None:
     with suppress(OSError):
         return shutil.disk_usage("/dev/shm").total
     return None
-
-
-def _disk() -> Disk:
-    found = psutil.disk_usage(tempfile.gettempdir())  # where Ray has its folder, unless it was started with another
-    return Disk(found.free, found.total)
 
 
 def _check_torch() -> None:
