@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ray.exceptions import RayTaskError, UserCodeException
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, UserCodeException, WorkerCrashedError
 
 from raytrain.errors import StorageError
 from raytrain.launch.ray.trainer import root_cause
@@ -28,6 +28,11 @@ Failed to apply UDF transform after 1/1 attempts (total backoff 0.0s).
 To change retry attempts, backoff, or which errors are retried, configure `ray.data.DataContext.get_current()`."""
 
 
+CAUSES = "Some common causes include: (1) the process was killed by the OOM killer due to high memory usage"
+DEAD = "process has died: it crashed, or something killed it, such as the system for lack of memory"
+FULL = "Ray has ended its process because the machine's memory was nearly full"
+
+
 def wrapped(text: str, cause: Exception) -> Exception:
     return RayTaskError("f", text, cause).as_instanceof_cause()
 
@@ -48,6 +53,10 @@ def wrapped(text: str, cause: Exception) -> Exception:
         ),
         (wrapped("Traceback\n  line\nValueError: 3 channels", ValueError("3 channels")), "ValueError: 3 channels"),
         (RuntimeError(), "RuntimeError"),
+        (RayActorError(None, f"The actor is dead. Worker exit type: SYSTEM_ERROR {CAUSES}"), f"its {DEAD}"),
+        (wrapped("Traceback", WorkerCrashedError()), f"its {DEAD}"),
+        (RayActorError(None, "The actor died because its node has died. Node Id: 1f"), "its machine is gone"),
+        (OutOfMemoryError("Task was killed due to the node running low on memory.\nMore"), FULL),
     ],
 )
 def test_the_root_cause_is_one_line(error: Exception, reason: str) -> None:

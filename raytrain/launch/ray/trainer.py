@@ -13,7 +13,15 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    WorkerCrashedError,
+)
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 from ray.util import remove_placement_group
@@ -37,6 +45,8 @@ def root_cause(error: BaseException) -> str:
         wrapped = getattr(cause, "cause", None)  # Ray's wrapper may be of the same class as what it wraps
         if isinstance(cause, RaytrainError) and wrapped is None:
             return str(cause)
+        if isinstance(cause, _DEATHS):
+            return _what_killed(str(cause))
         cause = wrapped or cause.__cause__
     failures = getattr(error, "worker_failures", None)
     if failures:
@@ -46,6 +56,18 @@ def root_cause(error: BaseException) -> str:
         text = text.rpartition("The above exception was the direct cause")[0]
     lines = [line for line in text.splitlines() if line.strip()]
     return _OWN.sub("", lines[-1].strip()).rstrip(".") if lines else type(error).__name__
+
+
+_DEATHS = RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError
+
+
+def _what_killed(text: str) -> str:
+    """What Ray knows of a process that died, without its paragraph about all that it may have been."""
+    if "node has died" in text or "node was terminated" in text:
+        return "its machine is gone"
+    if "low on memory" in text:
+        return "Ray has ended its process because the machine's memory was nearly full"
+    return "its process has died: it crashed, or something killed it, such as the system for lack of memory"
 
 
 # A run's data reaches its workers in another way, and this process frees what a dead controller has reserved.
@@ -158,6 +180,8 @@ class TrainerThread:
     def failure(self) -> str | None:
         """Why Ray Train gave up; None if it has not ended, or ended normally."""
         raised = self.ended.exception() if self.ended.done() else None
+        if isinstance(raised, _DEATHS):
+            return f"Ray Train's controller is lost: {root_cause(raised)}"
         return root_cause(raised) if raised else None
 
     def _fit(self, trainer: TorchTrainer) -> None:
