@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, UserCodeException, WorkerCrashedError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from raytrain.errors import StorageError
 from raytrain.launch.ray.trainer import root_cause
@@ -53,9 +54,10 @@ def wrapped(text: str, cause: Exception) -> Exception:
         ),
         (wrapped("Traceback\n  line\nValueError: 3 channels", ValueError("3 channels")), "ValueError: 3 channels"),
         (RuntimeError(), "RuntimeError"),
-        (RayActorError(None, f"The actor is dead. Worker exit type: SYSTEM_ERROR {CAUSES}"), f"its {DEAD}"),
+        (RayActorError("1f", f"The actor is dead. Worker exit type: SYSTEM_ERROR {CAUSES}"), f"its {DEAD}"),
+        (WorkerHealthCheckFailedError("A worker is ill", RayActorError()), f"its {DEAD}"),
         (wrapped("Traceback", WorkerCrashedError()), f"its {DEAD}"),
-        (RayActorError(None, "The actor died because its node has died. Node Id: 1f"), "its machine is gone"),
+        (RayActorError("1f", "The actor died because its node has died. Node Id: 1f"), "its machine is gone"),
         (OutOfMemoryError("Task was killed due to the node running low on memory.\nMore"), FULL),
     ],
 )

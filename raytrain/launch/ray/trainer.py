@@ -42,7 +42,8 @@ def root_cause(error: BaseException) -> str:
     """The one line that matters, out of the chain of exceptions that Ray wraps around it."""
     cause: BaseException | None = error
     while cause is not None:
-        wrapped = getattr(cause, "cause", None)  # Ray's wrapper may be of the same class as what it wraps
+        # Ray's wrapper may be of the same class as what it wraps; Ray Train's names what it noticed.
+        wrapped = getattr(cause, "cause", None) or getattr(cause, "health_check_failure", None)
         if isinstance(cause, RaytrainError) and wrapped is None:
             return str(cause)
         if isinstance(cause, _DEATHS):
