@@ -11,7 +11,7 @@ import gc
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,28 +37,41 @@ class JoinedGradients:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._num_sent = 0
-        self._joins = False
+        self._backward: Literal["the loop's", "a part", "the last part"] = "the loop's"
+        self._before: set[int] = set()  # the parameters that got a gradient in the parts before the last, by their IDs
+        self._unjoined: list[Tensor] = []  # those that may have one of a backward of the loop's own
 
     def backward(self, loss: Tensor, parameters: list[Tensor], *, joins: bool) -> None:
         """Backpropagate ``loss``; with ``joins``, the gradients of ``parameters`` are then all workers'.
 
         An average of what is equal on all workers stays as it is: gradients that were joined before may be in them.
         """
-        self._joins = joins and self._world_size > 1
-        if not self._joins:
+        if self._world_size == 1:
             loss.backward()
             return
         self._follow(parameters)
+        self._check_unjoined()
         for bucket in self._buckets:
             bucket.arrived.clear()
         self._num_sent = 0
+        self._backward = "the last part" if joins else "a part"
         try:
             loss.backward()
         finally:
-            self._joins = False
-        self._send_complete(force=True)
-        for bucket in self._buckets:
-            bucket.receive()
+            self._backward = "the loop's"
+        if joins:
+            self._send_all()
+            for bucket in self._buckets:
+                bucket.receive()
+
+    def _check_unjoined(self) -> None:
+        """Raise UsageError if a parameter has a gradient of a backward that was not the run's."""
+        if any(each.grad is not None and bool(each.grad.any()) for each in self._unjoined):
+            raise UsageError(
+                "The loop calls loss.backward() itself, which gives the gradients of one worker's images: call "
+                "run.backward(loss) in its place, or optimizer.zero_grad() before run.backward; or train on one worker."
+            )
+        self._unjoined.clear()
 
     def _follow(self, parameters: list[Tensor]) -> None:
         """Divide ``parameters`` into buckets, unless they are the same as before."""
@@ -69,25 +82,38 @@ class JoinedGradients:
             hook.remove()
         for each in unique:
             _check_hooks(each)
+        if not self._parameters:
+            self._unjoined = unique
         self._parameters = parameters
         self._buckets = [Bucket.of(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
         self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
         self._hooks = [each.register_post_accumulate_grad_hook(self._arrived) for each in unique]
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._joins:
+        if self._backward == "the last part":
             bucket = self._bucket_of[id(parameter)]
             bucket.arrived.add(id(parameter))
             if len(bucket.arrived) == len(bucket.parameters):
                 self._send_complete()
+        elif self._backward == "a part":
+            self._before.add(id(parameter))
+        else:
+            self._unjoined.append(parameter)
 
-    def _send_complete(self, *, force: bool = False) -> None:
-        """Send, in their order, the buckets that are complete, or all that are left."""
+    def _send_complete(self) -> None:
+        """Send, in their order, the buckets that are complete."""
         for bucket in self._buckets[self._num_sent :]:
-            if not force and len(bucket.arrived) < len(bucket.parameters):
+            if len(bucket.arrived) < len(bucket.parameters):
                 return
             bucket.send(self._world_size, self._group)
             self._num_sent += 1
+
+    def _send_all(self) -> None:
+        """Send the buckets that are left."""
+        for bucket in self._buckets[self._num_sent :]:
+            bucket.arrived |= self._before.intersection(map(id, bucket.parameters))
+            bucket.send(self._world_size, self._group)
+        self._before.clear()
 
 
 @dataclass(eq=False)

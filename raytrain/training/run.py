@@ -143,12 +143,12 @@ class Run:
         """
         self._evaluate = evaluate or self._evaluate
         self.state.check_complete()
-        if self.steps.owes_evaluation():
-            self.evaluate()
-        first_step = self.progress.step
-        local_batches = Prefetch(self.source.train(first_step), self.config.prefetch)
+        self._adapt_scale()
+        if self.steps.are_over(self.evaluate):
+            return
+        local_batches = Prefetch(self.source.train(self.progress.step), self.config.prefetch)
         try:
-            for _ in range(first_step, self.plan.num_steps):
+            for _ in range(self.progress.step, self.plan.num_steps):
                 batch = self._begin_step(local_batches)
                 with self.models.computing():
                     yield batch
@@ -209,13 +209,12 @@ class Run:
         clip_norm = clip_norm or self.config.clip_norm
         check_closure(optimizer, self.config, is_given=closure is not None)
         self.models.check_trained_by(optimizer)
-        if closure is None:
-            self.steps.optimizer_steps()
         with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
             if closure is not None:
                 optimizer.step(partial(self._computed_again, optimizer, closure, clip_norm))  # pyright: ignore
                 self.steps.optimizer_steps()
             else:
+                self.steps.optimizer_steps()
                 if clip_norm is not None:
                     clip_gradients(optimizer, clip_norm)
                 self._scale_gradients(optimizer)
@@ -291,7 +290,7 @@ class Run:
     def finish(self) -> Outcome:
         """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""
         self._adapt_scale()
-        outcome = self.steps.finish()
+        outcome = self.steps.finish(self.evaluate)
         self.gallery.close()
         return outcome
 
@@ -319,11 +318,10 @@ class Run:
             local = next(local_batches)
         self.steps.begin(local, time.perf_counter() - started)
         self._seed_generators(mix(self.config.seed, local.batch.step, self.rank))  # the same after a resume
-        batch = to_batch(local, self.augment, self.device, training=True, label_sets=self.label_sets)
-        mixup, cutmix = self.config.mixup, self.config.cutmix
+        mixup, cutmix, sets = self.config.mixup, self.config.cutmix, self.label_sets
+        batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets)
         if mixup or cutmix:
-            seed, sets = self.config.seed, self.label_sets
-            batch = mix_batch(batch, self.num_classes, seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
+            batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
         self._part = batch
         self.models.begin_part(batch, is_last=True)
         return batch

@@ -197,9 +197,22 @@ class Steps:
             self._save()
         return self._early_stop.reason is not None
 
-    def owes_evaluation(self) -> bool:
-        """Whether the run was stopped before an evaluation that was due."""
-        return self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step
+    def are_over(self, evaluate: Callable[[], object]) -> bool:
+        """The loop calls run.batches: end a step after which it has left them. Whether it gets no more.
+
+        Evaluates if the run was stopped before an evaluation that was due. UsageError if the loop has had all batches.
+        """
+        if self._exhausted and self.progress.step == self._plan.num_steps:
+            raise UsageError(
+                f"The loop calls run.batches() again after all {self._plan.num_steps:,} steps: it gives the batches of "
+                "all epochs, not of one; call it once, and do what is due after an epoch if (batch.step + 1) % "
+                "run.plan.steps_per_epoch == 0."
+            )
+        if self._stepped and not self._exhausted:
+            return self.end(evaluate)
+        if self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
+            evaluate()
+        return self._exhausted
 
     def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:
         """Record what an evaluation has ``measured``; after which step it was."""
@@ -226,13 +239,15 @@ class Steps:
         """The loop has got its last batch."""
         self._exhausted = True
 
-    def finish(self) -> Outcome:
-        """The loop has returned: record the last metrics and write a checkpoint.
+    def finish(self, evaluate: Callable[[], object]) -> Outcome:
+        """The loop has returned: record the last metrics, evaluate if it was left after the last step, and save.
 
         Raises UsageError if only some loops have, or if the run has no step.
         """
-        if not self._exhausted and self._stepped:
-            self._complete()  # the loop returned after this step
+        if not self._exhausted and self._stepped:  # the loop returned after this step
+            is_last = self.progress.step + 1 == self._plan.num_steps
+            self.end(evaluate) if is_last else self._complete()
+            self._exhausted = is_last
         if not self._exhausted and not self.progress.step:
             raise UsageError(
                 "The loop has returned without a step; it goes over run.batches() to their end, and is a plain "

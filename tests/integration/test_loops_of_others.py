@@ -371,9 +371,12 @@ def states(models: list[nn.Module]) -> list[Tensor]:
     return [each.detach().clone() for model in models for each in model.state_dict().values()]
 
 
-def with_a_run(folder: str, batch_norm: str = "sync") -> dict[str, list[Tensor]]:
+Loops = tuple[Callable[[Any], list[nn.Module]], ...]
+
+
+def with_a_run(folder: str, loops: Loops, batch_norm: str = "sync") -> dict[str, list[Tensor]]:
     found = {}
-    for loop in LOOPS:
+    for loop in loops:
         options = dataclasses.replace(OPTIONS, batch_norm=batch_norm)
         run = make_run(options, images(NUM_IMAGES), f"{folder}/{loop.__name__}", Recorder())
         models = loop(run)
@@ -382,7 +385,7 @@ def with_a_run(folder: str, batch_norm: str = "sync") -> dict[str, list[Tensor]]
     return found
 
 
-def with_torch(folder: str) -> dict[str, list[Tensor]]:
+def with_torch(folder: str, loops: Loops) -> dict[str, list[Tensor]]:
     run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
     model = run.prepare(linear())
     optimizer = sgd(run, model)
@@ -391,14 +394,20 @@ def with_torch(folder: str) -> dict[str, list[Tensor]]:
         batches.append(PlainBatch(batch.images.clone(), batch.labels.clone(), batch.step, batch.num_used))
         run.backward(model(batch.images).sum())
         run.step(optimizer)
-    return {loop.__name__: states(loop(Plain(batches))) for loop in LOOPS}
+    return {loop.__name__: states(loop(Plain(batches))) for loop in loops}
 
 
-def test_they_end_as_with_plain_pytorch(tmp_path: Path) -> None:
-    wanted = with_torch(str(tmp_path / "torch"))
-    both = run_in_processes(2, with_a_run, str(tmp_path / "two"))
-    for found in (with_a_run(str(tmp_path / "one")), with_a_run(str(tmp_path / "own norm"), "aggregate"), *both):
+def check(loops: Loops, folder: Path) -> None:
+    """Assert that they end as plain PyTorch does: on one worker, also with its own batch norm, and on two."""
+    wanted = with_torch(str(folder / "torch"), loops)
+    both = run_in_processes(2, with_a_run, str(folder / "two"), loops)
+    one = with_a_run(str(folder / "one"), loops), with_a_run(str(folder / "own norm"), loops, "aggregate")
+    for found in (*one, *both):
         for name, ours in found.items():
             torch.testing.assert_close(
                 ours, wanted[name], rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def test_they_end_as_with_plain_pytorch(tmp_path: Path) -> None:
+    check(LOOPS, tmp_path)

@@ -599,6 +599,66 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
     assert run.progress.step == 0
 
 
+def test_batches_that_are_asked_for_again_after_the_last_epoch_are_refused(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    to_the_end(run)
+    with pytest.raises(UsageError, match=r"calls run.batches\(\) again after all 12 steps"):
+        next(iter(run.batches()))
+
+
+def test_a_loop_that_leaves_the_batches_after_the_last_step_is_evaluated(tmp_path: Path) -> None:
+    recorder = Recorder()
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), recorder)
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        if batch.step == 11:
+            break
+    outcome = run.finish()
+    assert (outcome.status, outcome.stop_reason, outcome.progress.evaluated_step) == ("finished", None, 12)
+    assert [row.step for row in recorder.rows if row.kind == "evaluation"] == [6, 12]
+
+
+def with_a_backward_of_its_own(folder: str) -> str:
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    try:
+        for batch in run.batches():
+            logits = model(batch.images)
+            logits.square().sum().backward(retain_graph=True)
+            run.backward(cross_entropy(logits, batch.labels))
+            run.step(optimizer)
+    except UsageError as error:
+        return f"{run.progress.step}: {error}"
+    return "nothing"
+
+
+def test_gradients_of_a_backward_beside_the_runs_are_refused_on_several_workers(tmp_path: Path) -> None:
+    for told in run_in_processes(2, with_a_backward_of_its_own, str(tmp_path)):
+        assert told.startswith("0: The loop calls loss.backward() itself")
+    assert with_a_backward_of_its_own(str(tmp_path / "one")) == "nothing"
+
+
+def leaves_a_layer_out_of_a_part(folder: str) -> list[Tensor]:
+    run = make_run(dataclasses.replace(OPTIONS, batch_size=8, accumulate=2), images(NUM_IMAGES), folder, Recorder())
+    model = run.prepare(TwoPaths(run.num_classes))
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate=dict):
+        for model.step, part in enumerate(run.parts(batch)):
+            run.backward(cross_entropy(model(part.images)["logits"], part.labels))
+        run.step(optimizer)
+    return [each.detach() for each in model.parameters()]
+
+
+def test_a_layer_that_only_a_part_of_a_batch_uses_trains_as_on_one_worker(tmp_path: Path) -> None:
+    one = leaves_a_layer_out_of_a_part(str(tmp_path / "one"))
+    for two in run_in_processes(2, leaves_a_layer_out_of_a_part, str(tmp_path / "two")):
+        torch.testing.assert_close(two, one, rtol=1e-8, atol=1e-8)
+
+
 def does_nothing(run: Run) -> None:
     run.prepare(run.build_model())
 
