@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
-from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import UsageError
 from raytrain.launch.placement import image_memory
@@ -29,17 +28,16 @@ _SHARED_FRACTION = 0.8  # of that memory, for runs that train at once on the sam
 
 
 @dataclass(frozen=True)
-class CacheChoice:
-    """Whether the decoded training images are kept in memory, and the test images; and files of a bucket on a disk."""
+class ImageCache:
+    """The orders in which decoded images are kept, None if they are streamed; and files of a bucket on a disk."""
 
-    train: bool
-    test: bool
+    train: CacheOrder | None = None
+    test: CacheOrder | None = None
     disk: DiskCache | None = None
+    folder: str = ""  # of the decoded images, but for those in Ray's object store
 
 
-def choose_cache(
-    config: ResolvedConfig, data: Dataset, plan: BatchPlan, first_step: int, memory_bytes: int
-) -> CacheChoice:
+def choose_cache(config: ResolvedConfig, data: Dataset, first_step: int, memory_bytes: int) -> ImageCache:
     """Decide what is kept if a machine has ``memory_bytes`` for decoded images; raises UsageError if too little."""
     train_bytes, test_bytes = data.num_bytes
     if config.cache == "memory" and train_bytes + test_bytes > memory_bytes:
@@ -47,19 +45,22 @@ def choose_cache(
             f"--cache is memory, and the decoded images take {(train_bytes + test_bytes) / 1e9:.1f} GB while a "
             f"machine has {memory_bytes / 1e9:.1f} GB for them; use --cache auto."
         )
+    plan = data.plan(config)
+    train = CacheOrder(plan, first_step, data.train.rows_per_block(data.train_format.shape))
+    test = CacheOrder(data.test_plan(1), 0, data.test.rows_per_block(data.test_format.shape))
     if config.cache == "disk":
-        return CacheChoice(False, False, _disk_cache(config, data))
+        return ImageCache(disk=_disk_cache(config, data))
     if config.cache != "auto":
-        return CacheChoice(config.cache == "memory", config.cache == "memory")
+        return ImageCache(train, test) if config.cache == "memory" else ImageCache()
     room = _AUTO_FRACTION * memory_bytes
     used_again = plan.num_steps - first_step > plan.steps_per_epoch
-    train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
+    keeps_train = used_again and not config.crops_originals and train_bytes + test_bytes <= room
     read_again = used_again or data.train.packing is not None  # several blocks need images of one shard
     disk = None
-    if read_again and not train:
+    if read_again and not keeps_train:
         with suppress(UsageError):  # the images are in a folder, or the disk has no room
             disk = _disk_cache(config, data)
-    return CacheChoice(train, test_bytes <= room, disk)
+    return ImageCache(train if keeps_train else None, test if test_bytes <= room else None, disk)
 
 
 def keeps_shared(config: ResolvedConfig, data: Dataset, memory_bytes: int) -> bool:
@@ -92,25 +93,11 @@ def _disk_cache(config: ResolvedConfig, data: Dataset) -> DiskCache:
     return DiskCache(folder, int(_DISK_FRACTION * room_bytes), time.time())
 
 
-@dataclass(frozen=True)
-class ImageCache:
-    """Images that a machine keeps decoded in ``folder``, in the orders ``train`` and ``test``; None: streamed."""
-
-    folder: str
-    train: CacheOrder | None
-    test: CacheOrder | None
-    disk: DiskCache | None
-
-
 def image_cache(config: ResolvedConfig, data: Dataset, first_step: int, opened: ExitStack) -> ImageCache:
     """Decide what this machine keeps, and make the folder for it, which is removed when ``opened`` is closed."""
     parent, memory_bytes = image_memory()
-    plan = data.plan(config)
-    choice = choose_cache(config, data, plan, first_step, memory_bytes)
-    folder = opened.enter_context(TemporaryFolder(parent))
-    train = CacheOrder(plan, first_step, data.train.rows_per_block(data.train_format.shape))
-    test = CacheOrder(data.test_plan(1), 0, data.test.rows_per_block(data.test_format.shape))
-    return ImageCache(str(folder), train if choice.train else None, test if choice.test else None, choice.disk)
+    cache = choose_cache(config, data, first_step, memory_bytes)
+    return dataclasses.replace(cache, folder=str(opened.enter_context(TemporaryFolder(parent))))
 
 
 class SharedImages(RunMonitor):

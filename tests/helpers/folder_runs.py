@@ -74,7 +74,7 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     spec = RunSpec.of(resolved, data, store, run.loop, world_size).with_functions()
     train = None if resolved.crops_originals else CacheOrder(spec.plan, 0, _ROWS_PER_BLOCK)
     test = CacheOrder(spec.test_plan, 0, _ROWS_PER_BLOCK)
-    cache = ImageCache(tempfile.mkdtemp(dir=run.config.storage), train, test, disk=None)
+    cache = ImageCache(train, test, folder=tempfile.mkdtemp(dir=run.config.storage))
     recorder = recorder or Recorder(run.stop_after)
     source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, recorder, isolated=False)
     part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))

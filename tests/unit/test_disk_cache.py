@@ -27,7 +27,7 @@ from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.shards import assign_shards
 from raytrain.demo.s3_server import S3Server
 from raytrain.launch import cache_choice
-from raytrain.launch.cache_choice import CacheChoice, choose_cache
+from raytrain.launch.cache_choice import ImageCache, choose_cache
 from raytrain.storage import locks
 from raytrain.storage.disk_cache import DiskCache, kept_bytes
 from raytrain.storage.open import open_store
@@ -248,14 +248,14 @@ def test_images_are_fetched_once_and_anew_if_they_were_replaced(
         assert len(gets) == 21
 
 
-def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: Any) -> CacheChoice:
+def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: Any) -> ImageCache:
     """What is kept of a run of three epochs with the images of ``url``."""
     store = open_store(url)
     manifest = assign_shards(build_manifest(store), url) if packed else build_manifest(store)
     data = Dataset(store, store, manifest, manifest, FORMAT, FORMAT, (0.0,) * 3, (1.0,) * 3)
     given = TrainConfig(data=url, batch_size=2, **{"epochs": 3, **options})
     config = given.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
-    return choose_cache(config, data, data.plan(config), 0, memory_bytes)
+    return choose_cache(config, data, 0, memory_bytes)
 
 
 def test_auto_takes_memory_if_the_images_fit_else_the_disk_if_they_are_used_again(url: str, tmp_path: Path) -> None:

@@ -46,13 +46,13 @@ class DataFeed:
         first_step: int,
         object_store_bytes: int,
     ) -> None:
-        choice = choose_cache(config, data, plan, first_step, object_store_bytes)
+        data = data.read_by(config)
+        self._cache = choose_cache(config, data, first_step, object_store_bytes)
         self._config = config
-        self._data = data.read_by(config).kept_on(choice.disk)
+        self._data = data.kept_on(self._cache.disk)
         self._plan = plan
         self._test_plan = test_plan
         self._first_step = first_step
-        self._choice = choice
 
     @property
     def orders(self) -> dict[str, CacheOrder]:
@@ -66,7 +66,8 @@ class DataFeed:
         self._credentials = credentials
         self.train = self._image_set(data.train_store, data.train, data.train_format)
         self.test = self._image_set(data.test_store, data.test, data.test_format)
-        self._cached = self._to_cache()
+        kept = ("train", self.train, self._cache.train), ("test", self.test, self._cache.test)
+        self._cached = {name: CachedImages(images, order) for name, images, order in kept if order is not None}
 
     def start(self, placement: Placement) -> None:
         """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
@@ -99,16 +100,6 @@ class DataFeed:
             coordinator=self._coordinator,
             packed=manifest.packing is not None,
         )
-
-    def _to_cache(self) -> dict[str, CachedImages]:
-        to_cache: dict[str, CachedImages] = {}
-        if self._choice.train:
-            order = CacheOrder(self._plan, self._first_step, self.train.rows_per_block)
-            to_cache["train"] = CachedImages(self.train, order)
-        if self._choice.test:
-            order = CacheOrder(self._test_plan, 0, self.test.rows_per_block)
-            to_cache["test"] = CachedImages(self.test, order)
-        return to_cache
 
 
 class SharedImages(AbstractContextManager["SharedImages"]):
