@@ -91,7 +91,7 @@ class RayLaunch:
         self._spec = spec.with_functions()
         self._functions = pickle_functions(self._spec, with_imports=cluster.own is None)
         self._shared: SharedImages | None = group and group.images
-        reading = self.config, prepared.data, self._spec.plan, self._spec.test_plan, prepared.first_step
+        reading = self.config, prepared.data, self._spec.test_plan, prepared.first_step
         shared_feed = self._shared and self._shared.feed
         self._owns_feed = shared_feed is None
         self._feed = shared_feed or DataFeed(*reading, found.object_store_bytes)

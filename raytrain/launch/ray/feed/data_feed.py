@@ -38,19 +38,13 @@ class DataFeed:
     """Training and test images on their way to the workers, from :meth:`start` to :meth:`close`."""
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        data: Dataset,
-        plan: BatchPlan,
-        test_plan: BatchPlan,
-        first_step: int,
-        object_store_bytes: int,
+        self, config: ResolvedConfig, data: Dataset, test_plan: BatchPlan, first_step: int, object_store_bytes: int
     ) -> None:
         data = data.read_by(config)
         self._cache = choose_cache(config, data, first_step, object_store_bytes)
         self._config = config
         self._data = data.kept_on(self._cache.disk)
-        self._plan = plan
+        self._plan = data.plan(config)
         self._test_plan = test_plan
         self._first_step = first_step
 
@@ -111,7 +105,7 @@ class SharedImages(AbstractContextManager["SharedImages"]):
         self.feed: DataFeed | None = None
         if keeps_shared(config, data, room):
             in_memory = dataclasses.replace(config, cache="memory")
-            self.feed = DataFeed(in_memory, data, data.plan(config), data.test_plan(1), 0, room)
+            self.feed = DataFeed(in_memory, data, data.test_plan(1), 0, room)
         with ExitStack() as opened:
             self.coordinator = start_coordinator(
                 prepared.name,
