@@ -117,6 +117,7 @@ class Steps:
         self._stepped = False  # an optimizer, since then
         self._checked_first = False
         self._start_reported = self._told_network = False
+        self._asked_at = step  # when the loop called run.batches last
         self._exhausted = False  # the loop has got all batches that it gets
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
 
@@ -198,20 +199,22 @@ class Steps:
         return self._early_stop.reason is not None
 
     def are_over(self, evaluate: Callable[[], object]) -> bool:
-        """The loop calls run.batches: end a step after which it has left them. Whether it gets no more.
+        """The loop calls run.batches: end a step after which it has left them. Return whether it gets no more.
 
-        Evaluates if the run was stopped before an evaluation that was due. UsageError if the loop has had all batches.
+        Evaluates if the run was stopped before an evaluation that was due. UsageError if one call gave several epochs.
         """
-        if self._exhausted and self.progress.step == self._plan.num_steps:
+        num_given = self.progress.step - self._asked_at
+        if self._exhausted and self.progress.step == self._plan.num_steps and num_given > self._plan.steps_per_epoch:
             raise UsageError(
-                f"The loop calls run.batches() again after all {self._plan.num_steps:,} steps: it gives the batches of "
-                "all epochs, not of one; call it once, and do what is due after an epoch if (batch.step + 1) % "
-                "run.plan.steps_per_epoch == 0."
+                f"The loop calls run.batches() again after {num_given:,} steps to the end of the run: it gives the "
+                "batches of all epochs, not of one; call it once, and do what is due after an epoch if (batch.step + "
+                "1) % run.plan.steps_per_epoch == 0."
             )
         if self._stepped and not self._exhausted:
-            return self.end(evaluate)
-        if self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
+            self._exhausted = self.end(evaluate)
+        elif self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
             evaluate()
+        self._asked_at = self.progress.step
         return self._exhausted
 
     def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:

@@ -8,6 +8,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -602,8 +603,29 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
 def test_batches_that_are_asked_for_again_after_the_last_epoch_are_refused(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     to_the_end(run)
-    with pytest.raises(UsageError, match=r"calls run.batches\(\) again after all 12 steps"):
+    with pytest.raises(UsageError, match=r"calls run.batches\(\) again after 12 steps"):
         next(iter(run.batches()))
+
+
+def half_by_half(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for _ in range(2):
+        for batch in islice(run.batches(), 6):
+            run.backward(cross_entropy(model(batch.images), batch.labels))
+            run.step(optimizer)
+
+
+@pytest.mark.parametrize("stop_after", [3, 5, 6, 9])
+def test_a_loop_that_leaves_the_batches_after_each_epoch_stops_and_resumes(stop_after: int, tmp_path: Path) -> None:
+    half_by_half(run := make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder(stop_after)))
+    stopped = run.finish()
+    assert (stopped.status, stopped.stop_reason) == ("stopped", None) and stopped.progress.step <= stop_after + 1
+    half_by_half(run := make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder()))
+    assert run.finish().status == "finished"
+    half_by_half(whole := make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path / "whole"), Recorder()))
+    whole.finish()
+    torch.testing.assert_close(weights_of(run), weights_of(whole), rtol=0, atol=0)
 
 
 def test_a_loop_that_leaves_the_batches_after_the_last_step_is_evaluated(tmp_path: Path) -> None:
