@@ -28,10 +28,20 @@ def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) 
     fused = not any(weight.is_complex() for weight in model.parameters())  # torch's fused kernels are for real numbers
     if config.optimizer == "sgd":
         momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
-        return torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=fused, **momentum)
+        optimizer = torch.optim.SGD(groups, lr=rate, weight_decay=decay, fused=fused, **momentum)
+        if config.momentum:
+            optimizer.register_step_pre_hook(_begin_momentum)
+        return optimizer
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, fused=fused)
     return _timm_optimizer(config.optimizer, groups, rate, decay)
+
+
+def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
+    """From zeros: torch's fused SGD leaves it uninitialised if the first gradients are infinite, as in float16."""
+    for weight in parameters_of(optimizer):
+        if weight.grad is not None and optimizer.state[weight].get("momentum_buffer") is None:
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
 
 def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int) -> list[dict[str, Any]]:

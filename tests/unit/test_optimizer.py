@@ -18,6 +18,7 @@ from raytrain import TrainConfig, UsageError
 from raytrain.training.model_names import check_optimizer_name
 from raytrain.training.optimisation import build_optimizer
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
+from tests.integration.test_exact import config
 
 CHECKED = """
 import sys
@@ -93,3 +94,22 @@ def test_nesterovs_momentum_is_torchs_and_refused_without_momentum() -> None:
     for other in ({"momentum": 0.0}, {"optimizer": "adamw"}):
         with pytest.raises(UsageError, match="--nesterov is for SGD with momentum"):
             TrainConfig(batch_size=1, learning_rate=0.5, nesterov=True, **other)  # type: ignore[arg-type]
+
+
+def test_momentum_begins_with_the_first_finite_gradients_of_each_weight() -> None:
+    ours, plain = nn.Linear(300, 300), nn.Linear(300, 300)
+    plain.load_state_dict(ours.state_dict())
+    options = config(learning_rate=0.1, momentum=0.9, weight_decay=0.0)
+    torch.full((400, 300), float("nan"))  # memory that is not initialised has the content of what was freed
+    for model, optimizer in (
+        (ours, build_optimizer(options, ours, 300)),
+        (plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=options.nesterov, fused=False)),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)  # pyright: ignore[reportPrivateImportUsage]
+        for step, factor in enumerate((float("inf"), 1.0, 1.0)):
+            scaler.scale((model.weight.square() * factor).sum()).backward()
+            model.bias.grad = torch.ones_like(model.bias) if step == 2 else None
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
