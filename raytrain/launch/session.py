@@ -80,6 +80,7 @@ class RunSession:
         self._documents = Background(self._keep)  # storage may hang, and a stop must not wait for it
         self._seen = START
         self._has_begun = False
+        self._ends_early = False  # by a stop request before the workers train
         self._is_concluded = False
         self._is_over = False
 
@@ -107,7 +108,8 @@ class RunSession:
                 signals.request_stop(request)
             if signals.stop_request is not None and snapshot.stop_request is None:
                 self._monitor.request_stop(signals.stop_request)
-                if snapshot.status == "starting":
+                self._ends_early = self._monitor.snapshot(START).status == "starting"  # now, not a moment ago
+                if self._ends_early:
                     break
             self._launch.look(snapshot)
             ending = self._monitor.ending()
@@ -131,7 +133,7 @@ class RunSession:
         reason = ending.reason
         if reason is None and ending.outcome is not None:
             return ending.outcome
-        if reason is None and snapshot.status == "starting" and snapshot.stop_request is not None:
+        if reason is None and self._ends_early:
             return Outcome(status="stopped", progress=Progress(step=self._prepared.first_step))
         reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
         prepared = self._prepared
