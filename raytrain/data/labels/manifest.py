@@ -66,8 +66,7 @@ class Manifest:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many other files are below ``url``, by the reason why they are not used."""
     packing: Packing | None = None  # None if each image is an object of its own
-    labels_digest: str = ""
-    """Of the label file (see ``LabelTable.digest`` in ``label_file.py``); empty if folders are the labels."""
+    labels_digest: str = ""  # see ``LabelTable.digest`` in ``label_file.py``; empty if folders are the labels
     label_sets: npt.NDArray[np.bool_] | None = None  # (K, C)
     """Which of C classes belong to each label if an image may have several; None if a label is a class."""
     shrinking: Shrinking | None = None  # of packed images; None if their files are what they were
