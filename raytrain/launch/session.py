@@ -92,6 +92,7 @@ class RunSession:
         if kind is not None:
             self._abandon(_STATUS_AFTER.get(kind, "failed"))
         self._launch.close(finished=self._is_over)
+        del self._launch  # otherwise what it holds in a cluster stays until Python looks for cycles of references
 
     def watch(self) -> TrainResult:
         """See the run to its end: show it, pass on stop requests, keep its documents.

@@ -188,19 +188,24 @@ class TrainerThread:
     def _fit(self, trainer: TorchTrainer) -> None:
         try:
             trainer.fit()
-            self._clean_up()
+            self._end_controller()
             self.ended.set_result(None)
         except BaseException as error:
             _logger.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
-            self._clean_up()
+            self._end_controller()
+            self._free_reserved()
             self.ended.set_exception(error)
 
-    def _clean_up(self) -> None:
-        """End the controller, whose handle others may have; free what it has left reserved if it has died."""
-        with suppress(Exception):  # the coordinator has died, or this process has left the cluster
-            controller, self._controller = self._controller, None
-            if controller is not None:
+    def _end_controller(self) -> None:
+        """End the controller, which stays as long as anybody has its handle."""
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            with suppress(Exception):  # this process has left the cluster
                 ray.kill(controller)
+
+    def _free_reserved(self) -> None:
+        """Free the workers' CPUs and GPUs, which a controller that was killed has left reserved."""
+        with suppress(Exception):  # the coordinator has died, or this process has left the cluster
             reserved: Any = ray.get(self._coordinator.reserved.remote(), timeout=_ABORTED_WITHIN_S)
             if reserved is not None:
                 remove_placement_group(reserved)
