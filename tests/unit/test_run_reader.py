@@ -114,7 +114,8 @@ def test_the_machines_of_a_run_that_trains_are_seen_and_damaged_lines_about_them
 def test_damaged_documents_hide_only_themselves(tmp_path: Path) -> None:
     store = store_run(tmp_path, "run", [step_row(10, loss=1.0)], status="finished")
     add_events(store, TrainingStarted(2))
-    store.append(EVENTS, b'{"at_s": 1, "kind": "unheard_of"}\n{"at_s": 1, "kind": "note", "text": 7}\n')
+    with (tmp_path / "run" / EVENTS).open("a") as file:
+        file.write('{"at_s": 1, "kind": "unheard_of"}\n{"at_s": 1, "kind": "note", "text": 7}\n')
     with (tmp_path / "run" / METRICS).open("a") as file:
         file.write('garbage\n[1]\n{"kind": "step", "step": 20, "epoch": 1, "loss": 1e999}\n')
     store.put("summary.json", b'{"steps": "many"}')
