@@ -80,7 +80,7 @@ def evaluate(
     else:
         images = open_store(data)
         manifest = _labelled(trained, images, labels)
-    table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views)
+    table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, as_measured=True)
     if trained.config.multi_label:
         result = score_labels(trained, manifest, table, thresholds)
     else:

@@ -49,11 +49,12 @@ class Predictor:
         top_k: int,
         test_views: Collection[TestView] = (),
         trust: bool = False,
+        as_measured: bool = False,
     ) -> None:
         """Load the best checkpoint of the run called ``run`` from its ``store``; for ``trust`` see raytrain.load.
 
         Logits are averaged over ``test_views`` of each image, and over those that the run was trained with. They are
-        computed in the precision of the run, as it measured them.
+        computed as by the network that ``raytrain.load`` returns, or ``as_measured``: in the run's precision.
         """
         import torch
 
@@ -64,9 +65,10 @@ class Predictor:
         self._device = torch.device(f"cuda:{gpu}" if torch.cuda.is_available() else "cpu")
         self._classifier = load_classifier(store, run, trust=trust).to(self._device)
         self._classifier.test_views |= set(test_views)
-        prepare_for_autocast(self._classifier.network, self._classifier.precision)
+        self._precision = self._classifier.precision if as_measured else "float32"
+        prepare_for_autocast(self._classifier.network, self._precision)
         if self._device.type == "cuda":
-            set_gpu_products(self._classifier.precision)
+            set_gpu_products(self._precision)
         self._top_k = top_k
 
     def __call__(self, images: Pixels, labels: npt.NDArray[np.int64]) -> pa.Table:
@@ -104,7 +106,7 @@ class Predictor:
 
         from raytrain.training.autocast import mixed_precision
 
-        with torch.no_grad(), mixed_precision(self._classifier.precision, self._device):
+        with torch.no_grad(), mixed_precision(self._precision, self._device):
             return self._classifier(torch.from_numpy(images.copy()).to(self._device)).double().cpu()
 
 
@@ -136,13 +138,15 @@ class TrainedRun:
         address: str | None,
         test_views: Collection[TestView],
         top_k: int = 1,
+        as_measured: bool = False,
     ) -> pa.Table:
         """Predict the manifest's images, which are in the store ``images``: a row for each, in the manifest's order.
 
         The cluster at ``address`` does it, or one that a command here would join; without any, this process does. The
-        columns are those of :func:`raytrain.launch.predict_request.predict_here`.
+        columns are those of :func:`raytrain.launch.predict_request.predict_here`; for ``as_measured`` see Predictor.
         """
-        load_predictor = partial(Predictor, run=self.name, top_k=top_k, trust=self.trust, test_views=test_views)
+        options: dict[str, Any] = {"top_k": top_k, "test_views": test_views, "as_measured": as_measured}
+        load_predictor = partial(Predictor, run=self.name, trust=self.trust, **options)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
         if uses_cluster(address):
             return self._predict_on_cluster(request, workers, address)

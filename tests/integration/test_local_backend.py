@@ -60,13 +60,17 @@ def weights(result: raytrain.TrainResult) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-5)])
-def test_a_run_is_evaluated_in_the_precision_in_which_it_has_measured_itself(
+def test_a_run_is_evaluated_in_the_precision_in_which_it_has_measured_itself_and_predicts_as_its_network_does(
     precision: str, tolerance: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raytrain.inference.trained_run.uses_cluster", lambda address: False)
     run = raytrain.train(options(data, tmp_path, workers=1, precision=precision, epochs=1))
     found = raytrain.evaluate("run", storage=str(tmp_path))
     assert found.summary()["loss"] == pytest.approx(run.test_loss, abs=tolerance)
+    photo = next(data.rglob("*.png"))
+    [predicted] = raytrain.predict("run", str(photo), storage=str(tmp_path)).table["score"].to_pylist()
+    _, score = raytrain.load("run", storage=str(tmp_path)).classify(photo)
+    assert predicted == pytest.approx(score, abs=1e-6)
 
 
 def once(action: Callable[[Snapshot], None], ready: Callable[[Snapshot], bool]) -> Callable[[Snapshot], None]:
