@@ -51,7 +51,10 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         if not self.isolated:
             yield lambda data, crop: decode(data, self.shape, crop)
             return
-        process = self._idle.pop() if self._idle else DecodeProcess(self.shape)
+        try:
+            process = self._idle.pop()
+        except IndexError:  # asking first would race with other threads
+            process = DecodeProcess(self.shape)
         try:
             yield process.decode
         finally:
