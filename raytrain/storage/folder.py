@@ -271,16 +271,19 @@ def _write_to_disk(file: str, data: bytes) -> None:
         os.fsync(opened.fileno())
 
 
-def broken_links(store: Store) -> list[str]:
-    """The paths of links in a folder that lead nowhere, which :meth:`Store.list` leaves out."""
-    return [os.path.relpath(path, store.url) for path in _broken(store.url)] if isinstance(store, FolderStore) else []
+def dead_ends(store: Store) -> list[str]:
+    """What :meth:`Store.list` leaves out of a folder: links that lead nowhere, and empty folders, with a slash."""
+    found = _dead_ends(store.url) if isinstance(store, FolderStore) else ()
+    return [path for each in found if (path := each[len(store.url.rstrip("/")) + 1 :])]
 
 
-def _broken(folder: str) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                if not os.path.exists(entry.path):
-                    yield entry.path
-            elif entry.is_dir():
-                yield from _broken(entry.path)
+def _dead_ends(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as scan:
+        entries = list(scan)
+    if not entries:
+        yield f"{folder}/"
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _dead_ends(entry.path)
+        elif entry.is_symlink() and not os.path.exists(entry.path):
+            yield entry.path

@@ -76,6 +76,7 @@ def test_folders_that_repeat_below_each_other_are_refused(tmp_path: Path) -> Non
         ("training_set", "test_set"),
         ("train_images", "val_images"),
         ("data/train", "data/test"),
+        ("train2019", "val2019"),
         ("seg_train/seg_train", "seg_test/seg_test"),
     ],
 )
@@ -110,6 +111,25 @@ def test_test_images_without_classes_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "a")
 
 
+def test_test_images_in_a_folder_that_is_no_class_are_refused(tmp_path: Path) -> None:
+    fill(tree(tmp_path / "a", "train/n01/images", "train/n02/images"), "val/images/1.png", "val/images/2.png")
+    with pytest.raises(UsageError, match=r"val/ with 2 images that are in none; give --data .*/train"):
+        opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("train2017", "val2017"), ("train", "test1")])
+def test_training_and_test_images_without_classes_are_no_classes(names: tuple[str, str], tmp_path: Path) -> None:
+    fill(tmp_path / "a", *(f"{name}/{number}.png" for name in names for number in range(5)))
+    with pytest.raises(UsageError, match=rf"{names[0]}/ and {names[1]}/ without class folders; .*--labels and --data"):
+        opened(tmp_path / "a")
+
+
+def test_an_image_beside_the_classes_makes_no_class_of_the_training_folder(tmp_path: Path) -> None:
+    fill(tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog"), "train/stray.png", start=99)
+    data = opened(tmp_path / "a")
+    assert counts(data) == {"cat": (4, 4), "dog": (4, 4)} and sum(data.train.left_out.values()) == 1
+
+
 def test_other_folders_beside_training_and_test_folders_are_refused(tmp_path: Path) -> None:
     tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog", "extra/cat")
     with pytest.raises(UsageError, match=r"other folders, such as extra/.*--data .*/train --test-data .*/test"):
@@ -133,19 +153,22 @@ def test_files_that_are_left_out_are_told_by_reason_and_a_class_that_vanishes_by
     (folder / "elk").mkdir()
     (folder / "elk" / "1.png").symlink_to("/nowhere/1.png")
     (folder / "dog" / "9.png").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{1:064x}\nsize 99\n")
+    (folder / "yak").mkdir()
     fill(folder, "cat/@eaDir/1.png/SYNO.jpg", "__MACOSX/cat/1.png", "$RECYCLE.BIN/x.png", "cat/.hidden.png")
     manifest = build_manifest(open_store(str(folder)))
     assert manifest.classes == ("cat", "dog", "owl") and manifest.class_counts().tolist() == [4, 4, 2]
     assert "2 .tif files (not read; convert them to PNG or JPEG)" in caplog.text
     assert "1 links that lead nowhere" in caplog.text and "1 pointers of Git LFS" in caplog.text
-    assert "1 .xyz files" in caplog.text and "No image is left in 'elk', 'fox'." in caplog.text
-    assert sum(manifest.left_out.values()) == 9 and "thumbnails" not in caplog.text
+    assert "1 .xyz files" in caplog.text and "No image is left in 'elk', 'fox', 'yak'." in caplog.text
+    assert (
+        "1 empty folders" in caplog.text and sum(manifest.left_out.values()) == 10 and "thumbnails" not in caplog.text
+    )
 
 
-@pytest.mark.parametrize("name", ["images.zip", "images.tar", "1.png"])
+@pytest.mark.parametrize("name", ["images.zip", "images.tar", "images.tar.zst", "images.h5", "1.png", "data.xyz"])
 def test_a_file_where_a_folder_is_expected_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(png(1))
-    with pytest.raises(UsageError, match=r"a folder or a prefix of images is expected; (unpack|pack|give)"):
+    with pytest.raises(UsageError, match=r"a folder or a prefix of images is expected; (unpack|pack|give|write)"):
         build_manifest(open_store(str(tmp_path / name)))
 
 
@@ -162,6 +185,21 @@ def test_a_folder_may_have_the_name_of_a_file(tmp_path: Path) -> None:
 def test_a_folder_of_test_images_beside_classes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert counts(opened(tree(tmp_path / "a", "cat", "dog", "test"))).keys() == {"cat", "dog", "test"}
     assert "test/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["masks", "JPEGImages", "annotations"])
+def test_a_folder_that_is_hardly_a_class_is_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(tree(tmp_path / "a", "cat", "dog", name))
+    assert f"{name}/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text
+
+
+def test_masks_beside_images_and_classes_that_are_alike_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tree(tmp_path / "a", "Cat", "cat", "dog"), "dog/0_mask.png", "dog/1_mask.png", "dog/unmasked_mask.png")
+    opened(tmp_path / "a")
+    assert "2 images in" in caplog.text and "look like masks of others, such as dog/0_mask.png" in caplog.text
+    assert "The classes Cat, cat of" in caplog.text
 
 
 def test_images_in_no_class_folder_are_counted_once(tmp_path: Path) -> None:

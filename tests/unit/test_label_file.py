@@ -96,14 +96,44 @@ def test_columns_are_found_by_option(images: Path, tmp_path: Path) -> None:
         opened(images, labels, tmp_path, key_column="where", label_column=("bread",))
 
 
-def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path) -> None:
+def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(images, split=lambda number: ("train", "Train", "val", "test")[number % 4])
     train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
     split_of = dict(zip(rows["path"], rows["split"], strict=True))
     assert {split_of[key] for key in by_key(train)} == {"train", "Train"}
     assert {split_of[key] for key in by_key(test)} == {"test"}
+    assert "Rows of" in caplog.text and "with other splits (22 val) are not used" in caplog.text
     rows["split"] = ["a"] * 90
     assert "has the values 'a'; it must have train, and test or val" in refused(images, rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Split", ("Train", "TRAIN", "Test")),
+        ("set", ("train", "train2017", "val2017")),
+        ("Usage", ("Training", "PublicTest", "PrivateTest")),
+    ],
+)
+def test_test_images_are_held_out_whatever_the_column_is_called(
+    name: str, values: tuple[str, ...], images: Path, tmp_path: Path
+) -> None:
+    rows = rows_of(images, **{name: lambda number: values[number % 3]})
+    train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+    value_of = dict(zip(rows["path"], rows[name], strict=True))
+    assert not {value_of[key] for key in by_key(train)} & {value_of[key] for key in by_key(test)}
+    rows["fold"] = rows[name]
+    rows["set2"] = rows.pop(name)
+    assert "columns 'fold', 'set2' of the label file" in refused(images, rows, tmp_path)
+
+
+def test_a_column_of_flags_that_would_hold_out_images_is_said_not_to_be_read(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(
+        images, write(tmp_path / "labels.csv", rows_of(images, is_valid=lambda number: str(number % 5 == 0))), tmp_path
+    )
+    assert "The column 'is_valid' of" in caplog.text and "is not read; a column split" in caplog.text
 
 
 def test_groups_are_on_one_side_as_a_whole_and_classes_keep_their_shares(images: Path, tmp_path: Path) -> None:
@@ -166,6 +196,16 @@ def test_many_unknown_keys_are_refused_with_the_first_three(images: Path, tmp_pa
     assert "such as 'blue/000.png'" in sentence
 
 
+def test_keys_may_lack_the_suffixes_of_files(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images)
+    expected = dict(zip(rows["path"], rows["label"], strict=True))
+    rows["path"] = [key.removesuffix(".png") for key in rows["path"]]
+    assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == expected
+    for name in ("000", "001"):
+        (images / "red" / f"{name}.jpg").write_bytes(b"a mask")
+    assert "2 keys of" in (sentence := refused(images, rows, tmp_path)) and "only the suffixes differ" in sentence
+
+
 def test_keys_that_disagree_are_refused_and_keys_that_agree_count_once(images: Path, tmp_path: Path) -> None:
     rows = rows_of(images)
     twice = {name: values + values[:1] for name, values in rows.items()}
@@ -224,13 +264,17 @@ def test_keys_in_any_form_are_those_of_the_images(form: str, images: Path, tmp_p
         "path, label\n{rows}",
         "path;label\n{rows}",
         "path\tlabel\n{rows}",
+        "path|label\n{rows}",
+        "path\tlabel\tsize (w, h)\n{rows}",
+        'path;label;"size, px"\n{rows}',
+        "Path,LABEL\n{rows}",
     ],
 )
 def test_tables_of_other_programs_are_read(content: str, images: Path, tmp_path: Path) -> None:
     keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
-    comma = next((each for each in ";\t" if each in content), ",")
-    index = content.startswith(",")
-    rows = "".join(f"{n}{comma}" * index + f"{key}{comma} {'ab'[n % 2]}\n" for n, key in enumerate(keys))
+    comma = next((each for each in ";\t|" if each in content), ",")
+    index, more = content.startswith(","), f"{comma}0,5" * ("size" in content)
+    rows = "".join(f"{n}{comma}" * index + f"{key}{comma} {'ab'[n % 2]}{more}\n" for n, key in enumerate(keys))
     encoded = content.replace("{rows}", rows + index * f"{len(keys)},{keys[0]},a\n").encode()
     assert by_key(*opened(images, text(tmp_path, encoded), tmp_path)) == {
         key: "ab"[number % 2] for number, key in enumerate(keys)
@@ -241,10 +285,10 @@ def test_texts_that_stand_for_no_label_are_none_and_told(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
-    labels = ["NaN", "", "-1", *(f"{number % 2}.0" for number in range(len(keys) - 3))]
+    labels = ["NaN", "", "-1", "N/A", *(f"{number % 2}.0" for number in range(len(keys) - 4))]
     content = "path,label\n" + "".join(f"{key},{label}\n" for key, label in zip(keys, labels, strict=True))
     assert sorted(set(by_key(*opened(images, text(tmp_path, content), tmp_path)).values())) == ["0", "1"]
-    assert "have no label (1 NaN, 1 -1)" in caplog.text
+    assert "have no label (1 NaN, 1 -1, 1 N/A)" in caplog.text
 
 
 def test_json_lines_are_read(images: Path, tmp_path: Path) -> None:
@@ -275,9 +319,33 @@ def test_a_column_that_is_there_twice_is_refused(images: Path, tmp_path: Path) -
         opened(images, text(tmp_path, "path,label,label\nred/000.png,a,b\n"), tmp_path)
 
 
-def test_a_file_in_another_encoding_is_refused(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "path,label\nred/000.png,héron\n".encode("cp1252"),
+        "path,label\nred/000.png,a\n".encode("utf-16")[:-1],
+        "path,label\nred/000.png,a\n".encode("utf-16-be"),  # without a mark
+        b"PK\3\4\0\0path,label",  # a spreadsheet
+    ],
+)
+def test_a_file_in_another_encoding_is_refused(content: bytes, images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not in UTF-8"):
-        opened(images, text(tmp_path, "path,label\nred/000.png,héron\n".encode("cp1252")), tmp_path)
+        opened(images, text(tmp_path, content), tmp_path)
+
+
+@pytest.mark.parametrize("joined", ["a b", "a/b", "['a', 'c']"])
+def test_a_label_that_looks_like_several_is_told(
+    joined: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images, label=lambda number: ("a", "b", joined)[number % 3])
+    opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+    assert f"The label {joined!r} of" in caplog.text
+
+
+def test_lists_of_labels_as_python_writes_them_are_several_classes(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, label=lambda number: ("['a', 'hot dog']", "[]")[number % 2])
+    train, _ = opened(images, write(tmp_path / "labels.csv", rows), tmp_path, label_separator=",")
+    assert train.classes == ("a", "hot dog")
 
 
 def test_keys_that_are_one_image_and_disagree_are_refused(images: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ are training and test images, whether the classes are below them (``train/cat``)
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import re
 import unicodedata
@@ -17,18 +18,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain.errors import UsageError
-from raytrain.storage.folder import broken_links
+from raytrain.storage.folder import dead_ends
 from raytrain.storage.store import Store, StoredObject
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 _OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".ppm", ".pgm", ".dng", ".dcm")
 """Formats of images that are not read."""
 _CONTAINERS = {
-    **dict.fromkeys((".zip", ".gz", ".rar", ".7z"), "unpack it and give the folder"),
+    **dict.fromkeys((".zip", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".rar", ".7z"), "unpack it and give the folder"),
     ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
     **dict.fromkeys((".tar", ".parquet"), "pack it with `raytrain pack`, and give the packed folder"),
     ".arrow": "write it as Parquet (`Dataset.to_parquet` of datasets), and pack that with `raytrain pack`",
-    **dict.fromkeys((".mds", ".tfrecord"), "write its samples as Parquet or as files in class folders"),
+    **dict.fromkeys(
+        (".mds", ".tfrecord", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle", ".mdb", ".lmdb", ".beton"),
+        "write its samples as Parquet or as files in class folders",
+    ),
 }
 _SYSTEM_FOLDERS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 _SYSTEM_FILES = frozenset({"Thumbs.db", "desktop.ini"})
@@ -39,6 +43,7 @@ TABLES = "tables and descriptions"
 _TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", ".md", ".xml", ".yaml", ".yml", ".html")
 _NO_LOSS = (HIDDEN, TABLES)
 LINKS = "links that lead nowhere"
+EMPTY = "empty folders"
 POINTERS = "pointers of Git LFS (`git lfs pull` fetches the images)"
 
 
@@ -66,8 +71,8 @@ def list_files(store: Store) -> Listing:
             found.append(stored)
         else:
             listing.left_out[reason].append(stored.path)
-    for path in broken_links(store):
-        listing.left_out[HIDDEN if is_hidden(path) else LINKS].append(path)
+    for path in dead_ends(store):
+        listing.left_out[HIDDEN if is_hidden(path.rstrip("/")) else EMPTY if path.endswith("/") else LINKS].append(path)
     if pointers := _lfs_pointers(store, found):
         listing.left_out[POINTERS] += pointers
     listing.images = sorted(stored for stored in found if stored.path not in pointers)
@@ -103,14 +108,15 @@ def is_hidden(path: str) -> bool:
 
 
 def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` names a file by its suffix. Called if there is no folder of that name."""
+    """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
     if "*" in url:
         raise UsageError(f"{url} is a pattern, and a folder or a prefix of images is expected; give the folder.")
     if advice := _CONTAINERS.get(suffix):
         raise UsageError(f"{url} is a {suffix} file, and a folder or a prefix of images is expected; {advice}.")
-    if suffix in SUFFIXES:
-        raise UsageError(f"{url} is one image, and a folder or a prefix of images is expected; give the folder.")
+    if suffix in SUFFIXES or os.path.isfile(url):
+        kind = "one image" if suffix in SUFFIXES else "a file"
+        raise UsageError(f"{url} is {kind}, and a folder or a prefix of images is expected; give the folder.")
 
 
 def _reason(path: str) -> str | None:
@@ -151,11 +157,13 @@ def _no_images(listing: Listing) -> UsageError:
 
 Part = Literal["train", "test"]
 
-_OF_IMAGES = r"(set|data|images|imgs)?s?"
+_OF_IMAGES = r"(set|data|images|imgs)?s?\d*"
 _TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
-_TEST = re.compile(r"(test|testing)" + _OF_IMAGES)
+_TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
 _log = logging.getLogger("raytrain")
+_BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*")
+_MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _WORDS = re.compile(r"[ _.-]+")
 
 
@@ -179,6 +187,11 @@ def is_test(name: str) -> bool:
     return _is(_TEST, name) or _is(_VALIDATION, name)
 
 
+def is_part(name: str) -> bool:
+    """Whether a folder, a file or a value of this name is of training, test or validation images."""
+    return is_training(name) or is_test(name)
+
+
 def test_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names to test on: those of test images, else those of validation images."""
     ordered = sorted(set(names))
@@ -189,6 +202,7 @@ def test_names(names: Iterable[str]) -> tuple[str, ...]:
 def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     """The classes and parts of the images ``keys``, paths below ``url``; UsageError if they are ambiguous."""
     composed = (unicodedata.normalize("NFC", key) for key in keys)  # a Mac writes é as two characters, others as one
+    _tell_masks(keys, url)
     paths = _below_shared_folders([tuple(key.split("/")[:-1]) for key in composed])
     tops = {path[0] for path in paths if path}
     if split := _by_top_folder(paths, tops, url):
@@ -196,7 +210,9 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     if split := _by_second_folder(paths, url):
         return split
     _refuse_repeated(paths, tops, url)
-    for name in sorted(top for top in tops if len(tops) > 1 and (is_training(top) or is_test(top))):
+    for name in sorted(
+        top for top in tops if len(tops) > 1 and (is_part(top) or _BESIDE_CLASSES.fullmatch(top.lower()))
+    ):
         _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(tops) - 1)
     return FolderLabels(tuple(path[0] if path else "" for path in paths))
 
@@ -206,8 +222,11 @@ def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: 
     if not found:
         raise UsageError(
             f"The {num_images:,} images below {url} are not in class folders; put each class into a folder of "
-            f"its name, such as {url.rstrip('/')}/cat/."
+            f"its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels."
         )
+    alike = Counter(name.casefold() for name in found if classes is None)
+    if same := [name for name in found if alike[name.casefold()] > 1]:
+        _log.warning("The classes %s of %s differ in upper and lower case only.", first_names(same), url)
     if classes is None and len(found) == 1:
         raise UsageError(
             f"All {num_images:,} images below {url} are of one class, {found[0]!r}; a classifier needs at "
@@ -230,6 +249,21 @@ def _is(kind: re.Pattern[str], name: str) -> bool:
     return any(kind.fullmatch(word) for word in _WORDS.split(name.lower()))
 
 
+def _tell_masks(keys: Sequence[str], url: str) -> None:
+    """Log how many images are called like another one with _mask or the like behind its name."""
+    stems = {posixpath.splitext(key)[0] for key in keys}
+    masks = [
+        key
+        for key in keys
+        if (stem := posixpath.splitext(key)[0]).endswith(_MASKS) and stem.rpartition("_")[0] in stems
+    ]
+    if masks:
+        _log.warning(
+            "%s images in %s look like masks of others, such as %s, and are used as images.",
+            *(f"{len(masks):,}", url, masks[0]),
+        )
+
+
 def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """The folders of each image without those that all images share, as long as each has another one below."""
     while paths and all(len(path) > 1 and path[0] == paths[0][0] for path in paths):
@@ -241,22 +275,33 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
     """Labels for train/cat and test/cat; None if there are no folders of training and test images with classes."""
     train = next((top for top in sorted(tops) if is_training(top)), None)
     test = next(iter(test_names(tops)), None)
-    if train is None or test is None or any(len(path) == 1 and path[0] == train for path in paths):
+    if train is None or test is None:
+        return None
+    others = sorted(top for top in tops if not is_part(top))
+    below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]  # seg_train/seg_train
+    in_train, in_test = (
+        {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == part} for part in (train, test)
+    )
+    if others and not in_train:
         return None  # classes may be called train and test: then the images are in them
-    num_direct = sum(len(path) == 1 and path[0] == test for path in paths)
-    others = sorted(top for top in tops if not is_training(top) and not is_test(top))
     url = url.rstrip("/")
-    if num_direct:
+    if not in_train:
         raise UsageError(
-            f"{url} contains {train}/ with class folders and {test}/ with {num_direct:,} images that are in none; give "
-            f"--data {url}/{train}, of which --test-fraction is held out for testing."
+            f"{url} contains {train}/ and {test}/ without class folders; put each class into a folder of its name, "
+            f"or give the classes with --labels and --data {url}/{train}."
+        )
+    num_tested = sum(path[:1] == (test,) for path in paths)
+    num_direct = sum(path == (test,) for path in paths)
+    if num_direct or in_train.isdisjoint(in_test):
+        raise UsageError(
+            f"{url} contains {train}/ with class folders and {test}/ with {num_direct or num_tested:,} images that are "
+            f"in none; give --data {url}/{train}, of which --test-fraction is held out for testing."
         )
     if others:
         raise UsageError(
             f"{url} contains {train}/ and {test}/, and other folders, such as {others[0]}/, which would become one "
             f"data set; give --data {url}/{train} --test-data {url}/{test}."
         )
-    below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]  # seg_train/seg_train
     parts = tuple(path[0] if path else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in below), parts, train, test)
 
@@ -265,7 +310,7 @@ def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | 
     """Labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
     seconds = {path[1] for path in paths if len(path) > 1}
     trains, test = sorted(filter(is_training, seconds)), next(iter(test_names(seconds)), None)
-    if not trains or test is None or not all(is_training(each) or is_test(each) for each in seconds):
+    if not trains or test is None or not all(map(is_part, seconds)):
         return None
     if num_direct := sum(len(path) == 1 for path in paths):
         raise UsageError(

@@ -23,6 +23,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from raytrain.data.labels.folders import is_part, is_training
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.open import read_input
@@ -35,12 +36,12 @@ KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
 LABEL_COLUMNS = ("label", "class", "target", "category")
 JOINED = "\x1f"  # joins the classes of an image that may have several
 
-NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "null", "NULL", "None"})
+NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
 """Texts that programs write in place of a missing value."""
 
 _log = logging.getLogger("raytrain")
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
-_SPLIT_COLUMN = "split"
+_MOST_SPLITS = 20
 _NUMBER = re.compile(r"-?\d+(\.0)?")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -62,7 +63,7 @@ class LabelTable:
     url: str
     keys: Texts  # (N,), paths relative to the folder of the images, or below it as a URL
     labels: Texts  # (N,), names of classes; empty if an image has none; several are joined by JOINED
-    splits: Texts  # (N,), in lower case; empty if the file has no column ``split``
+    splits: Texts  # (N,), in lower case; empty if no column says which images are tested on
     groups: Texts  # (N,), empty if there are no groups
     classes: tuple[str, ...] | None = None
     """All classes if an image may have several of them, or none; None if it has one, or no label."""
@@ -75,9 +76,11 @@ class LabelTable:
 
     def rows_of(self, images: Manifest) -> Int64s:
         """The row of each image, (len(images),); -1 if it has none."""
-        keys: list[str] = images.keys.to_pylist()  # pyright: ignore[reportAssignmentType]
+        keys = [unicodedata.normalize("NFC", str(key)) for key in images.keys.to_pylist()]
         row_of = {key: row for row, key in enumerate(self.keys)}
-        return np.array([row_of.get(unicodedata.normalize("NFC", key), -1) for key in keys], np.int64)
+        if row_of.keys().isdisjoint(keys):  # many tables have keys without suffixes
+            keys = [posixpath.splitext(key)[0] for key in keys]
+        return np.array([row_of.get(key, -1) for key in keys], np.int64)
 
 
 def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] = ()) -> LabelTable:
@@ -98,7 +101,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
         {
             "key": [normalized_key(key, images_urls) for key in keys.to_pylist()],
             "label": _labels(table, url, columns),
-            "split": pc.utf8_lower(_text(table, url, _SPLIT_COLUMN)) if _SPLIT_COLUMN in table.column_names else none,
+            "split": pc.utf8_lower(_text(table, url, split)) if (split := _split_column(table, url)) else none,
             "group": _column(table, url, "--group-by", columns.group) if columns.group else none,
         }
     )
@@ -141,17 +144,19 @@ def _read_table(url: str) -> pa.Table:
 
 def _read_csv(url: str, content: bytes) -> pa.Table:
     """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        content = content.decode("utf-16").encode()
     try:
-        header = content.partition(b"\n")[0].decode("utf-8-sig")
-        content.decode()
+        text = content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
+        place, byte = error.start, error.object[error.start]
+    else:
+        place, byte = text.find("\0"), 0  # in UTF-16, and in files of other kinds
+    if place >= 0:
         raise UsageError(
-            f"The label file {url} is not in UTF-8 (byte {error.start:,} is {error.object[error.start]:#x}); save it "
-            "as UTF-8."
-        ) from None
-    delimiter = next((each for each in ",;\t" if each in header), ",")
+            f"The label file {url} is not in UTF-8 (byte {place:,} is {byte:#x}); save it as a table in UTF-8."
+        )
+    content = text.encode()
+    header = re.sub('"[^"]*"', "", text.lstrip().partition("\n")[0])
+    delimiter = max(",;\t|", key=header.count)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     names = pyarrow.csv.open_csv(io.BytesIO(content), parse_options=parse).schema.names
     as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
@@ -159,9 +164,34 @@ def _read_csv(url: str, content: bytes) -> pa.Table:
     return table.rename_columns([name.strip() for name in table.column_names])
 
 
+def _split_column(table: pa.Table, url: str) -> str | None:
+    """The column that says which images are tested on: by its name, or else by its values; None if there is none."""
+    named = [name for name in table.column_names if name.lower() == "split"]
+    found = named or [name for name in table.column_names if _says_split(table[name])]
+    if len(found) > 1:
+        raise UsageError(
+            f"The columns {', '.join(map(repr, found))} of the label file {url} all say which images are tested on; "
+            "call the right one split."
+        )
+    if found and not named:
+        _log.warning("The column %r of %s says which images are tested on.", found[0], url)
+    for name in () if found else filter(is_part, table.column_names):
+        _log.warning("The column %r of %s is not read; a column split with train and test would be.", name, url)
+    return found[0] if found else None
+
+
+def _says_split(column: pa.ChunkedArray) -> bool:
+    """Whether all values of a column of texts are of training images or of test images, and some are of each."""
+    is_text = pa.types.is_string(column.type) or pa.types.is_dictionary(column.type)
+    distinct = column.unique() if is_text else ()
+    values = {str(value).strip() for value in distinct[:_MOST_SPLITS]} - {""}
+    return len(distinct) < _MOST_SPLITS and all(map(is_part, values)) and {True, False} <= set(map(is_training, values))
+
+
 def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> pa.ChunkedArray:
     """The column called ``name``, or by one of the ``usual`` names, as text. Raises UsageError if there is none."""
-    found = next((each for each in ([name] if name else usual) if each in table.column_names), None)
+    names = [each for wanted in usual for each in table.column_names if each.lower() == wanted]
+    found = next((each for each in ([name] if name else names) if each in table.column_names), None)
     if found is None:
         wanted = (
             f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
@@ -178,10 +208,13 @@ def _labels(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     if len(columns.label) > 1:
         rows = zip(*(_flags(table, url, name) for name in columns.label), strict=True)
         return [JOINED.join(sorted(compress(columns.label, (flag == "1" for flag in row)))) for row in rows]
-    labels = _column(table, url, "--label-column", next(iter(columns.label), None), LABEL_COLUMNS)
+    labels = _column(
+        table, url, "--label-column (or several, of 0 and 1)", next(iter(columns.label), None), LABEL_COLUMNS
+    )
     if columns.separator is None:
         return _single(labels.to_pylist(), url)
-    names = ({name.strip() for name in label.split(columns.separator)} for label in labels.to_pylist())
+    texts = (label.strip("[]") for label in labels.to_pylist())  # as Python writes lists
+    names = ({name.strip(" '\"") for name in text.split(columns.separator)} for text in texts)
     return [JOINED.join(sorted(each - {""})) for each in names]
 
 
@@ -204,9 +237,9 @@ def _single(labels: Sequence[str], url: str) -> list[str]:
 
 
 def _joins(label: str, labels: Set[str]) -> bool:
-    """Whether ``label`` looks like several of ``labels``."""
-    parts = re.split(r"\s*[|;,]\s*", label)
-    return len(parts) > 1 and set(parts) <= labels
+    """Whether ``label`` looks like several of ``labels``, or like a list."""
+    parts = re.split(r"[\s|;,/+&]+", label)
+    return len(parts) > 1 and (set(parts) <= labels or label.startswith("["))
 
 
 def _flags(table: pa.Table, url: str, name: str) -> Texts:

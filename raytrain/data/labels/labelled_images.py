@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,6 +112,11 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
     for images in listed:
         rows = table.rows_of(images)
         has_image[rows[rows >= 0]] = True
+        if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
+            raise UsageError(
+                f"{num_again:,} keys of {table.url} stand for several images below {images.url}, of which only the "
+                "suffixes differ; add these to the keys."
+            )
         if num_without := int((rows < 0).sum()):
             _log.warning(
                 "%s images below %s are not in %s, and are not used.", f"{num_without:,}", images.url, table.url
@@ -174,6 +180,9 @@ def _split_names(table: LabelTable) -> tuple[tuple[str, ...], tuple[str, ...]]:
         raise UsageError(
             f"The column 'split' of {table.url} has the values {shown}; it must have train, and test or val."
         )
+    if unused := Counter(split or "none" for split in table.splits if split not in (*training, *tested)):
+        texts = ", ".join(f"{count:,} {split}" for split, count in unused.items())
+        _log.warning("Rows of %s with other splits (%s) are not used.", table.url, texts)
     return training, tested
 
 
