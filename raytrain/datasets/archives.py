@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.folders import SUFFIXES, is_hidden, read_folders
+from raytrain.data.labels.folders import SUFFIXES, is_hidden, read_folders, why_left_out
 from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns
 from raytrain.errors import UsageError
 
@@ -26,7 +28,18 @@ _ROWS_AT_A_TIME = 64
 _MAGIC = {b"\xff\xd8": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"RIFF": ".webp"}
 _NO_LABELS = NO_LABELS | {"-1"}
 _LABEL_SUFFIXES = (".cls", ".json")
-ArchivedImages = Iterator[tuple[str, bytes, str]]  # key, content and label of each
+
+
+class ArchivedImage(NamedTuple):
+    """An image of an archive. Its key is a path that stays in the folder that it is written below."""
+
+    key: str
+    content: bytes
+    label: str
+    split: str = ""  # in lower case; empty if the archive has no column ``split``
+
+
+ArchivedImages = Iterator[ArchivedImage]
 
 
 @dataclass
@@ -38,9 +51,7 @@ class Archive:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def read(self, file: IO[bytes]) -> ArchivedImages:
-        """Key, content and label of each image, in the archive's order; those without label or content are counted.
-
-        A key is a path that stays in the folder that it is written below.
+        """The images, in the archive's order; those without label or content, and other files, are counted.
 
         Parquet: the images are bytes, or structs with bytes and path, as Hugging Face writes them; so are the names of
         the classes in the metadata. WebDataset: the members of an image have one name up to the first dot, such as
@@ -50,13 +61,13 @@ class Archive:
         """
         try:
             found = self._parquet(file) if self.name.endswith(".parquet") else self._tar(file)
-            for key, content, label in found:
-                if label.strip() in _NO_LABELS:
+            for image in found:
+                if image.label.strip() in _NO_LABELS:
                     self.left_out["images without a label"] += 1
                 else:
-                    yield _safe(key), content, label.strip()
-        except (pa.ArrowInvalid, tarfile.TarError, EOFError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
+                    yield image._replace(key=_safe(image.key), label=image.label.strip())
+        except (pa.ArrowInvalid, tarfile.TarError, zlib.error, EOFError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".:")
             raise UsageError(f"{self.name} cannot be read ({reason}); check the file.") from None
 
     # Parquet.
@@ -64,7 +75,9 @@ class Archive:
     def _parquet(self, file: IO[bytes]) -> ArchivedImages:
         parquet = pq.ParquetFile(file)
         schema = parquet.schema_arrow
-        image = self._column(schema, _IMAGE_COLUMNS, None, "images", "rename the right one to image")
+        image = self._column(
+            schema, _IMAGE_COLUMNS, None, "images", "rename the right one to image, or give a label file with --labels"
+        )
         self._check_image_column(schema.field(image))
         label = self._column(
             schema, LABEL_COLUMNS, next(iter(self.columns.label), None), "labels", "name it with --label-column"
@@ -72,19 +85,32 @@ class Archive:
         self._check_label_column(schema.field(label))
         keys = _keys(parquet, self._key_column(schema, image), image)
         classes = _class_names(schema, label)
+        split = next((each for each in schema.names if each.lower() == "split"), label)
         row = 0
-        for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=[image, label]):
+        for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
             for values in batch.to_pylist():
                 content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
+                part = "" if split == label else str(values[split] or "").lower()
                 if content:
-                    yield _with_suffix(keys[row], content), content, _class_name(values[label], classes)
+                    name = self._class_name(values[label], classes)
+                    yield ArchivedImage(_with_suffix(keys[row], content), content, name, part)
                 else:
                     self.left_out["rows without the bytes of an image"] += 1
                 row += 1
 
+    def _class_name(self, value: Any, classes: Sequence[str]) -> str:
+        """The class of a label; empty for a value that stands for none, such as Hugging Face's -1."""
+        text = _text(value)
+        if not classes or text in _NO_LABELS or not isinstance(value, (int, float)):
+            return text
+        if value not in range(len(classes)):
+            raise UsageError(f"{self.name} has the label {text}, and names of {len(classes)} classes; correct it.")
+        return classes[int(value)]
+
     def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, what: str, advice: str) -> str:
         wanted = [name] if name else usual
-        found = next((each for each in wanted if each in schema.names), None)
+        names = [each for kind in wanted for each in schema.names if kind == (each if name else each.lower())]
+        found = next(iter(names), None)
         if found is None:
             raise UsageError(
                 f"{self.name} has no column of {what}: none of {', '.join(wanted)} is among its columns "
@@ -122,12 +148,16 @@ class Archive:
 
     def _tar(self, file: IO[bytes]) -> ArchivedImages:
         with tarfile.open(fileobj=file, mode="r:*") as tar:
-            members = [each for each in tar if each.isfile() and not is_hidden(PurePosixPath(each.name).name)]
+            found = [(each, _why_left_out(each)) for each in tar if not each.isdir()]
+            _check_end(tar)
+            self.left_out.update(reason for _, reason in found if reason)
+            members = [member for member, reason in found if not reason]
             images = [each for each in members if _suffix(each.name) in SUFFIXES]
-            if any(_suffix(each.name) in _LABEL_SUFFIXES for each in members):
+            samples = {_sample_key(each.name) for each in images}
+            if any(_suffix(each.name) in _LABEL_SUFFIXES and _sample_key(each.name) in samples for each in members):
                 yield from self._by_label(tar, members, len(images))
             elif images:
-                yield from self._by_folder(tar, images, Counter(_suffix(each.name) for each in members))
+                yield from self._by_folder(tar, images, Counter(_suffix(each.name) for each, _ in found))
 
     def _by_label(self, tar: tarfile.TarFile, members: list[tarfile.TarInfo], num_images: int) -> ArchivedImages:
         """Images with a label file beside each, as WebDataset has them."""
@@ -142,9 +172,9 @@ class Archive:
                 elif _suffix(member.name) in _LABEL_SUFFIXES and (label := _tar_label(tar, member)):
                     labels.setdefault(stem, label)
             for stem in [each for each in images if each in labels]:
-                yield *images.pop(stem), labels.pop(stem)
+                yield ArchivedImage(*images.pop(stem), labels.pop(stem))
             if len(images) == len(labels) == 1:  # such as 17.input.jpg and 17.cls
-                yield *images.popitem()[1], labels.popitem()[1]
+                yield ArchivedImage(*images.popitem()[1], labels.popitem()[1])
             num_alone += len(images)
         if num_images and num_alone == num_images:
             raise UsageError(
@@ -155,7 +185,10 @@ class Archive:
 
     def _by_folder(self, tar: tarfile.TarFile, images: list[tarfile.TarInfo], suffixes: Counter[str]) -> ArchivedImages:
         """Images of a tar without label files: their folders are the labels."""
-        folders = read_folders([each.name.removeprefix("./") for each in images], self.name)
+        named = [(str(PurePosixPath(each.name)).lstrip("/"), each) for each in images]
+        shared = len(posixpath.commonpath([posixpath.dirname(name) for name, _ in named]))  # may be hidden itself
+        named = [(name, each) for name, each in named if not is_hidden(name[shared:].lstrip("/"))]
+        folders = read_folders([name for name, _ in named], self.name)
         if folders.parts is not None:
             raise UsageError(
                 f"{self.name} contains {folders.train}/ and {folders.test}/, which would become one data set; unpack "
@@ -167,8 +200,8 @@ class Archive:
                 f"{self.name} has neither labels beside its images (.cls, or .json with label or cls) nor class "
                 f"folders, but {found}."
             )
-        for member, label in zip(images, folders.classes, strict=True):
-            yield member.name, _content(tar, member), label
+        for (name, member), label in zip(named, folders.classes, strict=True):
+            yield ArchivedImage(name, _content(tar, member), label)
 
 
 def _suffix(name: str) -> str:
@@ -176,9 +209,28 @@ def _suffix(name: str) -> str:
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    opened = tar.extractfile(member)
+    try:
+        opened = tar.extractfile(member)
+    except KeyError as error:  # of a link
+        raise tarfile.TarError(str(error)) from None
     assert opened is not None
     return opened.read()
+
+
+def _why_left_out(member: tarfile.TarInfo) -> str | None:
+    """Why a member that is no folder is not used; None if it is an image or may be a label."""
+    name = PurePosixPath(member.name).name
+    if not member.isfile() and not member.islnk():
+        return "links"
+    return None if _suffix(name) in _LABEL_SUFFIXES and not is_hidden(name) else why_left_out(name)
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Raise TarError unless the tar has ended: tarfile takes a damaged header for the end."""
+    file: Any = tar.fileobj
+    file.seek(tar.offset)
+    if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        raise tarfile.TarError(f"it is damaged at byte {tar.offset:,}")
 
 
 def _sample_key(name: str) -> str:
@@ -200,7 +252,14 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
             f"A label in a .json file is {json.dumps(label)[:80]}, and one class per image is expected; unpack the "
             "images, and give their classes with --labels and --label-separator."
         )
-    return str(label)
+    return _text(label)
+
+
+def _text(label: Any) -> str:
+    """A label as text: 3.0 is 3, as in label files, and what is missing is empty."""
+    if isinstance(label, bytes):
+        return label.decode(errors="replace")
+    return "" if label is None else str(int(label) if isinstance(label, float) and label.is_integer() else label)
 
 
 def _keys(parquet: pq.ParquetFile, column: str | None, image: str) -> list[str]:
@@ -225,13 +284,6 @@ def _class_names(schema: pa.Schema, label: str) -> list[str]:
     return []
 
 
-def _class_name(value: Any, classes: Sequence[str]) -> str:
-    """The class of a label; empty for a value that stands for none, such as Hugging Face's -1."""
-    if value is None or (classes and value == -1):
-        return ""
-    return classes[value] if isinstance(value, int) and 0 <= value < len(classes) else str(value)
-
-
 def _with_suffix(key: str, content: bytes) -> str:
     """``key`` with the suffix of an image: the format is told by the first bytes."""
     if key.lower().endswith(SUFFIXES):
@@ -241,4 +293,5 @@ def _with_suffix(key: str, content: bytes) -> str:
 
 def _safe(key: str) -> str:
     """``key`` without what leads out of a folder, and without hidden names, which are not listed."""
-    return "/".join(part.lstrip(".") or "_" for part in PurePosixPath(key).parts if part != "/")
+    parts = PurePosixPath(key.replace("\0", "_")).parts
+    return "/".join(part.lstrip(".") or "_" for part in parts if part != "/")

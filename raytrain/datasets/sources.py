@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import fsspec
 import numpy as np
 
-from raytrain.data.labels.folders import is_hidden, is_test, is_training, refuse_file
+from raytrain.data.labels.folders import is_hidden, is_test, is_training, lost_files, refuse_file
 from raytrain.data.labels.label_file import JOINED, LabelColumns, LabelTable, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
-from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive
+from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage
 from raytrain.errors import UsageError
+from raytrain.storage.folder import explain_os_error
 from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 from raytrain.storage.temporary_files import TemporaryFolder
@@ -51,7 +53,7 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
     ``*``.
     """
     source = source if "://" in source else os.path.expanduser(source)
-    archives = _archives(source)
+    archives = _archives(source, os.path.basename(labels.file or ""))
     if archives:
         if labels.file is not None:
             raise UsageError(
@@ -100,8 +102,11 @@ def _metadata(source: str, store: Store) -> str | None:
     return name and f"{source.rstrip('/')}/{name}"
 
 
-def _archives(source: str) -> Sequence[str]:
-    """The Parquet files and tars that ``source`` names or holds, sorted; UsageError for those of training and test."""
+def _archives(source: str, label_file: str) -> Sequence[str]:
+    """The Parquet files and tars that ``source`` names or holds, sorted; UsageError for those of training and test.
+
+    A file called ``label_file`` beside others is none of them.
+    """
     files = _files(source)
     if "*" in source:
         found = sorted(str(path) for path in files.glob(source) if str(path).endswith(ARCHIVE_SUFFIXES))
@@ -109,25 +114,33 @@ def _archives(source: str) -> Sequence[str]:
             raise UsageError(f"No file that ends in {', '.join(ARCHIVE_SUFFIXES)} matches {source}; check the path.")
         _refuse_splits(source, found)
         return found
-    if source.endswith(ARCHIVE_SUFFIXES):
-        return [source]
     if not os.path.isdir(source):
+        if source.endswith(ARCHIVE_SUFFIXES):
+            return [source]
         refuse_file(source)
     open_store(source).check_readable()
-    return _archives_in(files, source)
+    return _archives_in(files, source, {*_METADATA, label_file})
 
 
-def _archives_in(files: AbstractFileSystem, folder: str) -> Sequence[str]:
+def _archives_in(files: AbstractFileSystem, folder: str, tables: Set[str]) -> Sequence[str]:
     """The archives directly in ``folder``, or, as in repositories of Hugging Face's hub, in ``data`` below it."""
-    names = {path.rstrip("/").rpartition("/")[2]: path for path in files.ls(folder, detail=False)}
-    if PACKED_INDEX in names:
+    entries = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in files.ls(folder, detail=True)}
+    if PACKED_INDEX in entries:
         return []
-    found = sorted(path for name, path in names.items() if name.endswith(ARCHIVE_SUFFIXES) and name not in _METADATA)
-    if not found and "data" in names and set(map(_is_plain, names)) == {False, True}:
-        below = files.ls(names["data"], detail=False) if files.isdir(names["data"]) else []
-        found = sorted(path for path in below if path.endswith(ARCHIVE_SUFFIXES))
+    found = _archives_among(entry for name, entry in entries.items() if name not in tables)
+    others = [name for name in entries if not name.endswith(ARCHIVE_SUFFIXES) and not _is_plain(name)]
+    if not found and "data" in others and len(others) < len(entries) and entries["data"]["type"] == "directory":
+        found = _archives_among(files.ls(entries["data"]["name"], detail=True))
+    elif found and others:
+        _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(others):,}", min(others))
     _refuse_splits(folder, found)
     return found
+
+
+def _archives_among(entries: Iterable[dict[str, Any]]) -> list[str]:
+    """The paths of those entries of a folder that are archives, sorted."""
+    files = (str(entry["name"]) for entry in entries if entry["type"] == "file")
+    return sorted(path for path in files if path.endswith(ARCHIVE_SUFFIXES))
 
 
 def _is_plain(name: str) -> bool:
@@ -147,37 +160,49 @@ def _refuse_splits(source: str, archives: Sequence[str]) -> None:
 
 def _unpack(source: str, archives: Sequence[str], columns: LabelColumns, folder: Path) -> LabelTable:
     """Write the images of the archives below ``folder``, and return their labels."""
-    label_of: dict[str, str] = {}
+    label_of: dict[str, tuple[str, str]] = {}  # and the split
     repeated: list[str] = []
     left_out: Counter[str] = Counter()
     files = _files(source)
     for name, prefix in zip(archives, _prefixes(archives), strict=True):
         archive = Archive(name, columns)
         with files.open(name, "rb") as file:
-            for archived_key, content, label in archive.read(cast(IO[bytes], file)):
-                key = f"{prefix}/{archived_key}"
+            for image in archive.read(cast(IO[bytes], file)):
+                key = f"{prefix}/{image.key}"
                 if key in label_of:
-                    repeated.append(archived_key)
+                    repeated.append(image.key)
                     continue
-                label_of[key] = label
-                path = folder / key
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-                os.utime(path, (0, 0))  # the same images make the same shards again
+                label_of[key] = image.label, image.split
+                _write(folder / key, image, name)
         left_out += archive.left_out
         if repeated:
             raise UsageError(
                 f"{len(repeated):,} images of {name} have names that others have, too: {', '.join(repeated[:3])}; "
                 "give each a name of its own, or name another column with --key-column."
             )
-    if left_out:
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
+    if reasons := lost_files(left_out):
         _log.warning("Left out of %s: %s.", source, reasons)
     if not label_of:
-        raise UsageError(f"There are no labelled images in {archives[0]} and the {len(archives) - 1:,} files after it.")
+        others = f" and the {len(archives) - 1:,} files after it" if len(archives) > 1 else ""
+        raise UsageError(f"There are no labelled images in {archives[0]}{others}.")
     keys = sorted(label_of)
-    empty = np.full(len(keys), "", object)
-    return LabelTable(source, np.array(keys, object), np.array([label_of[key] for key in keys], object), empty, empty)
+    labels, splits = (np.array(texts, object) for texts in zip(*(label_of[key] for key in keys), strict=True))
+    return LabelTable(source, np.array(keys, object), labels, splits, np.full(len(keys), "", object))
+
+
+def _write(file: Path, image: ArchivedImage, archive: str) -> None:
+    """Write an image's file. Raises UsageError if it cannot have this name."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image.content)
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            raise explain_os_error(error, str(file)) from error
+        raise UsageError(
+            f"The image {image.key[:80]!r} of {archive} cannot be a file ({error.strerror}); name another column with "
+            "--key-column, or give it another name."
+        ) from None
+    os.utime(file, (0, 0))  # the same images make the same shards again
 
 
 def _prefixes(archives: Sequence[str]) -> list[str]:

@@ -120,7 +120,10 @@ def test_test_images_in_a_folder_that_is_no_class_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize("names", [("train", "test"), ("train2017", "val2017"), ("train", "test1")])
 def test_training_and_test_images_without_classes_are_no_classes(names: tuple[str, str], tmp_path: Path) -> None:
     fill(tmp_path / "a", *(f"{name}/{number}.png" for name in names for number in range(5)))
-    with pytest.raises(UsageError, match=rf"{names[0]}/ and {names[1]}/ without class folders; .*--labels and --data"):
+    with pytest.raises(
+        UsageError,
+        match=rf"{names[0]}/ and {names[1]}/ without class folders; .*by itself and the classes with --labels",
+    ):
         opened(tmp_path / "a")
 
 

@@ -247,6 +247,95 @@ def test_a_tar_whose_labels_are_elsewhere_is_refused(images: Path, tmp_path: Pat
         packed(write_tar(tmp_path / "b.tar", {"0.jpg": one, "0.json": b'{"label": [0, 2]}'}), tmp_path / "packed")
 
 
+def test_hard_links_of_a_tar_are_images_and_whatever_is_none_is_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = unique(images, 2)
+    members = {"cat/1.png": one, "dog/1.png": other, "dog/2.tif": b"x", "classes.json": b"{}"}
+    members |= {f"{folder}/cat/1.png": one for folder in (".ipynb_checkpoints", "__MACOSX", "cat/@eaDir")}
+    with tarfile.open(write_tar(tmp_path / "a.tar", members), "a") as tar:
+        for name, kind in (("dog/3.png", tarfile.LNKTYPE), ("dog/4.png", tarfile.SYMTYPE)):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, "dog/1.png"
+            tar.addfile(link)
+    packed(tmp_path / "a.tar", tmp_path / "packed")
+    found = {key: label for key, (label, _) in contents(tmp_path / "packed").items()}
+    assert found == {"a/cat/1.png": "cat", "a/dog/1.png": "dog", "a/dog/3.png": "dog"}
+    assert "1 .tif files" in caplog.text and "1 links" in caplog.text and "tables" not in caplog.text
+
+
+def test_a_tar_that_was_made_in_a_hidden_folder_is_read(images: Path, tmp_path: Path) -> None:
+    one, other = unique(images, 2)
+    members = {"/home/me/.cache/cat/1.png": one, "/home/me/.cache/dog/1.png": other}
+    packed(write_tar(tmp_path / "a.tar", members), tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == {one: "cat", other: "dog"}
+
+
+def test_a_tar_that_is_damaged_in_the_middle_is_not_taken_for_a_shorter_one(images: Path, tmp_path: Path) -> None:
+    names = [f"{number % 2}/{number}.png" for number in range(6)]
+    file = write_tar(tmp_path / "a.tar", dict(zip(names, unique(images), strict=True)))
+    file.write_bytes(file.read_bytes().replace(b"1/3.png", b"1/x.png"))  # not the checksum
+    with pytest.raises(UsageError, match=r"a.tar cannot be read \(it is damaged at byte [\d,]+\); check the file"):
+        packed(file, tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "expected"),
+    [
+        ([0.0, 1.0], [], {"0", "1"}),
+        ([0.0, 1.0, float("nan")], ["cat", "dog"], {"cat", "dog"}),
+        ([b"cat", b"dog"], [], {"cat", "dog"}),
+    ],
+)
+def test_labels_of_other_types_are_the_same_classes(
+    labels: list[Any], classes: list[str], expected: set[str], images: Path, tmp_path: Path
+) -> None:
+    packed(
+        parquet(tmp_path / "a.parquet", classes, image=unique(images, len(labels)), label=labels), tmp_path / "packed"
+    )
+    assert set(labels_by_content(tmp_path / "packed").values()) == expected
+
+
+def test_a_label_without_a_name_among_the_classes_is_refused(images: Path, tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a.parquet", ["cat", "dog"], image=unique(images, 3), label=[0, 1, 2])
+    with pytest.raises(UsageError, match="has the label 2, and names of 2 classes"):
+        packed(file, tmp_path / "packed")
+
+
+def test_splits_in_a_parquet_file_are_packed_one_by_one(images: Path, tmp_path: Path) -> None:
+    files = unique(images, 4)
+    parts = ["Train", "Train", "Test", "Test"]
+    file = parquet(tmp_path / "a.parquet", [], image=files, label=["a", "b", "a", "b"], Split=parts)
+    with pytest.raises(UsageError, match=r"has the splits test, train, .* --split train"):
+        packed(file, tmp_path / "packed")
+    packed(file, tmp_path / "packed", labels=Labelling(split="train"))
+    assert labels_by_content(tmp_path / "packed") == {files[0]: "a", files[1]: "b"}
+
+
+@pytest.mark.parametrize("keys", [["x" * 300, "y"], ["a.png", "a.png/b.png"]])
+def test_keys_that_cannot_be_files_are_refused(keys: list[str], images: Path, tmp_path: Path) -> None:
+    file = parquet(tmp_path / "a.parquet", [], image=unique(images, 2), label=["a", "b"], path=keys)
+    with pytest.raises(UsageError, match=r"cannot be a file \(.*\); name another column with --key-column"):
+        packed(file, tmp_path / "packed")
+
+
+def test_a_label_file_beside_its_images_is_no_archive(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = sorted(files_of(images))
+    parquet(images / "labels.parquet", [], path=keys, label=["a", "b"] * 6)
+    with pytest.raises(UsageError, match=r"labels.parquet has no column of images: .* give a label file with --labels"):
+        packed(images, tmp_path / "packed")
+    assert "3 that are no archives, such as blue" in caplog.text
+    assert packed(images, tmp_path / "packed", labels=Labelling(str(images / "labels.parquet"))).num_images == 12
+
+
+def test_a_folder_called_like_an_archive_holds_archives(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").mkdir()
+    parquet(tmp_path / "a.parquet" / "part-0.parquet", [], image=unique(images, 2), label=["a", "b"])
+    assert packed(tmp_path / "a.parquet", tmp_path / "packed").num_images == 2
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [

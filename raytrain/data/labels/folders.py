@@ -66,7 +66,7 @@ def list_files(store: Store) -> Listing:
     listing = Listing(store.url)
     found: list[StoredObject] = []
     for stored in store.list():
-        reason = _reason(stored.path)
+        reason = why_left_out(stored.path)
         if reason is None:
             found.append(stored)
         else:
@@ -82,7 +82,8 @@ def list_files(store: Store) -> Listing:
 
 
 def tell_left_out(listing: Listing, folders: FolderLabels | None = None) -> None:
-    """Log how many files are left out and why, and which classes have no image left; not hidden files or tables."""
+    """Log how many files are left out and why, but not hidden files and tables; classes without images; equal ones."""
+    tell_alike(sorted(set(folders.classes)) if folders else (), listing.url)
     reasons = lost_files(listing.counts)
     if not reasons:
         return
@@ -119,7 +120,7 @@ def refuse_file(url: str) -> None:
         raise UsageError(f"{url} is {kind}, and a folder or a prefix of images is expected; give the folder.")
 
 
-def _reason(path: str) -> str | None:
+def why_left_out(path: str) -> str | None:
     """Why a file is not used; None if it is taken for an image."""
     if is_hidden(path):
         return HIDDEN
@@ -224,9 +225,6 @@ def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: 
             f"The {num_images:,} images below {url} are not in class folders; put each class into a folder of "
             f"its name, such as {url.rstrip('/')}/cat/, or give a label file with --labels."
         )
-    alike = Counter(name.casefold() for name in found if classes is None)
-    if same := [name for name in found if alike[name.casefold()] > 1]:
-        _log.warning("The classes %s of %s differ in upper and lower case only.", first_names(same), url)
     if classes is None and len(found) == 1:
         raise UsageError(
             f"All {num_images:,} images below {url} are of one class, {found[0]!r}; a classifier needs at "
@@ -237,6 +235,13 @@ def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: 
             f"{url} has {len(unknown):,} classes that the training images lack: {first_names(unknown)} (those "
             f"have {first_names(classes or ())}); rename or remove them."
         )
+
+
+def tell_alike(classes: Sequence[str], url: str) -> None:
+    """Log which classes differ in upper and lower case only."""
+    counts = Counter(map(str.casefold, classes))
+    if alike := [name for name in classes if counts[name.casefold()] > 1]:
+        _log.warning("The classes %s of %s differ in upper and lower case only.", first_names(alike), url)
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -288,7 +293,7 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
     if not in_train:
         raise UsageError(
             f"{url} contains {train}/ and {test}/ without class folders; put each class into a folder of its name, "
-            f"or give the classes with --labels and --data {url}/{train}."
+            f"or give {url}/{train} by itself and the classes with --labels."
         )
     num_tested = sum(path[:1] == (test,) for path in paths)
     num_direct = sum(path == (test,) for path in paths)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.config import TrainConfig
-from raytrain.data.labels.folders import check_classes, first_names, is_training, test_names
+from raytrain.data.labels.folders import check_classes, first_names, is_training, tell_alike, test_names
 from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable
 from raytrain.data.labels.manifest import Manifest, list_images
 from raytrain.errors import UsageError
@@ -72,6 +72,7 @@ def labelled(
     if not found:
         raise UsageError(f"None of the {len(images):,} images below {images.url} has a label in {table.url}.")
     check_classes(found, classes, images.url, len(images))
+    tell_alike(found if classes is None else (), table.url)
     index = {name: label for label, name in enumerate(classes or found)}
     labels = np.array([index[name] for name in names], np.int32)
     manifest = replace(images.select(chosen), labels=labels, classes=classes or found, labels_digest=table.digest)
