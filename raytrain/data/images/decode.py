@@ -34,14 +34,17 @@ def read_header(data: bytes) -> ImageHeader:
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXT = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
-_OTHER_FILES = (
-    (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS; `git lfs pull` fetches the image"),
-    (b"II*\0", "TIFF, which is not read; convert it to PNG or JPEG"),
-    (b"MM\0*", "TIFF, which is not read; convert it to PNG or JPEG"),
-    (b"<", "text, such as a page of a web server"),
-    (b"%PDF", "PDF"),
-    (b"PK\x03\x04", "a ZIP archive"),
-)
+_NOT_READ = "{}, which is not read; convert it to PNG or JPEG"
+_OTHER_FILES = {
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS; `git lfs pull` fetches the image",
+    **dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0"), _NOT_READ.format("TIFF")),
+    **dict.fromkeys((b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"), _NOT_READ.format("JPEG 2000")),
+    **dict.fromkeys((b"\0\0\0\x0cJXL ", b"\xff\x0a"), _NOT_READ.format("JPEG XL")),
+    b"<": "text, such as a page of a web server",
+    b"%PDF": "PDF",
+    b"PK\x03\x04": "a ZIP archive",
+    **dict.fromkeys((_JPEG, _PNG, b"GIF8", b"RIFF"), "a damaged image, or of a rare kind"),
+}
 _SMALL_TEXT_BYTES = 1000  # compressed, of which at most 1 MiB can come
 _ISO_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"msf1": "HEIC"}
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # Pillow's other decoders never see untrusted files
@@ -196,10 +199,10 @@ def _opened(data: bytes) -> Iterator[Any]:
 
 def _not_an_image(data: bytes) -> str:
     """The reason why a file is no image, which says what it is if that is known."""
-    if data[4:8] == b"ftyp" and data[8:12] in _ISO_BRANDS:
-        return f"the file is {_ISO_BRANDS[data[8:12]]}, which is not read; convert it to PNG or JPEG"
-    kinds = (kind for start, kind in _OTHER_FILES if data.lstrip().startswith(start))
-    return f"the file is {next(kinds, 'not an image that can be read')}"
+    if data[4:8] == b"ftyp":
+        return f"the file is {_NOT_READ.format(_ISO_BRANDS.get(data[8:12], 'a video or the like'))}"
+    kinds = (kind for start, kind in _OTHER_FILES.items() if data.lstrip().startswith(start))
+    return f"the file is {next(kinds, 'not an image that can be read' if any(data) else 'nothing but zeros')}"
 
 
 def _without_text(data: bytes) -> bytes:
