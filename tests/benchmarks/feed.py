@@ -1,7 +1,7 @@
-"""What a block costs the one driver and the coordinator, on clusters of several nodes whose tasks read nothing.
+"""What a block costs the processes that are not its worker's, on clusters of several nodes whose tasks read nothing.
 
-All nodes are on this machine, so that wall-clock time says little: from the CPU time of a block follows how many a
-driver on a core of its own could start in a second.
+All nodes are on this machine, so that wall-clock time says little: from the CPU time of a block follows how many they
+could start in a second if each had a core of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from raytrain.data.blocks import to_table
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.data.plan.partition import CacheOrder
+from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.storage.open import open_store
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
 _NODES = 1, 4, 16
 _STREAMED, _CACHED = "through Ray Data", "by the cache's plain tasks"
-_WORKERS = 64
+_WORKERS_PER_NODE = 4
 _SHAPE = ImageShape(224, 224, 3)
 _GOAL = 865  # blocks/s: 64 GPUs, each of which uses 3,000 images/s of 224x224 pixels, in blocks of 222
 _WARM_UP, _BLOCKS = 512, 2048  # Ray Data plans 1,024 blocks at a time, so these are two such executions
 _STORE_BYTES = 600 << 20  # the cache's blocks stay
 _COSTS = {
+    "feeders": "ms of a core a block, beside their idle time",
+    "feeders idle": "cores",
     "driver": "ms of a core a block, beside its idle time",
-    "driver idle": "of a core",
+    "driver idle": "cores",
     "coordinator": "ms of a core a block, beside its idle time",
-    "coordinator idle": "of a core",
+    "coordinator idle": "cores",
+    "Ray's head": "ms of a core a block, beside its idle time",
+    "Ray's head idle": "cores",
     "blocks/s": "in this run",
 }
 _SETTLES_S, _IDLE_S = 5.0, 10.0
@@ -50,7 +54,7 @@ def measure(bench: Bench) -> Report:
         for way in (_STREAMED, _CACHED)
         for nodes in _NODES
     }
-    text = "driver {0[driver]:.2f} ms a block, coordinator {0[coordinator]:.2f}".format
+    text = "feeders {0[feeders]:.2f} ms a block, driver {0[driver]:.2f}, coordinator {0[coordinator]:.2f}".format
     results = bench.alternate(sides, bench.scaled(2), text)
     figures = {
         (name, cost): Figure(f"{name}: {cost}", unit, [each[cost] for each in values])
@@ -58,10 +62,14 @@ def measure(bench: Bench) -> Report:
         for cost, unit in _COSTS.items()
     }
     checks = [
-        Check(f"{name}, blocks/s of a {process} with a core of its own", most, at_least=_GOAL, unit="")
+        Check(
+            f"{name}, blocks/s of the {cores:g} {process}, each with a core of its own", most, at_least=_GOAL, unit=""
+        )
         for name in sides
-        for process in ("driver", "coordinator")
-        for most in [1000 * (1 - figures[name, f"{process} idle"].median) / figures[name, process].median]
+        for process in ("feeders", "driver", "coordinator", "Ray's head")
+        for cores in [results[name][0][f"number of {process}"]]
+        for most in [1000 * (cores - figures[name, f"{process} idle"].median) / figures[name, process].median]
+        if cores
     ]
     return Report("feed: CPU time of a block that is read at once, for 64 workers", list(figures.values()), checks)
 
@@ -73,17 +81,18 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
 
     from raytrain.launch.ray.coordinator import lend_credentials, start_coordinator
     from raytrain.launch.ray.feed import block_cache, ingest, streaming
-    from raytrain.launch.ray.feed.exchange import Stream
 
-    ingest.read_block = streaming.read_block = block_cache.read_table = at_once
+    ingest.read_block = block_cache.read_table = at_once
     with _cluster(nodes), ExitStack() as opened:
         store = open_store(images)
         manifest = build_manifest(store)
-        total = _WARM_UP + blocks + 2 * _WORKERS
+        num_workers = _WORKERS_PER_NODE * nodes
+        total = _WARM_UP + blocks + 2 * num_workers
         samples = total * 222
-        plan = BatchPlan(samples, _WORKERS * 222, 1, seed=0)
+        plan = BatchPlan(samples, num_workers * 222, 1, seed=0)
+        partitions = [Partition(plan, rank, (1.0,) * num_workers) for rank in range(num_workers)]
         known = {"num_steps": plan.num_steps, "steps_per_epoch": plan.steps_per_epoch}
-        coordinator = start_coordinator("run", open_store(folder), num_workers=_WORKERS, **known)
+        coordinator = start_coordinator("run", open_store(folder), num_workers=num_workers, **known)
         credentials, _ = lend_credentials(coordinator, [store])
         image_set = ingest.ImageSet(
             store.with_lent_credentials(credentials),
@@ -95,30 +104,37 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
         )
         cpus = ingest.DataCpus(nodes, 1)
         workers = ray.remote(Workers).options(num_cpus=0, max_concurrency=2).remote(coordinator)
-        stream = Stream(0, 0, "train", 0, _WORKERS)
+        feeders: tuple[Any, ...] = ()
         if streamed:
-            reader = streaming.StreamReader(coordinator, cpus, {"train": (image_set, plan)}, (), stream)
-            opened.callback(reader.close)
-            workers.take_stream.remote(stream)
+            feeders = streaming.start_feeders(num_workers, cpus)
+            opened.callback(streaming.stop_feeders, feeders)
+            ray.get([feeder.__ray_call__.remote(_read_at_once) for feeder in feeders])
+            workers.take_stream.remote(feeders, image_set, partitions)
         else:
             order = CacheOrder(plan, 0, image_set.rows_per_block)
             filler = block_cache.CacheFiller(coordinator, cpus, {"train": block_cache.CachedImages(image_set, order)})
             opened.callback(filler.close)
             filler.start()
             workers.take_cached.remote(total)
-        own: Any = ray.get(coordinator.__ray_call__.remote(_pid))  # pyright: ignore
+        pids: dict[str, list[int]] = {
+            "feeders": ray.get([feeder.__ray_call__.remote(_pid) for feeder in feeders]),
+            "driver": [os.getpid()],
+            "coordinator": [ray.get(coordinator.__ray_call__.remote(_pid))],  # pyright: ignore
+            "Ray's head": [each.pid for each in psutil.Process().children() if each.name() == "gcs_server"],
+        }
         ray.get(workers.received.remote(_WARM_UP))
-        before = _used(own)
+        before = _used(pids)
         received: Any = ray.get(workers.received.remote(_WARM_UP + blocks))
-        after = _used(own)
+        after = _used(pids)
         ray.get(workers.pause.remote())
         time.sleep(_SETTLES_S)  # until all buffers are full
-        idle = _used(own)
+        idle = _used(pids)
         time.sleep(_IDLE_S)
-        still = _used(own)
+        still = _used(pids)
     number, seconds = received - _WARM_UP, after["clock"] - before["clock"]
     costs: dict[str, float] = {"blocks/s": number / seconds}
-    for name in ("driver", "coordinator"):
+    for name in pids:
+        costs[f"number of {name}"] = len(pids[name])
         costs[f"{name} idle"] = resting = (still[name] - idle[name]) / (still["clock"] - idle["clock"])
         costs[name] = 1000 * (after[name] - before[name] - resting * seconds) / number
     return costs
@@ -133,11 +149,12 @@ class Workers:
         self._number = 0
         self._is_paused = False
 
-    def take_stream(self, stream: Any) -> None:
+    def take_stream(self, feeders: Any, images: Any, partitions: list[Partition]) -> None:
+        from raytrain.launch.ray.feed.exchange import Stream
         from raytrain.launch.ray.feed.streaming import stream_blocks
 
-        for rank in range(_WORKERS):
-            self._take(stream_blocks(self._coordinator, stream, rank, _SHAPE))
+        for partition in partitions:
+            self._take(stream_blocks(feeders, Stream(0, 0, "train", 0, len(partitions)), images, partition))
 
     def take_cached(self, total: int) -> None:
         from raytrain.launch.ray.feed.block_cache import RemoteBlocks
@@ -193,7 +210,16 @@ def _pid(_: object) -> int:
     return os.getpid()
 
 
-def _used(coordinator: int) -> dict[str, float]:
-    """Seconds of a core that this process and the coordinator's have used, and the time."""
-    own, other = (psutil.Process(pid).cpu_times() for pid in (os.getpid(), coordinator))
-    return {"driver": own.user + own.system, "coordinator": other.user + other.system, "clock": time.monotonic()}
+def _read_at_once(_: object) -> None:
+    """In a feeder, whose tasks shall read nothing."""
+    from raytrain.launch.ray.feed import ingest, streaming
+
+    ingest.read_block = streaming.read_block = at_once
+
+
+def _used(pids: dict[str, list[int]]) -> dict[str, float]:
+    """Seconds of a core that processes have used, by kind, and the time."""
+    times = {kind: [psutil.Process(pid).cpu_times() for pid in each] for kind, each in pids.items()}
+    return {kind: sum(each.user + each.system for each in used) for kind, used in times.items()} | {
+        "clock": time.monotonic()
+    }

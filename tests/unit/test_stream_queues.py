@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -20,7 +21,7 @@ STREAM = Stream(group=0, number=0, dataset="train", first_step=0, num_workers=2)
 def opened(*streams: Stream) -> StreamQueues:
     queues = StreamQueues()
     for stream in streams:
-        queues.open(stream)
+        assert queues.open(stream, range(stream.num_workers))
     return queues
 
 
@@ -60,8 +61,8 @@ def test_the_read_order_never_runs_more_than_a_block_ahead_of_any_worker(
 def test_a_worker_gets_its_own_blocks_in_order() -> None:
     streams = opened(STREAM)
     for number in range(3):
-        assert streams.push(STREAM, 0, [number], depth=8)
-        assert streams.push(STREAM, 1, [-number], depth=8)
+        assert streams.push(STREAM, 0, number, depth=8)
+        assert streams.push(STREAM, 1, -number, depth=8)
     assert streams.take(STREAM, 0, timeout_s=0) == [0, 1, 2]
     assert streams.take(STREAM, 1, timeout_s=0) == [0, -1, -2]
     assert streams.take(STREAM, 0, timeout_s=0) == []
@@ -69,48 +70,53 @@ def test_a_worker_gets_its_own_blocks_in_order() -> None:
 
 def test_a_full_queue_blocks_its_producer() -> None:
     streams = opened(STREAM)
-    streams.push(STREAM, 0, [1], depth=1)
+    streams.push(STREAM, 0, 1, depth=1)
     with ThreadPoolExecutor() as pool:
-        pushed = pool.submit(streams.push, STREAM, 0, [2], 1)
+        pushed = pool.submit(streams.push, STREAM, 0, 2, 1)
         assert streams.take(STREAM, 0, timeout_s=10) == [1]
         assert pushed.result(timeout=10)
     assert streams.take(STREAM, 0, timeout_s=0) == [2]
 
 
-def test_an_unopened_stream_is_requested_once() -> None:
-    streams = StreamQueues()
-    with ThreadPoolExecutor() as pool:
-        taken = [pool.submit(streams.take, STREAM, rank, 10.0) for rank in range(2)]
-        assert streams.requested(timeout_s=10) == STREAM
-        for rank in range(2):
-            streams.push(STREAM, rank, [rank], depth=1)
-        assert [each.result(timeout=10) for each in taken] == [[0], [1]]
-    assert streams.requested(timeout_s=0) is None
+def test_a_stream_is_read_once_for_all_workers_that_open_it() -> None:
+    streams = opened(STREAM)
+    assert not streams.open(STREAM, range(2))
 
 
 def test_a_new_worker_group_ends_the_streams_of_the_previous_one() -> None:
     streams = opened(STREAM)
-    assert [streams.join_group(), streams.join_group()] == [0, 1]
     again = Stream(group=1, number=0, dataset="test", first_step=0, num_workers=3)
-    streams.open(again)
-    assert not streams.push(STREAM, 0, [1], depth=1)
-    assert streams.push(again, 2, [1], depth=1)
+    assert streams.open(again, range(3))
+    assert not streams.push(STREAM, 0, 1, depth=1)
+    assert streams.push(again, 2, 1, depth=1)
     with pytest.raises(RuntimeError, match="another worker group"):
         streams.take(STREAM, 0, timeout_s=0)
+    with pytest.raises(RuntimeError, match="another worker group"):
+        streams.open(STREAM, range(2))
+    assert streams.take(again, 2, timeout_s=0) == [1]
+
+
+def test_what_is_read_ahead_for_more_workers_than_there_are_is_given_up() -> None:
+    fewer = replace(STREAM, num_workers=1)
+    streams = opened(STREAM, fewer)
+    assert not streams.push(STREAM, 0, 1, depth=1)
+    assert streams.push(fewer, 0, 1, depth=1)
 
 
 def test_test_images_can_be_streamed_repeatedly_during_training() -> None:
     first, second = (Stream(0, number, "test", 0, 2) for number in range(2))
     streams = opened(STREAM, first)
-    assert streams.push(STREAM, 0, [1], depth=1)
-    streams.open(second)
-    assert not streams.push(first, 0, [1], depth=1)
+    assert streams.push(STREAM, 0, 1, depth=1)
+    assert streams.open(second, range(2))
+    assert not streams.push(first, 0, 1, depth=1)
+    with pytest.raises(RuntimeError):
+        streams.open(first, range(2))
     assert streams.take(STREAM, 0, timeout_s=0) == [1]
 
 
 def test_a_failure_is_raised_after_the_blocks_before_it() -> None:
     streams = opened(STREAM)
-    streams.push(STREAM, 0, [1], depth=1)
+    streams.push(STREAM, 0, 1, depth=1)
     streams.fail(STREAM, "The bucket is gone.")
     assert streams.take(STREAM, 0, timeout_s=10) == [1]
     with pytest.raises(RaytrainError, match="bucket is gone"):
@@ -119,8 +125,8 @@ def test_a_failure_is_raised_after_the_blocks_before_it() -> None:
 
 def test_closing_releases_blocked_producers() -> None:
     streams = opened(STREAM)
-    streams.push(STREAM, 0, [1], depth=1)
+    streams.push(STREAM, 0, 1, depth=1)
     with ThreadPoolExecutor() as pool:
-        pushed = pool.submit(streams.push, STREAM, 0, [2], 1)
+        pushed = pool.submit(streams.push, STREAM, 0, 2, 1)
         streams.close()
         assert not pushed.result(timeout=10)

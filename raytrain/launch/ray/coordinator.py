@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from raytrain.errors import UsageError
 from raytrain.launch.coordinator import Coordinator
-from raytrain.launch.ray.feed.exchange import BlockDirectory, Stream, StreamQueues
+from raytrain.launch.ray.feed.exchange import BlockDirectory
 from raytrain.launch.ray.hardware import ObjectStores
 from raytrain.launch.ray.private_api import on_this_node
 from raytrain.runs.documents import run_store
@@ -26,14 +26,13 @@ from raytrain.storage.credentials import BucketCredentials, CredentialFields, Cr
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender, Scope, ScopedCredentials
 from raytrain.storage.store import Store
 
-WAIT, FEED, KEYS = "wait", "feed", "keys"
-"""Concurrency groups of the calls that run beside the others: those of workers that wait, those of the driver's threads
-that fill queues, and those for credentials, without which what the workers wait for cannot be read."""
+WAIT, KEYS = "wait", "keys"
+"""Concurrency groups of the calls that run beside the others: those of workers that wait, and those for credentials,
+without which what the workers wait for cannot be read."""
 _NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
 _OTHER_WAITS = 8  # for a stop request, and until the history is written
 _ASKERS = 8
-_FEEDERS = 4  # one listens, one feeds each data set; a stream that was given up may still hold one
 
 
 class RayCoordinator(Coordinator):
@@ -45,11 +44,11 @@ class RayCoordinator(Coordinator):
 
     def __init__(self, name: str, store: Store, **known: Any) -> None:
         self._broker = CredentialBroker()
-        self._queues = StreamQueues()
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
         self._controller: list[Any] = []
         self._reserved: PlacementGroup | None = None
+        self._num_groups = 0
         super().__init__(name, store.with_lent_credentials(self._broker.source), **known)
 
     # Credentials.
@@ -98,37 +97,17 @@ class RayCoordinator(Coordinator):
     def blocks(self, dataset: str, first: int, timeout_s: float) -> list[Any]:
         return self._directory.blocks(dataset, first, timeout_s)
 
-    # Streamed blocks.
+    # Worker groups.
 
     def join_group(self, reserved: PlacementGroup | None) -> int:
         """The number of a worker group, counted from 0, which has ``reserved`` its CPUs and GPUs."""
         self._reserved = reserved
-        return self._queues.join_group()
+        self._num_groups += 1
+        return self._num_groups - 1
 
     def reserved(self) -> PlacementGroup | None:
         """What the last worker group has reserved."""
         return self._reserved
-
-    def open_stream(self, stream: Stream) -> None:
-        self._queues.open(stream)
-
-    @ray.method(concurrency_group=FEED)
-    def requested_stream(self, timeout_s: float) -> Stream | None:
-        return self._queues.requested(timeout_s)
-
-    @ray.method(concurrency_group=FEED)
-    def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
-        return self._queues.push(stream, rank, block, depth)
-
-    @ray.method(concurrency_group=WAIT)
-    def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
-        return self._queues.take(stream, rank, timeout_s)
-
-    def fail_stream(self, stream: Stream, reason: str) -> None:
-        self._queues.fail(stream, reason)
-
-    def close_streams(self) -> None:
-        self._queues.close()
 
 
 CoordinatorHandle = ActorProxy[RayCoordinator]
@@ -136,7 +115,7 @@ CoordinatorHandle = ActorProxy[RayCoordinator]
 
 def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any) -> CoordinatorHandle:
     """The coordinator of a run, on the driver's node, found by the run's URL; UsageError if the run has one already."""
-    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, FEED: _FEEDERS, KEYS: _ASKERS}
+    groups = {WAIT: _WAITS_PER_WORKER * num_workers + _OTHER_WAITS, KEYS: _ASKERS}
     actor = ray.remote(concurrency_groups=groups)(RayCoordinator)  # pyright: ignore
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": on_this_node()}
     named = actor.options(name=_actor_name(name, store.url), namespace=_NAMESPACE, **options)

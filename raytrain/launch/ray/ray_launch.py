@@ -91,10 +91,9 @@ class RayLaunch:
         self._spec = spec.with_functions()
         self._functions = pickle_functions(self._spec, with_imports=cluster.own is None)
         self._shared: SharedImages | None = group and group.images
-        reading = self.config, prepared.data, self._spec.test_plan, prepared.first_step
         shared_feed = self._shared and self._shared.feed
         self._owns_feed = shared_feed is None
-        self._feed = shared_feed or DataFeed(*reading, found.object_store_bytes)
+        self._feed = shared_feed or DataFeed(self.config, prepared.data, prepared.first_step, found.object_store_bytes)
         weights = load_initial_weights(self._spec, prepared.first_step)
         self._weights = None if weights is None else ray.put(weights)
         self._is_finished = False
@@ -118,7 +117,7 @@ class RayLaunch:
             stores = prepared.store, prepared.data.train_store, prepared.data.test_store
             credentials, self._lender = lend_credentials(coordinator, stores, prepared.scope(f"{prepared.store.url}/"))
             if self._owns_feed:
-                self._feed.connect(coordinator, credentials)
+                self._feed.connect(coordinator, credentials, self._placement)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
             spec = dataclasses.replace(
                 self._spec, loop=None, transforms=None, store=prepared.store.with_lent_credentials(credentials)
@@ -134,7 +133,7 @@ class RayLaunch:
             self._trainer.start()
             opened.callback(self._end_trainer)
             if self._owns_feed:
-                self._feed.start(self._placement)
+                self._feed.start()
                 opened.callback(self._feed.close)
             monitor = RayMonitor(coordinator, prepared)
             self._monitor = monitor
@@ -195,6 +194,7 @@ class RayLaunch:
             path=tuple(sys.path),
             threads=self._placement.threads,
             folder=os.getcwd() if self._cluster.own else None,
+            feeders=self._feed.feeders,
             coordinator=coordinator,
             directory=self._shared.coordinator if self._shared and not self._owns_feed else coordinator,
         )

@@ -35,7 +35,7 @@ from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.feed.block_cache import RemoteBlocks
 from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import ImageSet
-from raytrain.launch.ray.feed.streaming import stream_blocks
+from raytrain.launch.ray.feed.streaming import FeederHandle, stream_blocks
 from raytrain.launch.ray.private_api import announced_preemption
 from raytrain.monitor.events import NodeLeaving
 from raytrain.runs.logs import ProcessLog
@@ -95,6 +95,7 @@ class Surroundings:
     path: tuple[str, ...]  # where the driver looks for modules: some workers have the same folders
     threads: int
     folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
+    feeders: tuple[FeederHandle, ...]  # from which workers get what is streamed
     coordinator: CoordinatorHandle
     directory: CoordinatorHandle  # knows where the images are that are kept
 
@@ -128,7 +129,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
 
 
 class RayBatches:
-    """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the driver's streams."""
+    """A :class:`raytrain.training.protocols.BatchSource` over blocks in the object store, or the feeders' streams."""
 
     def __init__(self, spec: RunSpec, here: Surroundings, rank: int, loads: tuple[float, ...]) -> None:
         self._here = here
@@ -154,7 +155,7 @@ class RayBatches:
             return batches_from_cache(partition, self._caches[dataset], first_step)
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
-        blocks = stream_blocks(self._here.coordinator, stream, partition.rank, images.shape)
+        blocks = stream_blocks(self._here.feeders, stream, images, partition)
         return batches_from_stream(partition, blocks, first_step)
 
 

@@ -12,7 +12,6 @@ from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder
 from raytrain.errors import CoordinatorLost
 from raytrain.launch.cache_choice import choose_cache, keeps_shared
@@ -23,7 +22,7 @@ from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials,
 from raytrain.launch.ray.feed.block_cache import CachedImages, CacheFiller
 from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
-from raytrain.launch.ray.feed.streaming import StreamReader
+from raytrain.launch.ray.feed.streaming import start_feeders, stop_feeders
 from raytrain.launch.ray.hardware import cluster_hardware
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
@@ -37,15 +36,12 @@ _CPUS_TO_FILL_BESIDE_START = 2.0  # a process that reads takes seconds of a core
 class DataFeed:
     """Training and test images on their way to the workers, from :meth:`start` to :meth:`close`."""
 
-    def __init__(
-        self, config: ResolvedConfig, data: Dataset, test_plan: BatchPlan, first_step: int, object_store_bytes: int
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
         data = data.read_by(config)
         self._cache = choose_cache(config, data, first_step, object_store_bytes)
         self._config = config
         self._data = data.kept_on(self._cache.disk)
         self._plan = data.plan(config)
-        self._test_plan = test_plan
         self._first_step = first_step
 
     @property
@@ -53,8 +49,8 @@ class DataFeed:
         """The order in which each cached data set is kept."""
         return {name: cached.order for name, cached in self._cached.items()}
 
-    def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials) -> None:
-        """Describe the images to data tasks and workers, as ``train`` and ``test``."""
+    def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials, placement: Placement) -> None:
+        """Describe the images to data tasks and workers, as ``train`` and ``test``, and start the ``feeders``."""
         data = self._data
         self._coordinator = coordinator
         self._credentials = credentials
@@ -62,20 +58,21 @@ class DataFeed:
         self.test = self._image_set(data.test_store, data.test, data.test_format)
         kept = ("train", self.train, self._cache.train), ("test", self.test, self._cache.test)
         self._cached = {name: CachedImages(images, order) for name, images, order in kept if order is not None}
+        self._placement = placement
+        self._cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
+        streams = len(self._cached) < len(kept)
+        self.feeders = start_feeders(placement.num_workers, self._cpus) if streams else ()
 
-    def start(self, placement: Placement) -> None:
+    def start(self) -> None:
         """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
-        cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
-        expected = None if "train" in self._cached else Stream(0, 0, "train", self._first_step, placement.num_workers)
-        sets = {"train": (self.train, self._plan), "test": (self.test, self._test_plan)}
-        with ExitStack() as opened:
-            streams = StreamReader(self._coordinator, cpus, sets, self._config.worker_load or (), expected)
-            opened.callback(streams.close)
-            self._filler = CacheFiller(self._coordinator, cpus, self._cached)
-            opened.callback(self._filler.close)
-            if placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
-                self._filler.start()
-            self._opened = opened.pop_all()
+        if "train" not in self._cached:
+            expected = Stream(0, 0, "train", self._first_step, self._placement.num_workers)
+            loads = self._config.worker_load or (1.0,) * expected.num_workers
+            for feeder in self.feeders:
+                feeder.open.remote(expected, self.train, self._plan, loads)
+        self._filler = CacheFiller(self._coordinator, self._cpus, self._cached)
+        if self._placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
+            self._filler.start()
 
     def workers_started(self) -> None:
         """The workers run: the cores that they needed to start are free for reading."""
@@ -83,7 +80,8 @@ class DataFeed:
 
     def close(self) -> None:
         """Stop reading, and release what was read."""
-        self._opened.close()
+        self._filler.close()
+        stop_feeders(self.feeders)
 
     def _image_set(self, store: Store, manifest: Manifest, format: ImageFormat) -> ImageSet:
         return ImageSet(
@@ -105,7 +103,7 @@ class SharedImages(AbstractContextManager["SharedImages"]):
         self.feed: DataFeed | None = None
         if keeps_shared(config, data, room):
             in_memory = dataclasses.replace(config, cache="memory")
-            self.feed = DataFeed(in_memory, data, data.test_plan(1), 0, room)
+            self.feed = DataFeed(in_memory, data, 0, room)
         with ExitStack() as opened:
             self.coordinator = start_coordinator(
                 prepared.name,
@@ -120,8 +118,8 @@ class SharedImages(AbstractContextManager["SharedImages"]):
             scope = prepared.scope(f"{prepared.store.url}/")
             credentials, self._lender = lend_credentials(self.coordinator, stores, scope)
             if self.feed is not None:
-                self.feed.connect(self.coordinator, credentials)
-                self.feed.start(placement)
+                self.feed.connect(self.coordinator, credentials, placement)
+                self.feed.start()
                 opened.callback(self.feed.close)
                 self.feed.workers_started()  # runs start at different times, so all images are read at once
             self._opened = opened.pop_all()

@@ -1,9 +1,10 @@
-"""Blocks between processes: where cached ones are, and bounded queues from the reader to the workers."""
+"""Blocks between processes: where cached ones are, and bounded queues of streamed ones."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,11 @@ class Stream:
     first_step: int
     num_workers: int
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """Higher than that of any earlier pass over the same data set."""
+        return self.group, self.number
+
 
 class _Queue:
     """The blocks that wait for one worker, and how that worker hears of them: a block wakes nobody else."""
@@ -59,88 +65,79 @@ class _Queue:
 
 
 class StreamQueues:
-    """The queues of a run's streams, one for each worker. Every method may be called from many threads at once."""
+    """Bounded queues of blocks, one for each worker of a stream. Every method may be called from many threads at once.
+
+    A stream ends the older ones of its data set, and those of earlier worker groups.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # for those who feed the queues
-        self._queues: dict[Stream, list[_Queue]] = {}
+        self._taken = threading.Condition(self._lock)  # for those who fill the queues
+        self._queues: dict[Stream, dict[int, _Queue]] = {}
         self._failures: dict[Stream, str] = {}
-        self._requested: deque[Stream] = deque()
-        self._num_groups = 0
+        self._newest: dict[str, tuple[int, int]] = {}
         self._closed = False
 
-    def join_group(self) -> int:
-        """The number of the worker group that starts now."""
-        with self._changed:
-            self._num_groups += 1
-            return self._num_groups - 1
-
-    def open(self, stream: Stream) -> None:
-        """Open a stream. This closes older streams of the same data set, and those of earlier worker groups."""
-        with self._changed:
+    def open(self, stream: Stream, ranks: Iterable[int]) -> bool:
+        """Open a stream for these workers; False if it is open. Raises RuntimeError if a newer one has ended it."""
+        with self._lock:
+            if stream in self._queues:
+                return False
+            group = max((group for group, _ in self._newest.values()), default=0)
+            if self._closed or stream.group < group or stream.age < self._newest.get(stream.dataset, stream.age):
+                raise RuntimeError(_ENDED)
             for other in list(self._queues):
                 if other.dataset == stream.dataset or other.group < stream.group:
                     self._wake(self._queues.pop(other))
-            self._queues[stream] = [_Queue(self._lock) for _ in range(stream.num_workers)]
-            self._changed.notify_all()
+            self._newest[stream.dataset] = stream.age
+            self._queues[stream] = {rank: _Queue(self._lock) for rank in ranks}
+            return True
 
-    def requested(self, timeout_s: float) -> Stream | None:
-        """A stream that a worker asked for and that is not being read yet; None after ``timeout_s``, or when closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._requested or self._closed, timeout_s)
-            return self._requested.popleft() if self._requested else None
-
-    def push(self, stream: Stream, rank: int, block: list[Any], depth: int) -> bool:
-        """Queue a block for a worker, once fewer than ``depth`` wait for it; False if the stream is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank].blocks) < depth)
+    def push(self, stream: Stream, rank: int, block: Any, depth: int) -> bool:
+        """Queue a block for a worker, once fewer than ``depth`` wait for it; False if the stream has ended."""
+        with self._lock:
+            self._taken.wait_for(lambda: stream not in self._queues or len(self._queues[stream][rank].blocks) < depth)
             if stream not in self._queues:
                 return False
-            self._queues[stream][rank].blocks += block
+            self._queues[stream][rank].blocks.append(block)
             self._queues[stream][rank].changed.notify_all()
             return True
 
     def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
-        """The blocks queued for a worker; [] after ``timeout_s``. Raises RuntimeError if another group has started."""
-        with self._changed:
-            if stream not in self._queues:
-                self._request(stream)
-            queue = self._queues[stream][rank]
+        """The blocks queued for a worker; [] after ``timeout_s``. Raises RuntimeError if a newer stream has begun."""
+        with self._lock:
+            queue = self._queues.get(stream, {}).get(rank) or _Queue(self._lock)
             queue.changed.wait_for(lambda: self._has_news(stream, queue), timeout_s)
             if stream not in self._queues:
-                raise RuntimeError("another worker group reads the data now")
+                raise RuntimeError(_ENDED)
             blocks = list(queue.blocks)
             if not blocks and stream in self._failures:
                 raise RaytrainError(self._failures[stream])
             queue.blocks.clear()
-            self._changed.notify_all()
+            self._taken.notify_all()
             return blocks
 
     def fail(self, stream: Stream, reason: str) -> None:
         """Note that a stream ends early, after what is queued."""
-        with self._changed:
+        with self._lock:
             self._failures[stream] = reason
-            self._wake(self._queues.get(stream, []))
+            self._wake(self._queues.get(stream, {}))
 
     def close(self) -> None:
-        """Close all streams."""
-        with self._changed:
+        """End all streams."""
+        with self._lock:
             self._closed = True
             for queues in self._queues.values():
                 self._wake(queues)
             self._queues.clear()
-            self._changed.notify_all()
-
-    def _request(self, stream: Stream) -> None:
-        if stream.group < self._num_groups - 1:
-            raise RuntimeError("another worker group reads the data now")
-        self.open(stream)
-        self._requested.append(stream)
 
     def _has_news(self, stream: Stream, queue: _Queue) -> bool:
         return stream not in self._queues or bool(queue.blocks) or stream in self._failures
 
-    def _wake(self, queues: list[_Queue]) -> None:
-        for queue in queues:
+    def _wake(self, queues: dict[int, _Queue]) -> None:
+        for queue in queues.values():
             queue.changed.notify_all()
+        self._taken.notify_all()
+
+
+_ENDED = "another worker group reads the data now"

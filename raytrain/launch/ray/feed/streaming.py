@@ -1,7 +1,7 @@
-"""Streaming through the coordinator: the driver reads the blocks of all workers in turn, and each worker takes its own.
+"""Streaming: feeders read the blocks of a few workers each, in turn, and each worker takes its own.
 
-There is one pipeline for all workers, outside of them: it reads while they start, its processes stay warm, and it does
-not compete with training for a Python interpreter.
+A feeder is a process outside of its workers: it reads while they start, and does not compete with training for a Python
+interpreter. What it costs to start a block, in Ray Data above all, limits how many workers it can feed.
 """
 
 from __future__ import annotations
@@ -16,99 +16,114 @@ from typing import Any
 
 import ray
 import ray.data
+from ray.actor import ActorProxy
 from ray.data import DataContext, ExecutionResources
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from raytrain.data.blocks import Block, Prefetch, to_block
-from raytrain.data.images.decode import ImageShape
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import BlockOrder, BlockRef, Partition, WorkerOrder, interleave
-from raytrain.launch.ray.coordinator import CoordinatorHandle
-from raytrain.launch.ray.feed.exchange import Stream
+from raytrain.launch.ray.feed.exchange import Stream, StreamQueues
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet, blocks_by_tasks, read_block
-from raytrain.launch.ray.private_api import PAUSE
+from raytrain.launch.ray.private_api import PAUSE, on_this_node
 from raytrain.launch.ray.trainer import root_cause
 
 _POLL_S = 10.0
 _CLOSE_S = 10.0
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that wait for a worker
+_WORKERS_PER_FEEDER = 4  # GPUs that use 3,000 photographs/s need 54 blocks/s, half of what Ray Data starts on a core
+_TAKES_PER_WORKER = 2  # of training images, and meanwhile of test images; a group that has ended may have as many
 
 
-class StreamReader:
-    """Reads the streams that workers request, and the ``expected`` one from now on. Lives in the driver."""
+class StreamFeeder:
+    """Reads the streams of a part of a run's workers, and queues their blocks: one of ``num_feeders``."""
 
-    def __init__(
-        self,
-        coordinator: CoordinatorHandle,
-        cpus: DataCpus,
-        sets: dict[str, tuple[ImageSet, BatchPlan]],
-        loads: Sequence[float],
-        expected: Stream | None,
-    ) -> None:
-        self._coordinator = coordinator
+    def __init__(self, number: int, num_feeders: int, cpus: DataCpus) -> None:
+        self._number = number
+        self._num_feeders = num_feeders
         self._cpus = cpus
-        self._sets = sets
-        self._loads = loads
-        self._closed = False
+        self._queues = StreamQueues()
         self._readers: list[threading.Thread] = []
-        if expected is not None:
-            ray.get(coordinator.open_stream.remote(expected))
-            self._begin(expected)
-        self._listener = threading.Thread(target=self._listen, daemon=True, name="streams")
-        self._listener.start()
+
+    def open(self, stream: Stream, images: ImageSet, plan: BatchPlan, loads: Sequence[float]) -> None:
+        """Read a stream from now on, if that is not being done. Raises RuntimeError if a newer one has begun."""
+        orders = {
+            rank: WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
+            for rank in range(stream.num_workers)
+            if feeder_of(stream, rank, self._num_feeders) == self._number
+        }
+        if self._queues.open(stream, orders):
+            reader = threading.Thread(target=self._read, args=(stream, images, orders), daemon=True)
+            self._readers = [each for each in self._readers if each.is_alive()] + [reader]
+            reader.start()
+
+    def take(self, stream: Stream, rank: int, timeout_s: float) -> list[Any]:
+        """References of a worker's next blocks, see :meth:`StreamQueues.take`."""
+        return self._queues.take(stream, rank, timeout_s)
 
     def close(self) -> None:
         """Stop reading, and wait until nothing here asks the cluster for anything."""
-        self._closed = True
-        with suppress(Exception):  # the actor may be gone
-            ray.get(self._coordinator.close_streams.remote(), timeout=_CLOSE_S)
-        until = time.monotonic() + _CLOSE_S
-        self._listener.join(_CLOSE_S)  # until it has ended, it may start another reader
+        self._queues.close()
         for reader in self._readers:
-            reader.join(max(0.0, until - time.monotonic()))
+            reader.join()
 
-    def _listen(self) -> None:
-        with suppress(RayError):  # the end of the run ends it
-            while not self._closed:
-                stream: Any = ray.get(self._coordinator.requested_stream.remote(_POLL_S))
-                if stream is not None:
-                    self._begin(stream)
-
-    def _begin(self, stream: Stream) -> None:
-        reader = threading.Thread(target=self._read, args=(stream,), daemon=True, name=f"stream-{stream.dataset}")
-        self._readers = [each for each in self._readers if each.is_alive()] + [reader]
-        reader.start()
-
-    def _read(self, stream: Stream) -> None:
-        images, plan = self._sets[stream.dataset]
-        loads = self._loads or (1.0,) * stream.num_workers
-        orders = [
-            WorkerOrder(Partition(plan, rank, loads), stream.first_step, images.rows_per_block)
-            for rank in range(len(loads))
-        ]
+    def _read(self, stream: Stream, images: ImageSet, orders: dict[int, WorkerOrder]) -> None:
+        ranks = list(orders)
         depth = images.within(_AHEAD_BLOCKS, _AHEAD_BYTES)
         try:
-            for rank, ref in block_refs(images, orders, self._cpus):
-                if not ray.get(self._coordinator.push.remote(stream, rank, [ref], depth)):
+            for which, ref in block_refs(images, list(orders.values()), self._cpus):
+                if not self._queues.push(stream, ranks[which], ref, depth):
                     return
         except Exception as error:
-            if not self._closed:
-                self._coordinator.fail_stream.remote(stream, root_cause(error))
+            self._queues.fail(stream, root_cause(error))
 
 
-def stream_blocks(coordinator: CoordinatorHandle, stream: Stream, rank: int, shape: ImageShape) -> Iterator[Block]:
+FeederHandle = ActorProxy[StreamFeeder]
+
+
+def start_feeders(num_workers: int, cpus: DataCpus) -> tuple[FeederHandle, ...]:
+    """One feeder for every few workers: beside the driver, or several on all nodes. One that dies is started again."""
+    count = -(-num_workers // _WORKERS_PER_FEEDER)
+    where = {"label_selector": on_this_node()} if count == 1 else {"scheduling_strategy": "SPREAD"}
+    calls = 2 * _TAKES_PER_WORKER * _WORKERS_PER_FEEDER + 2
+    actor: Any = ray.remote(StreamFeeder).options(num_cpus=0, max_restarts=-1, max_concurrency=calls, **where)
+    share = DataCpus(cpus.all / count, cpus.task)
+    return tuple(actor.remote(number, count, share) for number in range(count))
+
+
+def stop_feeders(feeders: Sequence[FeederHandle]) -> None:
+    """Stop all reading, and end their processes."""
+    with suppress(RayError):  # GetTimeoutError is one, too
+        ray.get([feeder.close.remote() for feeder in feeders], timeout=_CLOSE_S)
+    for feeder in feeders:
+        ray.kill(feeder)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
+
+
+def feeder_of(stream: Stream, rank: int, num_feeders: int) -> int:
+    """Which feeder has the blocks of a worker: neighbours have the same one."""
+    return rank * num_feeders // stream.num_workers
+
+
+def stream_blocks(
+    feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, partition: Partition
+) -> Iterator[Block]:
     """A worker's blocks of a stream, in order; the next ones are fetched from other nodes ahead of time."""
-    blocks = Prefetch(_taken(coordinator, stream, rank, shape), depth=2)
+    blocks = Prefetch(_taken(feeders, stream, images, partition), depth=2)
     try:
         yield from blocks
     finally:
         blocks.close()
 
 
-def _taken(coordinator: CoordinatorHandle, stream: Stream, rank: int, shape: ImageShape) -> Iterator[Block]:
-    while True:
-        for ref in ray.get(coordinator.take.remote(stream, rank, _POLL_S)):
-            yield to_block(ray.get(ref), shape)
+def _taken(feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, partition: Partition) -> Iterator[Block]:
+    feeder = feeders[feeder_of(stream, partition.rank, len(feeders))]
+    try:
+        ray.get(feeder.open.remote(stream, images, partition.plan, partition.loads))
+        while True:
+            for ref in ray.get(feeder.take.remote(stream, partition.rank, _POLL_S)):
+                yield to_block(ray.get(ref), images.shape)
+    except RayActorError:
+        raise ConnectionError("the process that feeds it with images has died") from None  # another start may pass
 
 
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
