@@ -1,4 +1,4 @@
-"""A run loses no samples if processes that read images are killed."""
+"""A run loses no samples if processes that read images are killed, or the one that starts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.helpers.small_runs import assert_same_weights, config, make_images
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 OPTIONS = {"batch_size": 200, "epochs": 2}
-KILLS = {"memory": {"ray::read_block": 4}, "none": {"ray::read_block": 2, "ray::MapBatches": 2}}
+FEEDER = "ray::StreamFeeder"
+KILLS = {"memory": {"ray::read_block": 4}, "none": {"ray::read_block": 2, "ray::MapBatches": 2, FEEDER: 1}}
 """Kills for each kind of process: single tasks fill a cache, and start a stream; Ray Data reads the rest of it."""
 
 
@@ -43,7 +44,10 @@ def undisturbed(ray_cluster: None, bucket: Path, tmp_path_factory: pytest.TempPa
 
 
 class Killer:
-    """Kills the client of every 50th request, until each kind of process was killed as often as ``left`` says."""
+    """Kills the client of every 50th request, until each kind of process was killed as often as ``left`` says.
+
+    At last it kills the process that starts the others.
+    """
 
     def __init__(self, kills: dict[str, int]) -> None:
         self.left = Counter(kills)
@@ -59,11 +63,13 @@ class Killer:
     def _kill(self, port: int) -> None:
         for found in psutil.net_connections("tcp"):
             if found.pid and found.laddr and found.laddr.port == port:
-                process = psutil.Process(found.pid)
-                title = process.cmdline()[0]
-                for kind in [kind for kind, left in self.left.items() if left > 0 and title.startswith(kind)]:
-                    self.left[kind] -= 1
-                    process.kill()
+                client = psutil.Process(found.pid)
+                siblings = client.parents()[0].children() if +self.left == {FEEDER: 1} else []
+                for process in (client, *siblings):
+                    title = next(iter(process.cmdline()), "")
+                    for kind in [kind for kind, left in self.left.items() if left > 0 and title.startswith(kind)]:
+                        self.left[kind] -= 1
+                        process.kill()
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])
