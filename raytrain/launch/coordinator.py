@@ -91,7 +91,7 @@ class Coordinator(RunMonitor):
 
     def waits(self, rank: int, num_workers: int, place: str | None) -> None:
         """A worker waits long for the others in a ``place`` of the loop. If all do, in different places, give up."""
-        if self._places.get(rank) != place:
+        if place is None or self._places.get(rank) != place:
             self._places[rank] = place
             self._still.clear()
         else:

@@ -45,7 +45,7 @@ def _watch(steps: Steps, reporter: Reporter, worker: Worker, thread: int, ended:
     with suppress(OSError, EOFError):  # whoever takes the reports may be gone first
         while not ended.wait(_LOOK_S):
             seen = _place(sys._current_frames().get(thread), steps)  # pyright: ignore[reportPrivateUsage]
-            if seen != place and looks >= _LONG:
+            if place is not None and seen != place and looks >= _LONG:
                 reporter.waits(worker.rank, worker.world_size, None)
             looks = looks + 1 if seen == place else 0
             place = seen

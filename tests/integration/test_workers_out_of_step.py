@@ -187,6 +187,8 @@ def test_loops_out_of_step_end_with_the_lines_that_wait(
 def test_workers_that_wait_for_a_slow_one_or_stand_still_go_on(coordinator: Coordinator) -> None:
     for place in ("here", "here", "here"):
         coordinator.waits(1, 2, place)  # worker 0 is slow
+    coordinator.waits(0, 2, None)  # it reads, and waits for nobody
+    assert coordinator.ending().error is None
     coordinator.waits(0, 2, "there")  # it has come, and worker 1 is stopped, or on its way to there
     coordinator.waits(0, 2, "there")
     coordinator.waits(1, 2, None)
