@@ -32,6 +32,7 @@ from raytrain.storage.open import open_store
 from raytrain.training.checkpoint import read_checkpoint
 from tests.helpers.faulty_s3 import FAULTS, faulty_s3
 from tests.helpers.small_runs import NUM_IMAGES, assert_same_weights, config, loop_with, put_images
+from tests.helpers.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -131,6 +132,7 @@ def free(disk: Path) -> None:
 
 def hurt_disk(run: raytrain.Run, batch: raytrain.Batch, disk: Path, hurt: Any) -> None:
     if (run.rank, batch.step) == (0, 7):
+        wait_for((disk / "runs/run/config.json").exists)  # the driver writes it meanwhile
         hurt(disk)
 
 
