@@ -17,8 +17,9 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain.data.labels.folders import SUFFIXES, is_hidden, read_folders, why_left_out
+from raytrain.data.labels.folders import read_folders
 from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns
+from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.errors import UsageError
 
 ARCHIVE_SUFFIXES = (".parquet", ".tar", ".tgz", ".tar.gz")

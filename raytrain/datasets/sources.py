@@ -16,9 +16,10 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import fsspec
 import numpy as np
 
-from raytrain.data.labels.folders import is_hidden, is_test, is_training, lost_files, refuse_file
+from raytrain.data.labels.folders import is_test, is_training
 from raytrain.data.labels.label_file import JOINED, LabelColumns, LabelTable, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
+from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
 from raytrain.datasets.archives import ARCHIVE_SUFFIXES, Archive, ArchivedImage
 from raytrain.errors import UsageError

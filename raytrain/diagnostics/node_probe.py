@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from raytrain.data.labels.folders import SUFFIXES
+from raytrain.data.labels.listing import SUFFIXES
 from raytrain.data.labels.manifest import open_packed
 from raytrain.diagnostics.network_probe import Interface, interface_of, python_with_all_gpus
 from raytrain.errors import RaytrainError, StorageError, UsageError

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.config import TrainConfig
-from raytrain.data.labels.folders import lost_files
+from raytrain.data.labels.listing import lost_files
 from raytrain.display.console import (
     UNKNOWN,
     format_count,

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
-from raytrain.data.labels.folders import SUFFIXES, lost_files
+from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
 from raytrain.errors import UsageError

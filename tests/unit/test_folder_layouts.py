@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import unicodedata
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.manifest import build_manifest
 from raytrain.errors import UsageError
 from raytrain.storage.open import open_store
+from raytrain.storage.store import StoredObject
 
 
 def png(number: int) -> bytes:
@@ -77,6 +79,7 @@ def test_folders_that_repeat_below_each_other_are_refused(tmp_path: Path) -> Non
         ("train_images", "val_images"),
         ("data/train", "data/test"),
         ("train2019", "val2019"),
+        ("train/images", "test/images"),
         ("seg_train/seg_train", "seg_test/seg_test"),
     ],
 )
@@ -199,13 +202,33 @@ def test_a_folder_that_is_hardly_a_class_is_told(name: str, tmp_path: Path, capl
 def test_masks_beside_images_and_classes_that_are_alike_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fill(tree(tmp_path / "a", "Cat", "cat", "dog"), "dog/0_mask.png", "dog/1_mask.png", "dog/unmasked_mask.png")
+    fill(
+        tree(tmp_path / "a", "Cat", "cat", "dog", "hot dog", "hot_dog", "hound\u200b", "hound"),
+        "dog/0_mask.png",
+        "dog/1_mask.png",
+        "dog/unmasked_mask.png",
+    )
     opened(tmp_path / "a")
     assert "2 images in" in caplog.text and "look like masks of others, such as dog/0_mask.png" in caplog.text
-    assert "The classes Cat, cat of" in caplog.text
+    assert r"The classes 'Cat', 'cat', 'hot dog', 'hot_dog', 'hound', … of" in caplog.text
 
 
 def test_images_in_no_class_folder_are_counted_once(tmp_path: Path) -> None:
     fill(tree(tmp_path / "a", "train/cat", "train/dog", "test/cat", "test/dog"), "train.png")
     data = opened(tmp_path / "a")
     assert (sum(data.train.left_out.values()), sum(data.test.left_out.values())) == (1, 1)
+
+
+def test_objects_that_stand_for_folders_are_no_files(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(s3_url)
+    for number, path in enumerate(("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png")):
+        store.put(path, png(number))
+    for path in ("_SUCCESS", "cat_$folder$"):
+        store.put(path, b"")
+    markers = [StoredObject(path, 0, "", datetime.now(timezone.utc)) for path in ("cat", "owl", "dog/none")]
+    listed = [*store.list(), *markers]  # the server of the tests keeps none
+    monkeypatch.setattr(type(store), "list", lambda *_: listed)
+    assert build_manifest(store).class_counts().tolist() == [2, 2]
+    assert "2 empty folders. No image is left in 'owl'." in caplog.text and "suffix" not in caplog.text

@@ -107,6 +107,12 @@ def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path, caplog: p
     assert "has the values 'a'; it must have train, and test or val" in refused(images, rows, tmp_path)
 
 
+def test_a_split_without_labels_is_named(images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, split=lambda number: ("train", "test")[number % 2])
+    rows["label"] = [label * (number % 2 == 0) for number, label in enumerate(rows["label"])]
+    assert "has a label and the split test in" in refused(images, rows, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -1,4 +1,4 @@
-"""Files below a URL: which are images, and their classes and the split by the names of their folders.
+"""Classes of images, and the split into training and test images, by the names of their folders.
 
 An image's class is the topmost folder that it is in, as for torchvision and Keras: a class folder may hold other
 folders. Folders that all images share are no classes. Images in ``train/`` and ``test/``, or under names like these,
@@ -8,153 +8,16 @@ are training and test images, whether the classes are below them (``train/cat``)
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
 import re
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from raytrain.data.labels.listing import Listing, lost_files
 from raytrain.errors import UsageError
-from raytrain.storage.folder import dead_ends
-from raytrain.storage.store import Store, StoredObject
-
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
-_OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".ppm", ".pgm", ".dng", ".dcm")
-"""Formats of images that are not read."""
-_CONTAINERS = {
-    **dict.fromkeys((".zip", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".rar", ".7z"), "unpack it and give the folder"),
-    ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
-    **dict.fromkeys((".tar", ".parquet"), "pack it with `raytrain pack`, and give the packed folder"),
-    ".arrow": "write it as Parquet (`Dataset.to_parquet` of datasets), and pack that with `raytrain pack`",
-    **dict.fromkeys(
-        (".mds", ".tfrecord", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle", ".mdb", ".lmdb", ".beton"),
-        "write its samples as Parquet or as files in class folders",
-    ),
-}
-_SYSTEM_FOLDERS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
-_SYSTEM_FILES = frozenset({"Thumbs.db", "desktop.ini"})
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_POINTER_BYTES = range(120, 141)  # a pointer of Git LFS is 127 to 134 bytes long
-HIDDEN = "hidden files and thumbnails of the system"
-TABLES = "tables and descriptions"
-_TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt", ".md", ".xml", ".yaml", ".yml", ".html")
-_NO_LOSS = (HIDDEN, TABLES)
-LINKS = "links that lead nowhere"
-EMPTY = "empty folders"
-POINTERS = "pointers of Git LFS (`git lfs pull` fetches the images)"
-
-
-@dataclass
-class Listing:
-    """The image files below ``url``, sorted by path, and the paths of all other files by why they are left out."""
-
-    url: str
-    images: list[StoredObject] = field(default_factory=list)
-    left_out: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many files are left out, by reason."""
-        return {reason: len(paths) for reason, paths in self.left_out.items()}
-
-
-def list_files(store: Store) -> Listing:
-    """All files below ``store``. Raises StorageError if it cannot be listed, UsageError if it has no image."""
-    listing = Listing(store.url)
-    found: list[StoredObject] = []
-    for stored in store.list():
-        reason = why_left_out(stored.path)
-        if reason is None:
-            found.append(stored)
-        else:
-            listing.left_out[reason].append(stored.path)
-    for path in dead_ends(store):
-        listing.left_out[HIDDEN if is_hidden(path.rstrip("/")) else EMPTY if path.endswith("/") else LINKS].append(path)
-    if pointers := _lfs_pointers(store, found):
-        listing.left_out[POINTERS] += pointers
-    listing.images = sorted(stored for stored in found if stored.path not in pointers)
-    if not listing.images:
-        raise _no_images(listing)
-    return listing
-
-
-def tell_left_out(listing: Listing, folders: FolderLabels | None = None) -> None:
-    """Log how many files are left out and why, but not hidden files and tables; classes without images; equal ones."""
-    tell_alike(sorted(set(folders.classes)) if folders else (), listing.url)
-    reasons = lost_files(listing.counts)
-    if not reasons:
-        return
-    lost_classes = [] if folders is None else _lost_classes(listing, folders)
-    lost = ", ".join(map(repr, lost_classes[:5])) + (", …" if len(lost_classes) > 5 else "")
-    logging.getLogger("raytrain").warning(
-        "Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {lost}." if lost else ""
-    )
-
-
-def lost_files(left_out: Mapping[str, int]) -> str:
-    """How many files are left out for which reasons, the most first; without hidden files and tables."""
-    told = [(reason, count) for reason, count in left_out.items() if reason not in _NO_LOSS and count]
-    return "; ".join(f"{count:,} {reason}" for reason, count in sorted(told, key=lambda each: -each[1]))
-
-
-def is_hidden(path: str) -> bool:
-    """Whether ``path`` is a copy or thumbnail that a desktop, a notebook or a disk station keeps beside images."""
-    *folders, name = path.split("/")
-    return any(part.startswith(".") for part in (*folders, name)) or (
-        name in _SYSTEM_FILES or not _SYSTEM_FOLDERS.isdisjoint(folders)
-    )
-
-
-def refuse_file(url: str) -> None:
-    """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
-    suffix = posixpath.splitext(url.rstrip("/").lower())[1]
-    if "*" in url:
-        raise UsageError(f"{url} is a pattern, and a folder or a prefix of images is expected; give the folder.")
-    if advice := _CONTAINERS.get(suffix):
-        raise UsageError(f"{url} is a {suffix} file, and a folder or a prefix of images is expected; {advice}.")
-    if suffix in SUFFIXES or os.path.isfile(url):
-        kind = "one image" if suffix in SUFFIXES else "a file"
-        raise UsageError(f"{url} is {kind}, and a folder or a prefix of images is expected; give the folder.")
-
-
-def why_left_out(path: str) -> str | None:
-    """Why a file is not used; None if it is taken for an image."""
-    if is_hidden(path):
-        return HIDDEN
-    suffix = posixpath.splitext(path.lower())[1]
-    if suffix in SUFFIXES:
-        return None
-    if suffix in _TABLES:
-        return TABLES
-    if suffix in _OTHER_FORMATS:
-        return f"{suffix} files (not read; convert them to PNG or JPEG)"
-    return f"{suffix} files" if suffix else "files without a suffix"
-
-
-def _lfs_pointers(store: Store, images: Sequence[StoredObject]) -> set[str]:
-    """The paths of files that only say which image Git LFS would put in their place."""
-    short = [stored.path for stored in images if stored.size_bytes in _POINTER_BYTES]
-    contents = zip(short, store.get_many(short), strict=True) if short else ()
-    return {path for path, data in contents if isinstance(data, bytes) and data.startswith(_POINTER)}
-
-
-def _no_images(listing: Listing) -> UsageError:
-    if not listing.left_out:
-        refuse_file(listing.url)
-    suffixes = Counter({reason: count for reason, count in listing.counts.items() if reason != HIDDEN})
-    suffixes = suffixes or Counter(listing.counts)
-    others = ", ".join(f"{count:,} {reason}" for reason, count in suffixes.most_common(4))
-    found = f"but {others}" if others else "nor other files"
-    kinds = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
-    advice = next((f" {kind} files: {_CONTAINERS[kind]}." for kind in kinds if kind in _CONTAINERS), "")
-    return UsageError(
-        f"There are no images below {listing.url}, {found}; check the path, and that file names end in "
-        f"{', '.join(SUFFIXES)}.{advice}"
-    )
-
 
 Part = Literal["train", "test"]
 
@@ -165,6 +28,7 @@ _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|ho
 _log = logging.getLogger("raytrain")
 _BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
+_SIGNS = re.compile(r"[\W_]+")
 _WORDS = re.compile(r"[ _.-]+")
 
 
@@ -237,11 +101,23 @@ def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: 
         )
 
 
+def tell_left_out(listing: Listing, folders: FolderLabels | None = None) -> None:
+    """Log how many files are left out and why, but not hidden files and tables; classes without images; equal ones."""
+    tell_alike(sorted(set(folders.classes)) if folders else (), listing.url)
+    reasons = lost_files(listing.counts)
+    if not reasons:
+        return
+    lost_classes = [] if folders is None else _lost_classes(listing)
+    lost = ", ".join(map(repr, lost_classes[:5])) + (", …" if len(lost_classes) > 5 else "")
+    _log.warning("Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {lost}." if lost else "")
+
+
 def tell_alike(classes: Sequence[str], url: str) -> None:
-    """Log which classes differ in upper and lower case only."""
-    counts = Counter(map(str.casefold, classes))
-    if alike := [name for name in classes if counts[name.casefold()] > 1]:
-        _log.warning("The classes %s of %s differ in upper and lower case only.", first_names(alike), url)
+    """Log which classes differ in upper and lower case, or in signs, only."""
+    plain = {name: _SIGNS.sub(" ", name.casefold()).strip() or name for name in classes}
+    counts = Counter(plain.values())
+    if alike := [repr(name) for name in classes if counts[plain[name]] > 1]:
+        _log.warning("The classes %s of %s are called nearly alike.", first_names(alike), url)
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -284,6 +160,7 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
         return None
     others = sorted(top for top in tops if not is_part(top))
     below = [path[2:] if len(path) > 2 and path[1] == path[0] else path[1:] for path in paths]  # seg_train/seg_train
+    below = _below_shared_folders(below)  # train/images/cat
     in_train, in_test = (
         {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == part} for part in (train, test)
     )
@@ -339,10 +216,9 @@ def _refuse_repeated(paths: list[tuple[str, ...]], tops: set[str], url: str) -> 
         )
 
 
-def _lost_classes(files: Listing, folders: FolderLabels) -> list[str]:
+def _lost_classes(files: Listing) -> list[str]:
     """The folders beside the class folders of which all files are left out."""
-    paths = (path for reason, left_out in files.left_out.items() if reason not in _NO_LOSS for path in left_out)
-    lost = {path.rpartition("/")[0] for path in paths}
+    lost = {path.rpartition("/")[0] for path in files.lost()}
     kept = {stored.path.rpartition("/")[0] for stored in files.images}
     beside = {folder.rpartition("/")[0] for folder in kept}
     return sorted(folder for folder in lost - kept if folder and folder.rpartition("/")[0] in beside)

@@ -70,7 +70,8 @@ def labelled(
         return _with_several_classes(images, table, chosen, classes), rows[chosen]
     found = tuple(sorted(set(names)))
     if not found:
-        raise UsageError(f"None of the {len(images):,} images below {images.url} has a label in {table.url}.")
+        in_split = f" and the split {' or '.join(splits)}" if splits else ""
+        raise UsageError(f"None of the {len(images):,} images below {images.url} has a label{in_split} in {table.url}.")
     check_classes(found, classes, images.url, len(images))
     tell_alike(found if classes is None else (), table.url)
     index = {name: label for label, name in enumerate(classes or found)}

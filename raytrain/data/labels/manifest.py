@@ -19,16 +19,8 @@ import pyarrow.parquet as pq
 
 from raytrain.data.blocks import number_array, string_array
 from raytrain.data.images.decode import ImageShape
-from raytrain.data.labels.folders import (
-    FolderLabels,
-    Listing,
-    Part,
-    check_classes,
-    list_files,
-    read_folders,
-    refuse_file,
-    tell_left_out,
-)
+from raytrain.data.labels.folders import FolderLabels, Part, check_classes, read_folders, tell_left_out
+from raytrain.data.labels.listing import Listing, list_files, refuse_file
 from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
