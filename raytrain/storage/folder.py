@@ -24,6 +24,7 @@ from raytrain.storage.store import Guard, ObjectChanged, Store, StoredObject
 
 _log = logging.getLogger("raytrain")
 _SAY_AFTER_S = 5.0
+_NO_FOLDER = "lost+found"  # of a disk, which only root may read
 # put() writes to such a file and then renames it, and put_if() locks one. What is left of them is no object.
 _NO_OBJECT = re.compile(r"\.[0-9a-f]{32}\.part$|\.lock$")
 
@@ -108,9 +109,11 @@ class FolderStore(Store):
             os.truncate(self._file(path), num_bytes)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        with self._explained(prefix):
+        try:
             if os.path.isdir(folder := self._file(prefix)):
                 yield from self._walk(folder, set())
+        except OSError as error:
+            raise explain_os_error(error, error.filename or self._file(prefix)) from error
 
     def delete(self, path: str) -> None:
         with self._explained(path), self._as_owner():
@@ -173,7 +176,7 @@ class FolderStore(Store):
             return
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir():
+                if entry.is_dir() and entry.name != _NO_FOLDER:
                     yield from self._walk(entry.path, parents | {here})
                 elif entry.is_file() and not _NO_OBJECT.search(entry.name):
                     with suppress(FileNotFoundError):  # deleted since it was listed
@@ -283,7 +286,7 @@ def _dead_ends(folder: str) -> Iterator[str]:
     if not entries:
         yield f"{folder}/"
     for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False) and entry.name != _NO_FOLDER:
             yield from _dead_ends(entry.path)
         elif entry.is_symlink() and not os.path.exists(entry.path):
             yield entry.path

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import unicodedata
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -13,7 +16,7 @@ from PIL import Image
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import Dataset, open_dataset
 from raytrain.data.labels.manifest import build_manifest
-from raytrain.errors import UsageError
+from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from raytrain.storage.store import StoredObject
 
@@ -232,3 +235,22 @@ def test_objects_that_stand_for_folders_are_no_files(
     monkeypatch.setattr(type(store), "list", lambda *_: listed)
     assert build_manifest(store).class_counts().tolist() == [2, 2]
     assert "2 empty folders. No image is left in 'owl'." in caplog.text and "suffix" not in caplog.text
+
+
+def test_a_folder_that_may_not_be_read_is_named_unless_it_is_a_disks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tree(tmp_path / "a", "cat", "dog", "lost+found"))
+    scan = os.scandir
+
+    def scanned(path: str) -> Any:
+        if path.endswith(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    closed = "lost+found"
+    monkeypatch.setattr(os, "scandir", scanned)
+    assert build_manifest(open_store(folder)).classes == ("cat", "dog")
+    closed = "dog"
+    with pytest.raises(StorageError, match=f"no permission for {folder}/dog;"):
+        build_manifest(open_store(folder))
