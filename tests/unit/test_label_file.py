@@ -159,7 +159,7 @@ def test_groups_that_cannot_be_held_out_are_refused(images: Path, tmp_path: Path
     assert "None of 2 groups is small enough for --test-fraction 0.1: the smallest has 45 of 90" in refused(
         images, rows, tmp_path, group_by="patient"
     )
-    rows["patient"][3:5] = ["", ""]
+    rows["patient"][3:5] = ["", "nan"]
     assert "2 of 90 rows of" in refused(images, rows, tmp_path, group_by="patient")
 
 
@@ -348,8 +348,16 @@ def test_a_label_that_looks_like_several_is_told(
     assert f"The label {joined!r} of" in caplog.text
 
 
+def test_classes_behind_another_separator_and_classes_that_are_alike_are_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images, label=lambda number: ("a", "b", "a|b", "B")[number % 4])
+    opened(images, write(tmp_path / "labels.csv", rows), tmp_path, label_separator=",")
+    assert "The label 'a|b' of" in caplog.text and "The classes 'B', 'b' of" in caplog.text
+
+
 def test_lists_of_labels_as_python_writes_them_are_several_classes(images: Path, tmp_path: Path) -> None:
-    rows = rows_of(images, label=lambda number: ("['a', 'hot dog']", "[]")[number % 2])
+    rows = rows_of(images, label=lambda number: ("['a', 'hot dog']", "[]", "NaN")[number % 3])
     train, _ = opened(images, write(tmp_path / "labels.csv", rows), tmp_path, label_separator=",")
     assert train.classes == ("a", "hot dog")
 

@@ -75,9 +75,8 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     if split := _by_second_folder(paths, url):
         return split
     _refuse_repeated(paths, tops, url)
-    for name in sorted(
-        top for top in tops if len(tops) > 1 and (is_part(top) or _BESIDE_CLASSES.fullmatch(top.lower()))
-    ):
+    doubtful = sorted(top for top in tops if is_part(top) or _BESIDE_CLASSES.fullmatch(top.lower()))
+    for name in doubtful if len(tops) > 1 else ():
         _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(tops) - 1)
     return FolderLabels(tuple(path[0] if path else "" for path in paths))
 
@@ -107,8 +106,7 @@ def tell_left_out(listing: Listing, folders: FolderLabels | None = None) -> None
     reasons = lost_files(listing.counts)
     if not reasons:
         return
-    lost_classes = [] if folders is None else _lost_classes(listing)
-    lost = ", ".join(map(repr, lost_classes[:5])) + (", …" if len(lost_classes) > 5 else "")
+    lost = first_names([] if folders is None else list(map(repr, _lost_classes(listing))))
     _log.warning("Left out below %s: %s.%s", listing.url, reasons, f" No image is left in {lost}." if lost else "")
 
 
@@ -132,17 +130,11 @@ def _is(kind: re.Pattern[str], name: str) -> bool:
 
 def _tell_masks(keys: Sequence[str], url: str) -> None:
     """Log how many images are called like another one with _mask or the like behind its name."""
-    stems = {posixpath.splitext(key)[0] for key in keys}
-    masks = [
-        key
-        for key in keys
-        if (stem := posixpath.splitext(key)[0]).endswith(_MASKS) and stem.rpartition("_")[0] in stems
-    ]
-    if masks:
-        _log.warning(
-            "%s images in %s look like masks of others, such as %s, and are used as images.",
-            *(f"{len(masks):,}", url, masks[0]),
-        )
+    endings = [key for key in keys if posixpath.splitext(key)[0].endswith(_MASKS)]
+    stems = {posixpath.splitext(key)[0] for key in keys if endings}
+    if masks := [key for key in endings if key.rpartition("_")[0] in stems]:
+        sentence = "%s images in %s look like masks of others, such as %s, and are used as images."
+        _log.warning(sentence, f"{len(masks):,}", url, masks[0])
 
 
 def _below_shared_folders(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -110,6 +110,11 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
     found = LabelTable(url, keys, labels, splits, groups, _classes(labels, columns))
     _check_rows(found, columns.group)
+    names = set(found.classes or found.labels)
+    if joined := next((name for name in sorted(names) if _joins(name, names)), None):
+        _log.warning(
+            "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", joined, url
+        )
     return found
 
 
@@ -213,7 +218,7 @@ def _labels(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     )
     if columns.separator is None:
         return _single(labels.to_pylist(), url)
-    texts = (label.strip("[]") for label in labels.to_pylist())  # as Python writes lists
+    texts = ("" if label in NO_LABELS else label.strip("[]") for label in labels.to_pylist())  # as Python writes lists
     names = ({name.strip(" '\"") for name in text.split(columns.separator)} for text in texts)
     return [JOINED.join(sorted(each - {""})) for each in names]
 
@@ -229,10 +234,6 @@ def _single(labels: Sequence[str], url: str) -> list[str]:
     if found := Counter(label for label in labels if label and label in none):
         texts = ", ".join(f"{count:,} {text}" for text, count in found.items())
         _log.warning("%s rows of %s have no label (%s), and are not used.", f"{found.total():,}", url, texts)
-    if joined := next((label for label in sorted(present) if _joins(label, present)), None):
-        _log.warning(
-            "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", joined, url
-        )
     return ["" if label in none else label for label in labels]
 
 
@@ -297,7 +298,7 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
             f"The label file {table.url} contradicts itself for {len(set(table.keys[again])):,} keys, such as "
             f"{table.keys[first]!r}, which is {one!r} and {other!r}; leave one row for each key."
         )
-    num_missing = int((table.groups == "").sum())
+    num_missing = int(np.isin(table.groups.astype(str), list(NO_LABELS)).sum())
     if group is not None and num_missing:
         raise UsageError(
             f"{num_missing:,} of {len(table.keys):,} rows of {table.url} have no {group!r}, which --group-by needs; "

@@ -91,7 +91,9 @@ def _with_several_classes(
     """The images at ``chosen``, which may have several classes each; the sets of classes are those of all rows."""
     if not table.classes:
         raise UsageError(f"No row of the label file {table.url} has a class.")
-    if classes is not None:
+    if classes is None:
+        tell_alike(table.classes, table.url)
+    else:
         check_classes(table.classes, classes, table.url, len(images))
     index = {name: label for label, name in enumerate(classes or table.classes)}
     texts, set_of_row = np.unique(table.labels.astype(str), return_inverse=True)

@@ -6,7 +6,7 @@ import os
 import posixpath
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raytrain.errors import UsageError
@@ -52,7 +52,7 @@ class Listing:
     @property
     def counts(self) -> dict[str, int]:
         """How many files are left out, by reason."""
-        return {reason: len(paths) for reason, paths in self.left_out.items()}
+        return {reason: len(paths) for reason, paths in self.left_out.items() if paths}
 
     def lost(self) -> list[str]:
         """The paths that are left out, without hidden files and tables."""
@@ -63,34 +63,32 @@ def list_files(store: Store) -> Listing:
     """All files below ``store``. Raises StorageError if it cannot be listed, UsageError if it has no image."""
     listing = Listing(store.url)
     found: list[StoredObject] = []
-    folders: list[str] = []  # empty ones, and objects that stand for any, as consoles of clouds make them
+    markers: list[str] = []  # empty objects that stand for folders, as consoles of clouds make them
     for stored in store.list():
         reason = why_left_out(stored.path)
         if reason is None:
             found.append(stored)
         elif reason == _NO_SUFFIX and store.cloud and not stored.size_bytes:
-            folders.append(f"{stored.path}/")
+            markers.append(f"{stored.path}/")
         else:
             listing.left_out[reason].append(stored.path)
     for path in dead_ends(store):
-        if not path.endswith("/"):
-            listing.left_out[HIDDEN if is_hidden(path) else LINKS].append(path)
-        elif not is_hidden(path[:-1]):
-            folders.append(path)
-    if pointers := _lfs_pointers(store, found):
-        listing.left_out[POINTERS] += pointers
+        listing.left_out[HIDDEN if is_hidden(path) else EMPTY if path.endswith("/") else LINKS].append(path)
+    pointers = _lfs_pointers(store, found)
+    listing.left_out[POINTERS] += pointers
     listing.images = sorted(stored for stored in found if stored.path not in pointers)
-    if empty := _without_images(folders, [stored.path for stored in listing.images]):
-        listing.left_out[EMPTY] += empty
+    listing.left_out[EMPTY] += _without_images(markers, listing.images)
     if not listing.images:
         raise _no_images(listing)
     return listing
 
 
-def _without_images(folders: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Those of ``folders``, which end in a slash, that none of the sorted ``paths`` is below."""
-    ends = [*paths, ""]
-    return [folder for folder in folders if not ends[bisect(paths, folder)].startswith(folder)]
+def _without_images(folders: Sequence[str], images: Sequence[StoredObject]) -> Iterator[str]:
+    """Those of ``folders``, which end in a slash, that none of the sorted ``images`` is below."""
+    for folder in folders:
+        place = bisect(images, folder, key=lambda image: image.path)
+        if place == len(images) or not images[place].path.startswith(folder):
+            yield folder
 
 
 def lost_files(left_out: Mapping[str, int]) -> str:
@@ -110,13 +108,10 @@ def is_hidden(path: str) -> bool:
 def refuse_file(url: str) -> None:
     """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]
-    if "*" in url:
-        raise UsageError(f"{url} is a pattern, and a folder or a prefix of images is expected; give the folder.")
-    if advice := _CONTAINERS.get(suffix):
-        raise UsageError(f"{url} is a {suffix} file, and a folder or a prefix of images is expected; {advice}.")
-    if suffix in SUFFIXES or os.path.isfile(url):
-        kind = "one image" if suffix in SUFFIXES else "a file"
-        raise UsageError(f"{url} is {kind}, and a folder or a prefix of images is expected; give the folder.")
+    if "*" in url or suffix in (*_CONTAINERS, *SUFFIXES) or os.path.isfile(url):
+        kind = "pattern" if "*" in url else f"{suffix} file".lstrip()
+        advice = _CONTAINERS.get(suffix, "give the folder")
+        raise UsageError(f"{url} is a {kind}, and a folder or a prefix of images is expected; {advice}.")
 
 
 def why_left_out(path: str) -> str | None:
@@ -141,7 +136,7 @@ def _lfs_pointers(store: Store, images: Sequence[StoredObject]) -> set[str]:
 
 
 def _no_images(listing: Listing) -> UsageError:
-    if not listing.left_out:
+    if not listing.counts:
         refuse_file(listing.url)
     suffixes = Counter({reason: count for reason, count in listing.counts.items() if reason != HIDDEN})
     suffixes = suffixes or Counter(listing.counts)
