@@ -266,6 +266,7 @@ def test_keys_in_any_form_are_those_of_the_images(form: str, images: Path, tmp_p
     "content",
     [
         ",path,label\n{rows}",  # pandas's index
+        "path,label,size,size\n{rows}",  # names repeat
         "\ufeffpath,label\r\n{rows}",
         "path, label\n{rows}",
         "path;label\n{rows}",
@@ -279,7 +280,7 @@ def test_keys_in_any_form_are_those_of_the_images(form: str, images: Path, tmp_p
 def test_tables_of_other_programs_are_read(content: str, images: Path, tmp_path: Path) -> None:
     keys = sorted(str(file.relative_to(images)) for file in images.rglob("*.png"))
     comma = next((each for each in ";\t|" if each in content), ",")
-    index, more = content.startswith(","), f"{comma}0,5" * ("size" in content)
+    index, more = content.startswith(","), f"{comma}5" * content.count("size")
     rows = "".join(f"{n}{comma}" * index + f"{key}{comma} {'ab'[n % 2]}{more}\n" for n, key in enumerate(keys))
     encoded = content.replace("{rows}", rows + index * f"{len(keys)},{keys[0]},a\n").encode()
     assert by_key(*opened(images, text(tmp_path, encoded), tmp_path)) == {

@@ -172,7 +172,9 @@ def _read_csv(url: str, content: bytes) -> pa.Table:
 def _split_column(table: pa.Table, url: str) -> str | None:
     """The column that says which images are tested on: by its name, or else by its values; None if there is none."""
     named = [name for name in table.column_names if name.lower() == "split"]
-    found = named or [name for name in table.column_names if _says_split(table[name])]
+    found = named or [
+        name for name, column in zip(table.column_names, table.columns, strict=True) if _says_split(column)
+    ]
     if len(found) > 1:
         raise UsageError(
             f"The columns {', '.join(map(repr, found))} of the label file {url} all say which images are tested on; "
