@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -52,6 +53,18 @@ def _log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_process() -> Iterator[None]:
+    """Compute with one thread, as several only wait for each other with arrays this small; keep garbage collections,
+    and whatever else goes over all objects, from all that the tests have imported.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

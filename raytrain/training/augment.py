@@ -161,9 +161,7 @@ def transform_each(transforms: Transforms, images: Tensor, samples: Int64s, seed
 
 
 def _transformed(transforms: Transforms, image: Tensor, key: int) -> Tensor:
-    torch.default_generator.manual_seed(key >> 1)  # torch.manual_seed is slower, for it seeds all devices
-    if image.device.type == "cuda":
-        torch.cuda.manual_seed(key >> 1)
+    seed_torch(key, image.device)
     result = transforms(image)
     if result.shape != image.shape or result.dtype != image.dtype:
         raise UsageError(
@@ -206,3 +204,10 @@ def _colours(config: ResolvedConfig) -> list[Transform]:
 
 def _mean_colour(config: ResolvedConfig) -> Any:  # torchvision says float, and takes a number for each channel
     return [round(255 * mean) for mean in config.mean]
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of ``device``; torch.manual_seed is slower, for it seeds all devices."""
+    torch.default_generator.manual_seed(seed >> 1)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed >> 1)

@@ -24,7 +24,7 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
-from raytrain.training.augment import Augment
+from raytrain.training.augment import Augment, seed_torch
 from raytrain.training.autocast import full_precision
 from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.checkpoint import CheckpointState, Stateful
@@ -341,9 +341,8 @@ class Run:
             self._scaler.update()
             self._scale_is_used = False
 
-    @staticmethod
-    def _seed_generators(seed: int) -> None:
+    def _seed_generators(self, seed: int) -> None:
         """Seed whatever draws random numbers in a loop, or in transforms of its own: torch, NumPy and Python."""
-        torch.manual_seed(seed >> 1)
+        seed_torch(seed, self.device)
         np.random.seed(seed % 2**32)
         random.seed(seed)

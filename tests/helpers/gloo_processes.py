@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import tempfile
 from collections.abc import Callable
@@ -22,13 +23,14 @@ def run_in_processes(world_size: int, function: Callable[..., Any], *args: Any) 
     processes are forked from one that has imported what they need, because the imports take seconds.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["raytrain.training.loop", "torch._dynamo"])
+    context.set_forkserver_preload(["tests.helpers.folder_runs", "torch._dynamo", "torchvision.transforms.v2"])
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world_size, mp_context=context) as pool:
         futures = [pool.submit(_run, rank, world_size, folder, function, args) for rank in range(world_size)]
         return [torch.load(io.BytesIO(future.result()), weights_only=False) for future in futures]
 
 
 def _run(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    gc.freeze()  # otherwise the first backward of a run would look at all that has been imported
     torch.set_num_threads(1)
     rendezvous = f"file://{Path(folder) / 'rendezvous'}"
     dist.init_process_group(

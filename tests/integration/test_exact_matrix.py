@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,15 +91,6 @@ def case(row: dict[str, str], world_size: int) -> Case:
     num_samples = int(row["images"])
     bad = tuple(range(0, num_samples, 4)) if row["unreadable"] == "some" else ()
     return Case(config(**chosen, worker_load=LOADS[row["loads"]].get(world_size)), num_samples, bad)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one thread: with arrays this small, several only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache
