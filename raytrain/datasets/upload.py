@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from raytrain.data.labels.listing import is_hidden
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import refuse_links_out
 from raytrain.storage.hedged_requests import threads
@@ -18,6 +20,7 @@ from raytrain.storage.store import Store, StoredObject
 
 T = TypeVar("T")
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_QUEUED = 4096  # files that wait for a thread: there may be millions
 
 
@@ -58,9 +61,14 @@ def upload(folder: str, url: str, console: Console | None = None) -> UploadResul
 def _file_sizes(source: Store) -> dict[str, int]:
     """Bytes of each file that is not hidden and not in a hidden folder; refuses links that lead out of the folder."""
     source.check_readable()
-    sizes_bytes = {stored.path: stored.size_bytes for stored in source.list() if "/." not in f"/{stored.path}"}
+    sizes_bytes = {stored.path: stored.size_bytes for stored in source.list() if not is_hidden(stored.path)}
     if not sizes_bytes:
         raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")
+    if unusable := [path for path in sorted(sizes_bytes) if _CONTROL.search(path)]:
+        raise UsageError(
+            f"{len(unusable):,} of {len(sizes_bytes):,} files in {source.url} have names that a bucket cannot have, such "
+            f"as {unusable[0]!r}; rename them."
+        )
     refuse_links_out(source, sorted(sizes_bytes))
     return sizes_bytes
 

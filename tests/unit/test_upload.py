@@ -39,7 +39,8 @@ def contents(store: Store) -> dict[str, bytes]:
 
 def test_all_files_arrive_except_hidden_ones(folder: Path, s3_url: str) -> None:
     (folder / ".hidden").write_text("")
-    (folder / "cat" / ".DS_Store").write_text("")
+    for name in (".DS_Store", "Icon\r", "Thumbs.db"):
+        (folder / "cat" / name).write_text("")
     result = upload(str(folder), s3_url, quiet())
     assert contents(open_store(s3_url)) == {
         "cat/1.jpg": b"one",
@@ -48,6 +49,13 @@ def test_all_files_arrive_except_hidden_ones(folder: Path, s3_url: str) -> None:
         "dog/large.png": LARGE,
     }
     assert result == UploadResult(str(folder), s3_url, num_files=4, num_bytes=11 + len(LARGE), num_sent=4)
+
+
+def test_names_that_a_bucket_cannot_have_are_refused_before_anything_is_sent(folder: Path, s3_url: str) -> None:
+    (folder / "cat" / "a\nb.jpg").write_text("")
+    with pytest.raises(UsageError, match=r"1 of 5 files in .* such as 'cat/a\\nb.jpg'; rename them"):
+        upload(str(folder), s3_url, quiet())
+    assert not list(open_store(s3_url).list())
 
 
 def test_images_arrive_with_their_classes(s3_url: str, tmp_path: Path) -> None:
