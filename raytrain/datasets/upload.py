@@ -66,8 +66,8 @@ def _file_sizes(source: Store) -> dict[str, int]:
         raise UsageError(f"There are no files in {source.url}; give the folder that contains the images.")
     if unusable := [path for path in sorted(sizes_bytes) if _CONTROL.search(path)]:
         raise UsageError(
-            f"{len(unusable):,} of {len(sizes_bytes):,} files in {source.url} have names that a bucket cannot have, such "
-            f"as {unusable[0]!r}; rename them."
+            f"{len(unusable):,} of {len(sizes_bytes):,} files in {source.url} have names that a bucket cannot have, "
+            f"such as {unusable[0]!r}; rename them."
         )
     refuse_links_out(source, sorted(sizes_bytes))
     return sizes_bytes
