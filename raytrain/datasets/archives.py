@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.folders import read_folders
-from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns
+from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, find_column
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.errors import UsageError
 
@@ -86,7 +86,7 @@ class Archive:
         self._check_label_column(schema.field(label))
         keys = _keys(parquet, self._key_column(schema, image), image)
         classes = _class_names(schema, label)
-        split = next((each for each in schema.names if each.lower() == "split"), label)
+        split = find_column(schema.names, None, ("split",)) or label
         row = 0
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
             for values in batch.to_pylist():
@@ -109,12 +109,10 @@ class Archive:
         return classes[int(value)]
 
     def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, what: str, advice: str) -> str:
-        wanted = [name] if name else usual
-        names = [each for kind in wanted for each in schema.names if kind == (each if name else each.lower())]
-        found = next(iter(names), None)
+        found = find_column(schema.names, name, usual)
         if found is None:
             raise UsageError(
-                f"{self.name} has no column of {what}: none of {', '.join(wanted)} is among its columns "
+                f"{self.name} has no column of {what}: none of {name or ', '.join(usual)} is among its columns "
                 f"{', '.join(schema.names[:10])}; {advice}."
             )
         if schema.names.count(found) > 1:
@@ -143,7 +141,7 @@ class Archive:
     def _key_column(self, schema: pa.Schema, image: str) -> str | None:
         if self.columns.key is not None:
             return self._column(schema, (), self.columns.key, "keys", "name it with --key-column")
-        return next((each for each in KEY_COLUMNS if each in schema.names and each != image), None)
+        return find_column([each for each in schema.names if each != image], None, KEY_COLUMNS)
 
     # Tars.
 
@@ -273,7 +271,7 @@ def _keys(parquet: pq.ParquetFile, column: str | None, image: str) -> list[str]:
     type = schema.field(image).type
     if not pa.types.is_struct(type) or type.get_field_index("path") < 0:
         return numbers
-    paths: list[str | None] = [each["path"] for each in parquet.read([f"{image}.path"])[image].to_pylist()]
+    paths = [(each or {}).get("path") for each in parquet.read([f"{image}.path"])[image].to_pylist()]
     return numbers if None in paths or len(set(paths)) < len(paths) else list(map(str, paths))
 
 

@@ -56,9 +56,10 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
     source = source if "://" in source else os.path.expanduser(source)
     archives = _archives(source, os.path.basename(labels.file or ""))
     if archives:
-        if labels.file is not None:
+        if labels.file is not None or labels.columns.separator or len(labels.columns.label) > 1:
             raise UsageError(
-                f"--labels is for images in folders; those in {archives[0]} have their labels in the file."
+                "--labels, --label-separator and several --label-column are for images in folders; those in "
+                f"{archives[0]} have one label each in the file."
             )
         with TemporaryFolder() as folder:
             table = _unpack(source, archives, labels.columns, folder / "images")

@@ -209,7 +209,10 @@ def test_keys_may_lack_the_suffixes_of_files(images: Path, tmp_path: Path) -> No
     assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == expected
     for name in ("000", "001"):
         (images / "red" / f"{name}.jpg").write_bytes(b"a mask")
-    assert "2 keys of" in (sentence := refused(images, rows, tmp_path)) and "only the suffixes differ" in sentence
+    assert (
+        "2 keys of" in (sentence := refused(images, rows, tmp_path))
+        and "differ in suffix or Unicode form only" in sentence
+    )
 
 
 def test_keys_that_disagree_are_refused_and_keys_that_agree_count_once(images: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,10 @@ def test_what_cannot_be_packed_is_refused(images: Path, tmp_path: Path) -> None:
         packed(write_tar(tmp_path / "empty.tar", {"a.png": b"x"}), tmp_path / "packed")
     with pytest.raises(UsageError, match=r"No file that ends in .parquet, .tar, .tgz, .tar.gz matches"):
         packed(tmp_path / "none-*", tmp_path / "packed")
-    with pytest.raises(UsageError, match="--labels is for images in folders"):
-        packed(tmp_path / "empty.tar", tmp_path / "packed", labels=Labelling("labels.csv"))
+    several = LabelColumns(separator="|"), LabelColumns(label=("a", "b"))
+    for labelling in (Labelling("labels.csv"), *(Labelling(columns=columns) for columns in several)):
+        with pytest.raises(UsageError, match=r"--labels, .* are for images in folders"):
+            packed(tmp_path / "empty.tar", tmp_path / "packed", labels=labelling)
 
 
 # Archives in which names repeat, labels are missing, or members are called otherwise.
@@ -194,6 +197,21 @@ def test_keys_that_repeat_are_refused_with_the_first_three(images: Path, tmp_pat
         packed(file, tmp_path / "packed")
 
 
+def test_names_that_differ_in_their_unicode_form_are_refused(images: Path, tmp_path: Path) -> None:
+    keys = [unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD")]
+    file = parquet(tmp_path / "a.parquet", [], image=unique(images, 2), label=["a", "b"], path=keys)
+    with pytest.raises(UsageError, match=r"1 keys of .* suffix or Unicode form only"):
+        packed(file, tmp_path / "packed")
+
+
+def test_a_label_in_an_archive_that_looks_like_several_is_told(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = parquet(tmp_path / "a.parquet", [], image=unique(images, 3), label=["a", "b", "a|b"])
+    packed(file, tmp_path / "packed")
+    assert "The label 'a|b' of" in caplog.text
+
+
 def test_archives_of_one_name_in_two_folders_are_both_packed(images: Path, tmp_path: Path) -> None:
     files = unique(images)
     for number in (0, 1):
@@ -209,11 +227,11 @@ def test_missing_labels_and_bytes_are_left_out_and_told(
 ) -> None:
     rows = [{"bytes": data, "path": None} for data in unique(images)]
     rows[0] = {"bytes": None, "path": "0.png"}
-    packed(
-        parquet(tmp_path / "a.parquet", ["cat", "dog"], image=rows, label=[0, -1, 0, 1, None, 1]), tmp_path / "packed"
-    )
+    structs = [*rows, None]
+    file = parquet(tmp_path / "a.parquet", ["cat", "dog"], image=structs, label=[0, -1, 0, 1, None, 1, 1])
+    packed(file, tmp_path / "packed")
     assert sorted(labels_by_content(tmp_path / "packed").values()) == ["cat", "dog", "dog"]
-    assert "2 images without a label; 1 rows without the bytes of an image" in caplog.text
+    assert "2 rows without the bytes of an image; 2 images without a label" in caplog.text
 
 
 @pytest.mark.parametrize(

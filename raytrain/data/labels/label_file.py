@@ -10,9 +10,9 @@ import posixpath
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -110,11 +110,6 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
     found = LabelTable(url, keys, labels, splits, groups, _classes(labels, columns))
     _check_rows(found, columns.group)
-    names = set(found.classes or found.labels)
-    if joined := next((name for name in sorted(names) if _joins(name, names)), None):
-        _log.warning(
-            "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", joined, url
-        )
     return found
 
 
@@ -195,10 +190,16 @@ def _says_split(column: pa.ChunkedArray) -> bool:
     return len(distinct) < _MOST_SPLITS and all(map(is_part, values)) and {True, False} <= set(map(is_training, values))
 
 
+def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) -> str | None:
+    """The column called ``name``, or else by one of the ``usual`` names in any case; None if there is none."""
+    if name is not None:
+        return name if name in present else None
+    return next((each for wanted in usual for each in present if each.lower() == wanted), None)
+
+
 def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> pa.ChunkedArray:
     """The column called ``name``, or by one of the ``usual`` names, as text. Raises UsageError if there is none."""
-    names = [each for wanted in usual for each in table.column_names if each.lower() == wanted]
-    found = next((each for each in ([name] if name else names) if each in table.column_names), None)
+    found = find_column(table.column_names, name, usual)
     if found is None:
         wanted = (
             f"no column {name!r}{did_you_mean(name, table.column_names)}" if name else f"none of {', '.join(usual)}"
@@ -237,12 +238,6 @@ def _single(labels: Sequence[str], url: str) -> list[str]:
         texts = ", ".join(f"{count:,} {text}" for text, count in found.items())
         _log.warning("%s rows of %s have no label (%s), and are not used.", f"{found.total():,}", url, texts)
     return ["" if label in none else label for label in labels]
-
-
-def _joins(label: str, labels: Set[str]) -> bool:
-    """Whether ``label`` looks like several of ``labels``, or like a list."""
-    parts = re.split(r"[\s|;,/+&]+", label)
-    return len(parts) > 1 and (set(parts) <= labels or label.startswith("["))
 
 
 def _flags(table: pa.Table, url: str, name: str) -> Texts:
@@ -295,7 +290,8 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
     again = np.flatnonzero(table.keys[1:] == table.keys[:-1])
     if len(again):
         first = int(again[0])
-        one, other = (" ".join(each for each in row if each) for row in _described(table, first))
+        said = zip(table.labels, table.splits, table.groups, strict=True)
+        one, other = (" ".join(filter(None, row)).replace(JOINED, " ") for row in islice(said, first, first + 2))
         raise UsageError(
             f"The label file {table.url} contradicts itself for {len(set(table.keys[again])):,} keys, such as "
             f"{table.keys[first]!r}, which is {one!r} and {other!r}; leave one row for each key."
@@ -306,9 +302,3 @@ def _check_rows(table: LabelTable, group: str | None) -> None:
             f"{num_missing:,} of {len(table.keys):,} rows of {table.url} have no {group!r}, which --group-by needs; "
             "fill them in."
         )
-
-
-def _described(table: LabelTable, row: int) -> list[tuple[str, str, str]]:
-    """What is said of the image of a row, and of the next row."""
-    labels = [label.replace(JOINED, " ") for label in table.labels[row : row + 2]]
-    return [(label, table.splits[each], table.groups[each]) for each, label in enumerate(labels, row)]

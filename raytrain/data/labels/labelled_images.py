@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from raytrain.storage.store import Store
 _log = logging.getLogger("raytrain")
 
 _NUM_SHOWN = 3
+_SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
 
 def training_and_test_images(
@@ -73,11 +75,23 @@ def labelled(
         in_split = f" and the split {' or '.join(splits)}" if splits else ""
         raise UsageError(f"None of the {len(images):,} images below {images.url} has a label{in_split} in {table.url}.")
     check_classes(found, classes, images.url, len(images))
-    tell_alike(found if classes is None else (), table.url)
+    _tell_names(found if classes is None else (), table.url)
     index = {name: label for label, name in enumerate(classes or found)}
     labels = np.array([index[name] for name in names], np.int32)
     manifest = replace(images.select(chosen), labels=labels, classes=classes or found, labels_digest=table.digest)
     return replace(manifest, left_out=_left_out(images, len(chosen))), rows[chosen]
+
+
+def _tell_names(classes: Sequence[str], url: str) -> None:
+    """Log which classes are called nearly alike, and one that looks like several others, or like a list."""
+    tell_alike(classes, url)
+    for name in classes:
+        parts = _SEPARATORS.split(name)
+        if len(parts) > 1 and (name.startswith("[") or set(parts) <= set(classes)):
+            _log.warning(
+                "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", name, url
+            )
+            return
 
 
 def _left_out(images: Manifest, num_chosen: int) -> dict[str, int]:
@@ -92,7 +106,7 @@ def _with_several_classes(
     if not table.classes:
         raise UsageError(f"No row of the label file {table.url} has a class.")
     if classes is None:
-        tell_alike(table.classes, table.url)
+        _tell_names(table.classes, table.url)
     else:
         check_classes(table.classes, classes, table.url, len(images))
     index = {name: label for label, name in enumerate(classes or table.classes)}
@@ -118,8 +132,8 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
         has_image[rows[rows >= 0]] = True
         if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
             raise UsageError(
-                f"{num_again:,} keys of {table.url} stand for several images below {images.url}, of which only the "
-                "suffixes differ; add these to the keys."
+                f"{num_again:,} keys of {table.url} stand for several images below {images.url}, whose names differ "
+                "in suffix or Unicode form only; make them distinct, or add the suffixes to the keys."
             )
         if num_without := int((rows < 0).sum()):
             _log.warning(
