@@ -128,6 +128,8 @@ def test_test_images_are_held_out_whatever_the_column_is_called(
     train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
     value_of = dict(zip(rows["path"], rows[name], strict=True))
     assert not {value_of[key] for key in by_key(train)} & {value_of[key] for key in by_key(test)}
+    adversarial, _ = opened(images, tmp_path / "labels.csv", tmp_path, label_column=(name,))
+    assert set(by_key(adversarial).values()) == set(values)  # tells training from test images
     rows["fold"] = rows[name]
     rows["set2"] = rows.pop(name)
     assert "columns 'fold', 'set2' of the label file" in refused(images, rows, tmp_path)

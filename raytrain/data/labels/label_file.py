@@ -101,7 +101,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
         {
             "key": [normalized_key(key, images_urls) for key in keys.to_pylist()],
             "label": _labels(table, url, columns),
-            "split": pc.utf8_lower(_text(table, url, split)) if (split := _split_column(table, url)) else none,
+            "split": pc.utf8_lower(_text(table, url, split)) if (split := _split_column(table, url, columns)) else none,
             "group": _column(table, url, "--group-by", columns.group) if columns.group else none,
         }
     )
@@ -164,12 +164,12 @@ def _read_csv(url: str, content: bytes) -> pa.Table:
     return table.rename_columns([name.strip() for name in table.column_names])
 
 
-def _split_column(table: pa.Table, url: str) -> str | None:
+def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
     """The column that says which images are tested on: by its name, or else by its values; None if there is none."""
-    named = [name for name in table.column_names if name.lower() == "split"]
-    found = named or [
-        name for name, column in zip(table.column_names, table.columns, strict=True) if _says_split(column)
-    ]
+    label = find_column(table.column_names, next(iter(columns.label), None), LABEL_COLUMNS)
+    others = [(name, column) for name, column in zip(table.column_names, table.columns, strict=True) if name != label]
+    named = [name for name, _ in others if name.lower() == "split"]
+    found = named or [name for name, column in others if _says_split(column)]
     if len(found) > 1:
         raise UsageError(
             f"The columns {', '.join(map(repr, found))} of the label file {url} all say which images are tested on; "
@@ -177,7 +177,7 @@ def _split_column(table: pa.Table, url: str) -> str | None:
         )
     if found and not named:
         _log.warning("The column %r of %s says which images are tested on.", found[0], url)
-    for name in () if found else filter(is_part, table.column_names):
+    for name in () if found else filter(is_part, dict(others)):
         _log.warning("The column %r of %s is not read; a column split with train and test would be.", name, url)
     return found[0] if found else None
 

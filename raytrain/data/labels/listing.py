@@ -138,9 +138,7 @@ def _lfs_pointers(store: Store, images: Sequence[StoredObject]) -> set[str]:
 def _no_images(listing: Listing) -> UsageError:
     if not listing.counts:
         refuse_file(listing.url)
-    suffixes = Counter({reason: count for reason, count in listing.counts.items() if reason != HIDDEN})
-    suffixes = suffixes or Counter(listing.counts)
-    others = ", ".join(f"{count:,} {reason}" for reason, count in suffixes.most_common(4))
+    others = ", ".join(f"{count:,} {reason}" for reason, count in Counter(listing.counts).most_common(4))
     found = f"but {others}" if others else "nor other files"
     kinds = [posixpath.splitext(path)[1] for paths in listing.left_out.values() for path in paths[:1]]
     advice = next((f" {kind} files: {_CONTAINERS[kind]}." for kind in kinds if kind in _CONTAINERS), "")
