@@ -12,12 +12,12 @@ from raytrain.errors import CoordinatorLost, RaytrainError, StorageError
 from raytrain.launch.coordinator import Ending
 from raytrain.launch.prepare import PreparedRun
 from raytrain.monitor.events import Event
-from raytrain.monitor.recorder import RunRecorder, failed
+from raytrain.monitor.recorder import RunRecorder, progress_of
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
 from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
 from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.outcome import Outcome, Progress, StopReason, TrainResult, failure_sentence, successful
+from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.redact import printable, redact
 from raytrain.trackers.tracking import Tracking
 
@@ -134,14 +134,15 @@ class RunSession:
         reason = ending.reason
         if reason is None and ending.outcome is not None:
             return ending.outcome
+        progress = progress_of(snapshot, self._prepared.first_step)
         if reason is None and self._ends_early:
-            return Outcome(status="stopped", progress=Progress(step=self._prepared.first_step))
+            return Outcome(status="stopped", progress=progress)
         reason = reason or ending.lost or self._launch.failure() or "the workers exited without an error message"
         prepared = self._prepared
         sentence = failure_sentence(prepared.config, reason, prepared.loop, has_checkpoint=self._has_checkpoint())
         if ending.outcome is not None:
             return dataclasses.replace(ending.outcome, status="failed", error=sentence)
-        return failed(sentence, snapshot, ending.accumulate)
+        return Outcome(status="failed", progress=progress, error=sentence, accumulate=ending.accumulate)
 
     def _has_checkpoint(self) -> bool:
         """Whether there is one to resume from; storage that does not answer may have one."""

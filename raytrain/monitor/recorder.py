@@ -134,13 +134,14 @@ class RunRecorder:
                 self._num_logged = event.number + 1
 
 
-def failed(error: str, snapshot: Snapshot, accumulate: int | None = None) -> Outcome:
-    """The outcome of a run whose workers could not say how far they came; see :class:`Outcome` for ``accumulate``."""
-    tested = snapshot.evaluation
-    progress = Progress(
-        step=snapshot.step,
-        samples_seen=(snapshot.latest and snapshot.latest.samples_seen) or 0,
+def progress_of(snapshot: Snapshot, first_step: int) -> Progress:
+    """How far a run has come whose workers could not say it; ``first_step`` if they have not begun."""
+    step = max(snapshot.step, first_step)
+    rows = [row for row in snapshot.rows if row.step <= step]
+    tested = next((row for row in reversed(rows) if row.kind == "evaluation"), None)
+    return Progress(
+        step=step,
+        samples_seen=max((row.samples_seen or 0 for row in rows), default=0),
         test_accuracy=tested and tested.accuracy,
         test_loss=tested and tested.loss,
     )
-    return Outcome(status="failed", progress=progress, error=error, accumulate=accumulate)

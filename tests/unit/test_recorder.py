@@ -10,7 +10,7 @@ import pytest
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.monitor.events import CheckpointWritten
 from raytrain.monitor.monitor import RunMonitor
-from raytrain.monitor.recorder import RunRecorder, failed
+from raytrain.monitor.recorder import RunRecorder, progress_of
 from raytrain.monitor.stop_request import read_stop_request, request_stop
 from raytrain.runs.documents import SUMMARY, read_json, run_names, run_store
 from raytrain.runs.history import History
@@ -103,7 +103,14 @@ def test_if_the_workers_report_no_result_it_is_taken_from_the_monitor(store: Sto
     monitor.started(num_workers=1, step=0)
     monitor.record(MetricRow(kind="step", step=30, epoch=1, samples_seen=240))
     monitor.record(MetricRow(kind="evaluation", step=30, epoch=1, metrics={"accuracy": 0.5, "loss": 1.5}))
-    outcome = failed("its worker died", monitor.snapshot())
-    result = RunRecorder(store, num_steps=100).result(outcome, monitor.snapshot(), num_workers=1)
-    assert (result.status, result.steps, result.samples_seen, result.test_accuracy) == ("failed", 30, 240, 0.5)
-    assert result.error == "its worker died"
+    progress = progress_of(monitor.snapshot(), 0)
+    assert (progress.step, progress.samples_seen, progress.test_accuracy, progress.test_loss) == (30, 240, 0.5, 1.5)
+
+
+def test_a_run_that_ends_before_it_resumes_has_come_as_far_as_its_checkpoint(store: Store, monitor: RunMonitor) -> None:
+    monitor.started(num_workers=1, step=0)
+    for step in (10, 20, 30):
+        monitor.record(MetricRow(kind="step", step=step, epoch=1, samples_seen=8 * step))
+    monitor.finish("failed")
+    resumed = RunMonitor("run", num_steps=100, steps_per_epoch=40, history=History(store))
+    assert progress_of(resumed.snapshot(), 20) == Progress(step=20, samples_seen=160)
