@@ -100,13 +100,6 @@ def test_what_only_the_checkpoint_shows_leaves_the_options_alone(images: Path, s
     assert raytrain.train(resumed(images, storage, epochs=2)).status == "finished"
 
 
-def test_the_same_images_in_another_folder_are_no_mistake(images: Path, storage: Path, tmp_path: Path) -> None:
-    moved = shutil.copytree(images, tmp_path / "moved")
-    result = raytrain.train(resumed(moved, storage, epochs=2))
-    assert result.status == "finished"
-    assert '"epochs": 2' in open_store(result.run_dir).get("config.json").decode()
-
-
 @pytest.mark.slow
 def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path) -> None:
     options = local(images, tmp_path, epochs=1, **a_label_file(images, tmp_path))
@@ -120,14 +113,16 @@ def test_a_label_file_that_was_changed_meanwhile(images: Path, tmp_path: Path) -
         raytrain.train(dataclasses.replace(options, resume=True, epochs=3))
 
 
-def test_a_run_that_does_not_exist_yet_starts_and_then_continues(
+def test_a_run_that_does_not_exist_yet_starts_and_then_continues_with_the_same_images_in_another_folder(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert raytrain.train(resumed(images, tmp_path, epochs=1)).status == "finished"
-    assert f"There is no run 'run' in {tmp_path} yet; it starts from the beginning." in caplog.messages
+    storage, moved = tmp_path / "runs", shutil.copytree(images, tmp_path / "moved")
+    assert raytrain.train(resumed(images, storage, epochs=1)).status == "finished"
+    assert f"There is no run 'run' in {storage} yet; it starts from the beginning." in caplog.messages
     caplog.clear()
-    again = raytrain.train(resumed(images, tmp_path, epochs=2))
+    again = raytrain.train(resumed(moved, storage, epochs=2))
     assert (again.status, again.steps, caplog.messages) == ("finished", 10, [])
+    assert '"epochs": 2' in open_store(again.run_dir).get("config.json").decode()
 
 
 def test_a_trial_of_a_sweep(images: Path, tmp_path: Path) -> None:

@@ -273,7 +273,10 @@ WRITES = [write_checkpoint, write_metrics, write_status, write_heartbeat, delete
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_who_lost_the_run_writes_and_deletes_nothing(write: Callable[[RunClaim, int], None], store: Store) -> None:
+def test_who_lost_the_run_writes_and_deletes_nothing(
+    write: Callable[[RunClaim, int], None], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "LEASE_S", 0.1)  # nobody waits for the first owner, which renews nothing
     first = claim_run(store, "run")
     store.put(CONFIG, b"{}")
     write_checkpoint(first, 1)

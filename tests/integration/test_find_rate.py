@@ -18,6 +18,7 @@ from raytrain.errors import TrainingFailed, UsageError
 from raytrain.experiments.find_rate import smooth, suggest
 from raytrain.recipes import digits
 from raytrain.runs.records import read_run
+from tests.helpers.folder_runs import folder_run, train_here
 from tests.unit.test_terminal import text
 
 
@@ -83,10 +84,13 @@ def loop_with_a_scheduler(run: raytrain.Run) -> None:
     run.prepare(StepLR(optimizer, 10))
 
 
-@pytest.mark.parametrize("loop", [loop_with_its_own_rates, loop_with_a_scheduler])
-def test_a_loop_that_decides_on_its_rate_gets_a_sentence(data: Path, tmp_path: Path, loop: object) -> None:
-    with pytest.raises((UsageError, TrainingFailed), match="The loop decides on the learning rate itself"):
-        raytrain.find_rate(options(data, tmp_path, workers=1), loop=loop)  # pyright: ignore[reportArgumentType]
+def test_a_loop_that_decides_on_its_rate_gets_a_sentence(data: Path, images: Path, tmp_path: Path) -> None:
+    sentence = "The loop decides on the learning rate itself"
+    with pytest.raises(TrainingFailed, match=sentence):
+        raytrain.find_rate(options(data, tmp_path, workers=1), loop=loop_with_its_own_rates)
+    scheduled = folder_run(images, tmp_path, "scheduled", loop=loop_with_a_scheduler, schedule="rising:1e-6..10")
+    with pytest.raises(UsageError, match=sentence):
+        train_here(scheduled)
 
 
 def test_losses_that_suggest_nothing_say_why() -> None:

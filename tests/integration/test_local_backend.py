@@ -100,17 +100,6 @@ def processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def test_the_path_of_the_temporary_folder_may_be_long(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    monkeypatch.setenv("TMPDIR", str(long))
-    assert raytrain.train(options(data, tmp_path, workers=1, epochs=1)).status == "finished"
-    assert list(long.glob("raytrain-*")) == []
-
-
 def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: Path) -> None:
     before = processes()  # those of other tests
 
@@ -126,9 +115,9 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(data: Path, tmp_path: 
 
     kill_once = once(kill, lambda snapshot: snapshot.step > 0)
     result = raytrain.train(
-        options(data, tmp_path, epochs=20, batch_size=16, checkpoint_every=("1ep", "10st")), view=view
+        options(data, tmp_path, epochs=8, batch_size=16, checkpoint_every=("1ep", "10st")), view=view
     )
-    assert (result.status, result.samples_seen) == ("finished", 20 * 180)
+    assert (result.status, result.samples_seen) == ("finished", 8 * 180)
     assert any(" was killed by SIGKILL" in line for line in lines)
     assert [each for each in processes() if each not in before] == []
 
@@ -141,27 +130,23 @@ def failing(run: Run, after: int = 1) -> None:
 
 
 def speaking(run: Run) -> None:
+    assert gc.isenabled(), "the process that it is forked from imports without"
     print("here I am")
     for _ in train_on(run):
         pass
 
 
-def test_what_a_worker_of_a_short_run_prints_is_kept(data: Path, tmp_path: Path) -> None:
-    raytrain.train(options(data, tmp_path, workers=1, max_steps=1), loop=speaking)
+def test_a_worker_of_a_short_run_collects_garbage_and_what_it_prints_is_kept_however_long_the_path_of_its_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert raytrain.train(options(data, tmp_path, max_steps=1), loop=speaking).status == "finished"
     logs = LogReader(open_store(f"{tmp_path}/run"), worker_log(0)).read()
     assert [log.text for log in logs if log.stream == "out"] == ["here I am\n"]
-
-
-def collecting(run: Run) -> None:
-    assert gc.isenabled()
-    for _ in train_on(run):
-        pass
-
-
-def test_workers_collect_garbage_although_the_process_that_they_are_forked_from_imports_without(
-    data: Path, tmp_path: Path
-) -> None:
-    assert raytrain.train(options(data, tmp_path, max_steps=1), loop=collecting).status == "finished"
+    assert list(long.glob("raytrain-*")) == []
 
 
 def train_on(run: Run) -> Iterator[Batch]:
