@@ -69,7 +69,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.mark.not_quick
-def test_rows_are_written_during_the_run(store: Any) -> None:
+def test_rows_are_written_during_the_run(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.runs.line_file._REWRITE_MIN_S", 0.1)
     history = History(store)
     history.record(step_row(1))
     wait_for(lambda: steps(store) == [1])
