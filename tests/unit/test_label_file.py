@@ -277,6 +277,7 @@ def test_keys_in_any_form_are_those_of_the_images(form: str, images: Path, tmp_p
         "path;label\n{rows}",
         "path\tlabel\n{rows}",
         "path|label\n{rows}",
+        "path,label\r{rows}",  # an old Mac's lines
         "path\tlabel\tsize (w, h)\n{rows}",
         'path;label;"size, px"\n{rows}',
         "Path,LABEL\n{rows}",
@@ -287,6 +288,7 @@ def test_tables_of_other_programs_are_read(content: str, images: Path, tmp_path:
     comma = next((each for each in ";\t|" if each in content), ",")
     index, more = content.startswith(","), f"{comma}5" * content.count("size")
     rows = "".join(f"{n}{comma}" * index + f"{key}{comma} {'ab'[n % 2]}{more}\n" for n, key in enumerate(keys))
+    rows = rows.replace("\n", "\r" if "\r{" in content else "\n")
     encoded = content.replace("{rows}", rows + index * f"{len(keys)},{keys[0]},a\n").encode()
     assert by_key(*opened(images, text(tmp_path, encoded), tmp_path)) == {
         key: "ab"[number % 2] for number, key in enumerate(keys)
@@ -340,9 +342,32 @@ def test_a_column_that_is_there_twice_is_refused(images: Path, tmp_path: Path) -
         b"PK\3\4\0\0path,label",  # a spreadsheet
     ],
 )
-def test_a_file_in_another_encoding_is_refused(content: bytes, images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
+def test_a_file_in_another_encoding_is_refused(name: str, content: bytes, images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not in UTF-8"):
-        opened(images, text(tmp_path, content), tmp_path)
+        opened(images, text(tmp_path, content, name), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
+def test_rows_may_be_long(name: str, images: Path, tmp_path: Path) -> None:
+    rows = rows_of(images, label=lambda number: "ab"[number % 2], mask=lambda number: "1 2 " * 600_000 * (number == 5))
+    as_json = "\n".join(json.dumps(dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True))
+    labels = write(tmp_path / name, rows) if name.endswith("csv") else text(tmp_path, as_json, name)
+    assert len(by_key(*opened(images, labels, tmp_path))) == 90
+
+
+@pytest.mark.parametrize("content", ["null\n", "1\n", "[]\n", ""])
+def test_json_lines_without_objects_are_refused(content: str, images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be read as a table \(.+\); correct the file"):
+        opened(images, text(tmp_path, content, "labels.jsonl"), tmp_path)
+
+
+@pytest.mark.parametrize("type", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_texts_of_any_type_hold_out_images(type: Any, images: Path, tmp_path: Path) -> None:
+    rows: dict[str, Any] = rows_of(images, fold=lambda number: ("train", "test")[number % 2])
+    rows = {name: pa.array(values).cast(type) for name, values in rows.items()}
+    train, test = opened(images, write(tmp_path / "labels.parquet", rows), tmp_path)
+    assert (len(train), len(test)) == (45, 45)
 
 
 @pytest.mark.parametrize("joined", ["a b", "a/b", "['a', 'c']"])

@@ -42,6 +42,7 @@ NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "
 _log = logging.getLogger("raytrain")
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _MOST_SPLITS = 20
+_BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _NUMBER = re.compile(r"-?\d+(\.0)?")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -132,35 +133,43 @@ def _read_table(url: str) -> pa.Table:
     try:
         if suffix == ".parquet":
             return pq.read_table(pa.BufferReader(content))
-        if suffix == ".jsonl":
-            return pyarrow.json.read_json(io.BytesIO(content))
         if suffix not in _SUFFIXES:
             raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_SUFFIXES)}.")
-        return _read_csv(url, content)
+        text = _text_of(url, content)
+        if suffix != ".jsonl":
+            return _read_csv(text)
+        if text.strip() and "{" not in text:  # pyarrow would end the process if all lines are null
+            raise pa.ArrowInvalid("no line is an object")
+        options = pyarrow.json.ReadOptions(block_size=_BLOCK_BYTES)
+        return pyarrow.json.read_json(io.BytesIO(text.encode()), options)
     except (pa.ArrowInvalid, OSError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.") from None
 
 
-def _read_csv(url: str, content: bytes) -> pa.Table:
-    """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
+def _text_of(url: str, content: bytes) -> str:
+    """The text of a file in UTF-8, or in UTF-16 with a mark at its beginning. Raises UsageError for anything else."""
     try:
         text = content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
         place, byte = error.start, error.object[error.start]
     else:
         place, byte = text.find("\0"), 0  # in UTF-16, and in files of other kinds
-    if place >= 0:
-        raise UsageError(
-            f"The label file {url} is not in UTF-8 (byte {place:,} is {byte:#x}); save it as a table in UTF-8."
-        )
-    content = text.encode()
+        if place < 0:
+            return text
+    raise UsageError(f"The label file {url} is not in UTF-8 (byte {place:,} is {byte:#x}); save it as text in UTF-8.")
+
+
+def _read_csv(text: str) -> pa.Table:
+    """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
     header = re.sub('"[^"]*"', "", text.lstrip().partition("\n")[0])
     delimiter = max(",;\t|", key=header.count)
+    read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    names = pyarrow.csv.open_csv(io.BytesIO(content), parse_options=parse).schema.names
+    content = text.encode()
+    names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
     as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-    table = pyarrow.csv.read_csv(io.BytesIO(content), parse_options=parse, convert_options=as_text)
+    table = pyarrow.csv.read_csv(io.BytesIO(content), read, parse, as_text)
     return table.rename_columns([name.strip() for name in table.column_names])
 
 
@@ -184,8 +193,9 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
 
 def _says_split(column: pa.ChunkedArray) -> bool:
     """Whether all values of a column of texts are of training images or of test images, and some are of each."""
-    is_text = pa.types.is_string(column.type) or pa.types.is_dictionary(column.type)
-    distinct = column.unique() if is_text else ()
+    texts = pa.string(), pa.large_string(), pa.string_view()
+    is_text = column.type in texts or pa.types.is_dictionary(column.type)
+    distinct = column.cast(pa.string()).unique() if is_text else ()
     values = {str(value).strip() for value in distinct[:_MOST_SPLITS]} - {""}
     return len(distinct) < _MOST_SPLITS and all(map(is_part, values)) and {True, False} <= set(map(is_training, values))
 
