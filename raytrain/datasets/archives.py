@@ -79,11 +79,10 @@ class Archive:
         image = self._column(
             schema, _IMAGE_COLUMNS, None, "images", "rename the right one to image, or give a label file with --labels"
         )
-        self._check_image_column(schema.field(image))
         label = self._column(
             schema, LABEL_COLUMNS, next(iter(self.columns.label), None), "labels", "name it with --label-column"
         )
-        self._check_label_column(schema.field(label))
+        self._check_columns(schema.field(image), schema.field(label))
         keys = _keys(parquet, self._key_column(schema, image), image)
         classes = _class_names(schema, label)
         split = find_column(schema.names, None, ("split",)) or label
@@ -119,24 +118,19 @@ class Archive:
             raise UsageError(f"{self.name} has {schema.names.count(found)} columns called {found!r}; rename one.")
         return found
 
-    def _check_image_column(self, column: pa.Field) -> None:
-        """Raise UsageError unless the column holds bytes, or structs with bytes."""
-        type = column.type
-        if pa.types.is_struct(type) and type.get_field_index("bytes") >= 0:
-            type = type.field("bytes").type
-        if type not in (pa.binary(), pa.large_binary(), pa.binary_view()):
-            raise UsageError(
-                f"The column {column.name!r} of {self.name} holds values of type {column.type}, and the bytes of image "
-                "files are expected; write those into it, or use image files with a label file (--labels)."
-            )
-
-    def _check_label_column(self, column: pa.Field) -> None:
-        """Raise UsageError if an image may have several labels."""
-        if pa.types.is_nested(column.type):
-            raise UsageError(
-                f"The column {column.name!r} of {self.name} holds values of type {column.type}, and one class per "
-                "image is expected; unpack the images, and give their classes with --labels and --label-separator."
-            )
+    def _check_columns(self, image: pa.Field, label: pa.Field) -> None:
+        """Raise UsageError unless images are bytes, or structs with bytes, and an image has at most one label."""
+        content = image.type
+        if pa.types.is_struct(content) and content.get_field_index("bytes") >= 0:
+            content = content.field("bytes").type
+        wrong, expected = None, "the bytes of image files are expected; write those into it, or use files with --labels"
+        if content not in (pa.binary(), pa.large_binary(), pa.binary_view()):
+            wrong = image
+        elif pa.types.is_nested(label.type):
+            wrong, expected = label, "one class per image is expected; unpack the images, and give --labels"
+        if wrong is not None:
+            what = f"The column {wrong.name!r} of {self.name} holds values of type {wrong.type}"
+            raise UsageError(f"{what}, and {expected}.")
 
     def _key_column(self, schema: pa.Schema, image: str) -> str | None:
         if self.columns.key is not None:

@@ -85,13 +85,11 @@ def labelled(
 def _tell_names(classes: Sequence[str], url: str) -> None:
     """Log which classes are called nearly alike, and one that looks like several others, or like a list."""
     tell_alike(classes, url)
-    for name in classes:
-        parts = _SEPARATORS.split(name)
-        if len(parts) > 1 and (name.startswith("[") or set(parts) <= set(classes)):
-            _log.warning(
-                "The label %r of %s is a class of its own; if it stands for several, give --label-separator.", name, url
-            )
-            return
+    parts = {name: set(_SEPARATORS.split(name)) for name in classes}
+    joined = (name for name in classes if len(parts[name]) > 1 and (name[0] == "[" or parts[name] <= parts.keys()))
+    if (name := next(joined, None)) is not None:
+        sentence = "The label %r of %s is a class of its own; if it stands for several, give --label-separator."
+        _log.warning(sentence, name, url)
 
 
 def _left_out(images: Manifest, num_chosen: int) -> dict[str, int]:
