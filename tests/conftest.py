@@ -30,6 +30,8 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+gc.disable()  # until the first test: collections while the tests are imported find next to nothing
+
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts a timing
 hypothesis.settings.load_profile("any machine")
 
@@ -63,6 +65,7 @@ def _quick_process() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     gc.freeze()
+    gc.enable()
     yield
     gc.unfreeze()
 
