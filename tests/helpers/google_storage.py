@@ -170,7 +170,7 @@ def google_storage() -> Iterator[GoogleStorage]:
         def log_message(self, format: str, *args: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         storage.endpoint_url = f"http://127.0.0.1:{server.server_port}"
         try:
             yield storage

@@ -130,7 +130,7 @@ def test_the_answer_of_this_machine_does_not_come_through_a_proxy(monkeypatch: p
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/run"
         assert model_server._answering("127.0.0.1", server.server_port, "run", StopSignals()) == url
         server.shutdown()
@@ -156,7 +156,7 @@ def test_the_wait_for_a_network_is_told_once_and_ended_by_a_stop_request(
 
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = model_server._answering("127.0.0.1", server.server_port, "run", signals)
         server.shutdown()
     assert asked == ["/run"] * 3
