@@ -19,7 +19,7 @@ from raytrain.config import TrainConfig
 from raytrain.errors import CoordinatorLost, TrainingFailed
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
 from raytrain.launch.prepare import Start, check_asked, check_places, prepare, refuse_sweep
-from raytrain.launch.ray.connection import Connection, is_connected
+from raytrain.launch.ray.connection import Connection
 from raytrain.launch.session import RunSession
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.monitor.stop_request import StopSignals, request_stop
@@ -92,7 +92,7 @@ def _train(config: TrainConfig, start: Start) -> TrainResult:
             return train_once(config, start)
         except CoordinatorLost as lost:
             attempts_left -= 1
-            if not attempts_left or is_connected():  # what is left of the run is in a cluster that stays
+            if not attempts_left:
                 mark_failed(config.storage, lost.name)
                 raise
             config = dataclasses.replace(config, resume=True)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from raytrain.errors import UsageError
 from raytrain.launch.placement import visible_gpus
@@ -32,9 +32,6 @@ from raytrain.launch.ray.private_api import (
     version_error,
 )
 from raytrain.runs.logs import STARTUP
-
-if TYPE_CHECKING:
-    from raytrain.launch.ray.trainer import TrainerThread
 
 T = TypeVar("T")
 
@@ -64,7 +61,6 @@ class OwnRay:
         self._opened = ExitStack()
         self._opened.enter_context(keep_server())
         self._joining = threading.Lock()
-        self._trainers: list[TrainerThread] = []
         self._environment: dict[str, str] | None = None
         self._is_spoilt = False
 
@@ -81,10 +77,8 @@ class OwnRay:
         return works and gpus == self._gpus and not changed
 
     def join(self) -> None:
-        """Join it, once its last run has left it; raises UsageError if it could not start."""
+        """Join it; raises UsageError if it could not start."""
         with self._joining:
-            while self._trainers:
-                self._trainers.pop().wait()
             if self._address is not None:
                 return
             if is_connected():
@@ -96,10 +90,6 @@ class OwnRay:
             self._is_spoilt = True  # until it is joined
             _init(self._address)
             self._is_spoilt = False
-
-    def leave_later(self, trainer: TrainerThread) -> None:
-        """Have the next use wait until ``trainer`` has ended, whose workers have done their work."""
-        self._trainers.append(trainer)
 
     def spoil(self) -> bool:
         """Have it end with this use, and the processes of a run with it; False if others use it."""
@@ -116,8 +106,6 @@ class OwnRay:
     def end(self) -> None:
         """Leave it and end it."""
         if self.is_joined:  # and the user has not left it
-            for trainer in self._trainers:
-                trainer.abort()
             _leave()
         self._opened.close()
         self._cluster.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,7 +48,8 @@ class RayCoordinator(Coordinator):
         self._broker = CredentialBroker()
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
-        self._controller: list[Any] = []
+        self._controller: Any = None
+        self._loop = asyncio.new_event_loop()
         self._reserved: PlacementGroup | None = None
         self._num_groups = 0
         super().__init__(name, store.with_lent_credentials(self._broker.source), **known)
@@ -77,13 +80,21 @@ class RayCoordinator(Coordinator):
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         return super().wait_for_stop_request(timeout_s)
 
-    def set_controller(self, controller: list[Any]) -> None:
-        """Keep Ray Train's controller of this run: a list with the reference of its handle."""
-        self._controller = controller
+    # Ray Train.
 
-    def controller(self) -> list[Any]:
-        """What :meth:`set_controller` was given; empty until the controller has started."""
-        return self._controller
+    @ray.method(concurrency_group=WAIT)
+    def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
+        """Be Ray Train's controller, which would otherwise have a process of its own: start the workers, watch them."""
+        os.environ.update(environment)
+        self._controller = kind(**arguments)
+        self._loop.run_until_complete(self._controller.run())
+        return self._controller.get_result()
+
+    @ray.method(concurrency_group=WAIT)
+    def abort(self) -> None:
+        """End the workers, free their CPUs and GPUs, and end this process if they had not ended."""
+        if self._controller is not None:
+            asyncio.run_coroutine_threadsafe(self._controller.abort(), self._loop).result()
 
     # Cached blocks.
 

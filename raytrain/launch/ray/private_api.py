@@ -89,8 +89,8 @@ FEWER_PROCESSES = Improvement(
     ),
 )
 CONTROLLER = Improvement(
-    "workers of an aborted run stay in a shared cluster until the process that started it ends",
-    ("ray.train.v2._internal.execution.callback:ControllerCallback",),
+    "each run starts a process more, and workers of an aborted run stay in a shared cluster until its driver ends",
+    ("ray.train.v2._internal.execution.controller:TrainController",),
 )
 PAUSE = Improvement(
     "streaming takes a whole core of the driver's machine",

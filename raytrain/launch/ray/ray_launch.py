@@ -151,7 +151,7 @@ class RayLaunch:
         if self._lender is not None:
             self._lender.lend_if_due()
         self._head.look()
-        self._trainer.remember_controller()
+        self._trainer.remember_reserved()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until Ray Train has ended; returns whether it has."""
@@ -173,15 +173,10 @@ class RayLaunch:
         self._opened.close()
 
     def _end_trainer(self) -> None:
-        """See that nothing of the run uses the cluster, now or when the next run uses this process's own."""
+        """See that nothing of the run uses the cluster; this process's own ends if workers still train there."""
         own = self._cluster.own
-        if self._is_finished and own is not None:
-            own.leave_later(self._trainer)
-            return
-        if self._is_finished:
-            self._trainer.wait()
-        if not self._trainer.ended.done():
-            self._trainer.abort(cluster_ends=own is not None and own.spoil())
+        still_trains = not (self._is_finished or self._trainer.ended.done())
+        self._trainer.end(cluster_ends=still_trains and own is not None and own.spoil())
 
     def _surroundings(self, coordinator: CoordinatorHandle) -> Surroundings:
         return Surroundings(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 import re
 import threading
-import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,12 +15,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
     NodeDiedError,
-    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
-    RayError,
     WorkerCrashedError,
 )
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
@@ -75,11 +73,10 @@ def _what_killed(text: str) -> str:
 _LEFT_OUT = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 _RESIZE_EVERY = "elastic_resize_monitor_interval_s"
 _RESIZE_EVERY_S = 30.0  # how often an elastic run looks for room for more workers
-_ABORTED_WITHIN_S = 10.0
-_NOTICED_WITHIN_S = 10.0  # Ray Train asks the workers every two seconds
-_CONTROLLER_STARTS_WITHIN_S = 60.0
+_ENDS_WITHIN_S = 10.0
 # A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
 _WORKERS_START_WITHIN_S = 180.0
+_SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # of Ray Train, which the workers get from their controller
 
 
 def check_elastic(placement: Placement) -> None:
@@ -108,13 +105,14 @@ class TrainerThread:
         *,
         max_failures: int,
     ) -> None:
-        self.ended: Future[None] = Future()
+        self.ended: Future[str | None] = Future()  # with why Ray Train gave up
         self._coordinator = coordinator
-        self._controller: Any = None
+        self._reserved: Any = None
         fewest, most = placement.min_workers, placement.num_workers
         resizing: dict[str, Any] = {} if fewest == most else {_RESIZE_EVERY: _RESIZE_EVERY_S}
         trainer = _Trainer(
             work,
+            coordinator=coordinator,
             grows=fewest < most,
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
@@ -125,7 +123,7 @@ class TrainerThread:
             run_config=RunConfig(
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=max_failures),
-                callbacks=[_FailureReporter(coordinator), *_controller_reporters(coordinator)],
+                callbacks=[_FailureReporter(coordinator)],
             ),
         )
         # The thread alone holds the trainer, and with it the run's images in the object store.
@@ -135,87 +133,43 @@ class TrainerThread:
         """Start the workers."""
         self._thread.start()
 
-    def remember_controller(self) -> None:
-        """Get the controller's handle from the coordinator, to be called now and then: the coordinator may die."""
-        if self._controller is None:
-            self._controller = self._ask_for_controller()
+    def remember_reserved(self) -> None:
+        """Ask the coordinator for what the workers have reserved, to be called now and then: it may die."""
+        with suppress(RayActorError):
+            self._reserved = ray.get(self._coordinator.reserved.remote())
 
-    def wait(self) -> None:
-        """Let Ray Train notice that the workers are done, and free their CPUs."""
-        concurrent.futures.wait([self.ended], timeout=_NOTICED_WITHIN_S)
-
-    def abort(self, *, cluster_ends: bool = True) -> None:
-        """End workers that Ray Train would restart, if the cluster outlives the run; others end with their cluster.
+    def end(self, *, cluster_ends: bool) -> None:
+        """End the workers and the coordinator, and free what they have reserved, unless their cluster ends with them.
 
         The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
         """
-        if self.ended.done():
-            return
-        controller = None
-        with suppress(RayError):  # the controller ends by this; GetTimeoutError is a RayError
-            controller = self._find_controller(0.0 if cluster_ends else _CONTROLLER_STARTS_WITHIN_S)
-            if controller is not None and not cluster_ends:
-                ray.get(controller.abort.remote(), timeout=_WORKERS_START_WITHIN_S)
-        if controller is not None:
-            ray.kill(controller)
-            concurrent.futures.wait([self.ended], timeout=_ABORTED_WITHIN_S)
-
-    def _find_controller(self, timeout_s: float) -> Any:
-        """The controller's handle, if it starts within ``timeout_s``: it may just be starting; otherwise None."""
-        until = time.monotonic() + timeout_s
-        while self._controller is None and not self.ended.done():
-            with suppress(GetTimeoutError):  # the machine is busy starting the run
-                self._controller = self._ask_for_controller(_ABORTED_WITHIN_S)
-            if time.monotonic() >= until:
-                break
-            concurrent.futures.wait([self.ended], timeout=0.1)
-        return self._controller
-
-    def _ask_for_controller(self, timeout_s: float | None = None) -> Any:
-        put_away: list[Any] = ray.get(self._coordinator.controller.remote(), timeout=timeout_s)
-        for ref in put_away:
-            with suppress(ObjectLostError):  # it has died
-                return ray.get(ref, timeout=timeout_s)
-        return None
+        if not cluster_ends:  # the coordinator ends by this, which ray.get would raise, with all that its frames hold
+            ray.wait([self._coordinator.abort.remote()], timeout=_WORKERS_START_WITHIN_S)
+        ray.kill(self._coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
+        if self._reserved is not None and not cluster_ends:
+            remove_placement_group(self._reserved)
+        concurrent.futures.wait([self.ended], timeout=_ENDS_WITHIN_S)
 
     def failure(self) -> str | None:
         """Why Ray Train gave up; None if it has not ended, or ended normally."""
-        raised = self.ended.exception() if self.ended.done() else None
-        if isinstance(raised, _DEATHS):
-            return f"Ray Train's controller is lost: {root_cause(raised)}"
-        return root_cause(raised) if raised else None
+        return self.ended.result() if self.ended.done() else None
 
     def _fit(self, trainer: TorchTrainer) -> None:
         try:
             trainer.fit()
-            self._end_controller()
             self.ended.set_result(None)
         except BaseException as error:
             _logger.debug("the workers failed: %s", redact(str(error)))  # with the traceback of each
-            self._end_controller()
-            self._free_reserved()
-            self.ended.set_exception(error)
-
-    def _end_controller(self) -> None:
-        """End the controller, which stays as long as anybody has its handle."""
-        controller, self._controller = self._controller, None
-        if controller is not None:
-            with suppress(Exception):  # this process has left the cluster
-                ray.kill(controller)
-
-    def _free_reserved(self) -> None:
-        """Free the workers' CPUs and GPUs, which a controller that was killed has left reserved."""
-        with suppress(Exception):  # the coordinator has died, or this process has left the cluster
-            reserved: Any = ray.get(self._coordinator.reserved.remote(), timeout=_ABORTED_WITHIN_S)
-            if reserved is not None:
-                remove_placement_group(reserved)
+            traceback.clear_frames(error.__traceback__)  # they hold the run's images, in a cycle of references
+            self.ended.set_result(root_cause(error))
 
 
 class _Trainer(TorchTrainer):
     """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
 
-    def __init__(self, *args: Any, grows: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, coordinator: CoordinatorHandle, grows: bool, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._coordinator = coordinator
         self._grows = grows
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -228,26 +182,13 @@ class _Trainer(TorchTrainer):
         for name in _ASKS_FOR_MACHINES:
             if hasattr(policy, name):
                 setattr(policy, name, lambda: None)
-        return super()._initialize_and_run_controller(**options)
+        if (found := CONTROLLER.find()) is None:
+            return super()._initialize_and_run_controller(**options)
+        settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+        return ray.get(self._coordinator.control.remote(found[0], options, settings))
 
 
 _ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
-
-
-def _controller_reporters(coordinator: CoordinatorHandle) -> list[Any]:
-    """A callback of Ray Train's controller that gives the coordinator its handle: the process that starts workers."""
-    found = CONTROLLER.find()
-    if found is None:
-        return []
-    callback: Any = found[0]
-
-    class Reporter(callback):
-        def after_controller_start(self, *_: Any, **__: Any) -> None:
-            """Called by Ray Train, in the controller's process."""
-            # Put away, and in a list: whoever is given the handle itself imports all of Ray Train.
-            coordinator.set_controller.remote([ray.put(ray.get_runtime_context().current_actor)])
-
-    return [Reporter()]
 
 
 class _FailureReporter(UserCallback):
