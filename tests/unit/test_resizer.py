@@ -105,7 +105,7 @@ def test_a_run_reads_with_the_library_that_it_writes_down(tmp_path: Path, found:
     wanted = custom(**options, batch_size=8, learning_rate=0.1, workers=1, device="cpu")
     with prepare.prepare(prepare.check_places(wanted)) as prepared:
         started = prepared.resolve(1, "cpu", fastest_resizer=lambda: found)
-        feed = DataFeed(started, prepared.data, prepared.data.test_plan(1), 0, 0)
+        feed = DataFeed(started, prepared.data, 0, 0)
         decided = dataclasses.replace(prepared, config=started)
         seen: list[Any] = []
         agent: Any = SimpleNamespace(start_workers=lambda spec, here: seen.append(here.data), close=lambda: None)
