@@ -92,8 +92,8 @@ class RayCoordinator(Coordinator):
 
     @ray.method(concurrency_group=WAIT)
     def abort(self) -> None:
-        """End the workers, free their CPUs and GPUs, and end this process if they had not ended."""
-        if self._controller is not None:
+        """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
+        if self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._controller.abort(), self._loop).result()
 
     # Cached blocks.

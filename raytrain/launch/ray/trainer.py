@@ -143,7 +143,8 @@ class TrainerThread:
 
         The thread that waits for them must end, too: it would ask a cluster that is gone, and may end this process.
         """
-        if not cluster_ends:  # the coordinator ends by this, which ray.get would raise, with all that its frames hold
+        if not (cluster_ends or self.ended.done()):
+            # The coordinator ends by this, and the exception that ray.get raises would keep the run's images.
             ray.wait([self._coordinator.abort.remote()], timeout=_WORKERS_START_WITHIN_S)
         ray.kill(self._coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
         if self._reserved is not None and not cluster_ends:
