@@ -37,9 +37,9 @@ def group_of(method: str) -> str:
 def test_each_worker_may_wait_for_training_and_test_images_while_others_wait_for_a_stop(
     threads: dict[str, int],
 ) -> None:
-    assert {group_of(each) for each in ("take", "blocks", "flush", "wait_for_stop_request")} == {"wait"}
+    assert {group_of(each) for each in ("blocks", "flush", "wait_for_stop_request")} == {"wait"}
     assert threads["wait"] >= 2 * NUM_WORKERS + 2
 
 
 def test_keys_are_given_out_while_all_workers_wait_for_what_can_be_read_with_them(threads: dict[str, int]) -> None:
-    assert group_of("credentials") not in ("wait", group_of("push")) and threads[group_of("credentials")] > 1
+    assert group_of("credentials") != "wait" and threads[group_of("credentials")] > 1

@@ -156,8 +156,9 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
     in_train, in_test = (
         {rest[0] for path, rest in zip(paths, below, strict=True) if rest and path[0] == part} for part in (train, test)
     )
-    if others and not in_train:
-        return None  # classes may be called train and test: then the images are in them
+    num_below = sum(path[:1] == (train,) and len(path) > 1 for path in paths)
+    if others and (not in_train or num_below < sum(path == (train,) for path in paths)):
+        return None  # classes may be called train and test: then most of their images are directly in them
     url = url.rstrip("/")
     if not in_train:
         raise UsageError(
