@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ class RayCoordinator(Coordinator):
     def abort(self) -> None:
         """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
         if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._controller.abort(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(_abort(self._controller), self._loop).result()
 
     # Cached blocks.
 
@@ -119,6 +119,11 @@ class RayCoordinator(Coordinator):
     def reserved(self) -> PlacementGroup | None:
         """What the last worker group has reserved."""
         return self._reserved
+
+
+async def _abort(controller: Any) -> None:  # no method: Ray would run all methods of the class in a loop
+    with suppress(SystemExit):  # the loop must go on until the caller has its answer
+        await controller.abort()
 
 
 CoordinatorHandle = ActorProxy[RayCoordinator]
