@@ -26,7 +26,7 @@ class DataOptions:
     test_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
     """Fraction of each class that is held out for testing if --test-data is not given."""
     labels: str | None = None
-    """Label file: a .csv or .parquet file, also in a bucket, with a row per image; its column split, if any, splits."""
+    """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet), also in a bucket: rows of images; column split splits."""
     key_column: str | None = None
     """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
     label_column: tuple[str, ...] = ()

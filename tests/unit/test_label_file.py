@@ -236,7 +236,7 @@ def test_what_is_no_table_is_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"There is no file .*missing.csv"):
         opened(images, tmp_path / "missing.csv", tmp_path)
     (tmp_path / "labels.xlsx").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"must end in .csv, .tsv, .jsonl, .parquet"):
+    with pytest.raises(UsageError, match=r"must end in .csv, .tsv, .txt, .json, .jsonl, .parquet"):
         opened(images, tmp_path / "labels.xlsx", tmp_path)
     with pytest.raises(UsageError, match="--group-by is for the label file; give that with --labels"):
         TrainConfig(group_by="patient", batch_size=1, learning_rate=1)
@@ -315,7 +315,8 @@ def test_json_lines_are_read(images: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ({"path": ["a"], "label": [[1, 2]]}, r"holds lists, .*--label-separator"),
+        ({"path": ["a"], "label": [[1, 2]]}, r"1 of 1 rows of .* have a list of several labels; .*--label-separator"),
+        ({"path": [["a"]], "label": ["a"]}, "holds lists"),
         ({"path": ["a"], "label": [{"id": 1}]}, "holds records"),
         ({"path": [{"bytes": b"x"}], "label": ["a"]}, "holds records"),
         ({"path": [], "label": []}, "has no row"),

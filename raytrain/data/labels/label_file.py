@@ -1,9 +1,8 @@
-"""Label files: a CSV, JSON lines or Parquet table with a row for each image: key, class, perhaps split and group."""
+"""Label files: tables with a row for each image, of which columns say key and class, perhaps split and group."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import os
 import posixpath
@@ -19,14 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet as pq
 
 from raytrain.data.labels.folders import is_part, is_training
+from raytrain.data.labels.label_formats import read_table
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, did_you_mean
-from raytrain.storage.open import read_input
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 Texts = npt.NDArray[np.object_]
@@ -40,9 +36,7 @@ NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "
 """Texts that programs write in place of a missing value."""
 
 _log = logging.getLogger("raytrain")
-_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _MOST_SPLITS = 20
-_BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _NUMBER = re.compile(r"-?\d+(\.0)?")
 _FLAGS = {"0": "0", "1": "1", "0.0": "0", "1.0": "1", "false": "0", "true": "1"}
 
@@ -85,7 +79,7 @@ class LabelTable:
 
 
 def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] = ()) -> LabelTable:
-    """Read a file, or an object of a bucket, that ends in .csv, .tsv, .jsonl or .parquet.
+    """Read a file, or an object of a bucket, that ends in .csv, .tsv, .txt, .json, .jsonl or .parquet.
 
     Keys may be paths relative to the images, or start with one of ``images_urls``.
 
@@ -93,17 +87,17 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
         StorageError: it cannot be read.
         UsageError: it is no such table, lacks a column, or gives the same key different labels.
     """
-    table = _read_table(url)
+    table = read_table(url, {columns.key.lower()} if columns.key else {*KEY_COLUMNS})
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
     none = [""] * len(table)
-    keys = _column(table, url, "--key-column", columns.key, KEY_COLUMNS)
+    keys = _text(table, url, _column(table, url, "--key-column", columns.key, KEY_COLUMNS))
     rows = pa.table(
         {
             "key": [normalized_key(key, images_urls) for key in keys.to_pylist()],
             "label": _labels(table, url, columns),
             "split": pc.utf8_lower(_text(table, url, split)) if (split := _split_column(table, url, columns)) else none,
-            "group": _column(table, url, "--group-by", columns.group) if columns.group else none,
+            "group": _text(table, url, _column(table, url, "--group-by", columns.group)) if columns.group else none,
         }
     )
     rows = rows.filter(pc.not_equal(rows["key"], ""))
@@ -125,52 +119,6 @@ def normalized_key(key: str, images_urls: Sequence[str]) -> str:
     for prefix in (each for url in images_urls for each in (url, os.path.realpath(url))):
         key = key.removeprefix(unicodedata.normalize("NFC", prefix.rstrip("/")) + "/")
     return key.lstrip("/")
-
-
-def _read_table(url: str) -> pa.Table:
-    content = read_input(url)
-    suffix = posixpath.splitext(url)[1].lower()
-    try:
-        if suffix == ".parquet":
-            return pq.read_table(pa.BufferReader(content))
-        if suffix not in _SUFFIXES:
-            raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_SUFFIXES)}.")
-        text = _text_of(url, content)
-        if suffix != ".jsonl":
-            return _read_csv(text)
-        if text.strip() and "{" not in text:  # pyarrow would end the process if all lines are null
-            raise pa.ArrowInvalid("no line is an object")
-        options = pyarrow.json.ReadOptions(block_size=_BLOCK_BYTES)
-        return pyarrow.json.read_json(io.BytesIO(text.encode()), options)
-    except (pa.ArrowInvalid, OSError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.") from None
-
-
-def _text_of(url: str, content: bytes) -> str:
-    """The text of a file in UTF-8, or in UTF-16 with a mark at its beginning. Raises UsageError for anything else."""
-    try:
-        text = content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        place, byte = error.start, error.object[error.start]
-    else:
-        place, byte = text.find("\0"), 0  # in UTF-16, and in files of other kinds
-        if place < 0:
-            return text
-    raise UsageError(f"The label file {url} is not in UTF-8 (byte {place:,} is {byte:#x}); save it as text in UTF-8.")
-
-
-def _read_csv(text: str) -> pa.Table:
-    """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
-    header = re.sub('"[^"]*"', "", text.lstrip().partition("\n")[0])
-    delimiter = max(",;\t|", key=header.count)
-    read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
-    parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    content = text.encode()
-    names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
-    as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-    table = pyarrow.csv.read_csv(io.BytesIO(content), read, parse, as_text)
-    return table.rename_columns([name.strip() for name in table.column_names])
 
 
 def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | None:
@@ -207,8 +155,8 @@ def find_column(present: Sequence[str], name: str | None, usual: Sequence[str]) 
     return next((each for wanted in usual for each in present if each.lower() == wanted), None)
 
 
-def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> pa.ChunkedArray:
-    """The column called ``name``, or by one of the ``usual`` names, as text. Raises UsageError if there is none."""
+def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Sequence[str] = ()) -> str:
+    """The column called ``name``, or by one of the ``usual`` names. Raises UsageError if there is none."""
     found = find_column(table.column_names, name, usual)
     if found is None:
         wanted = (
@@ -218,7 +166,7 @@ def _column(table: pa.Table, url: str, option: str, name: str | None, usual: Seq
             f"The label file {url} has {wanted} among its columns {', '.join(table.column_names[:10])}; name the right "
             f"one with {option}."
         )
-    return _text(table, url, found)
+    return found
 
 
 def _labels(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
@@ -226,18 +174,31 @@ def _labels(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     if len(columns.label) > 1:
         rows = zip(*(_flags(table, url, name) for name in columns.label), strict=True)
         return [JOINED.join(sorted(compress(columns.label, (flag == "1" for flag in row)))) for row in rows]
-    labels = _column(
+    name = _column(
         table, url, "--label-column (or several, of 0 and 1)", next(iter(columns.label), None), LABEL_COLUMNS
     )
+    labels: list[str] = _text(table, url, name, may_be_lists=True).to_pylist()
     if columns.separator is None:
-        return _single(labels.to_pylist(), url)
-    texts = ("" if label in NO_LABELS else label.strip("[]") for label in labels.to_pylist())  # as Python writes lists
-    names = ({name.strip(" '\"") for name in text.split(columns.separator)} for text in texts)
-    return [JOINED.join(sorted(each - {""})) for each in names]
+        return _single(labels, url)
+    return [JOINED.join(sorted(_several(label, columns.separator))) for label in labels]
+
+
+def _several(label: str, separator: str) -> set[str]:
+    """The classes in a label, which may be a list that ends in JOINED, or one as Python writes it."""
+    if JOINED in label:
+        return set(label.split(JOINED)) - {""}
+    text = "" if label in NO_LABELS else label.strip("[]")
+    return {name.strip(" '\"") for name in text.split(separator)} - {""}
 
 
 def _single(labels: Sequence[str], url: str) -> list[str]:
     """The names of classes, empty for texts that stand for none, which is told with their numbers."""
+    if several := sum(label.count(JOINED) > 1 for label in labels):
+        raise UsageError(
+            f"{several:,} of {len(labels):,} rows of {url} have a list of several labels; give --label-separator , if "
+            "images may have several classes, or leave one label for each."
+        )
+    labels = [label.removesuffix(JOINED) for label in labels]
     present = set(labels) - NO_LABELS
     if present and all(_NUMBER.fullmatch(label) for label in present):
         labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
@@ -252,7 +213,7 @@ def _single(labels: Sequence[str], url: str) -> list[str]:
 
 def _flags(table: pa.Table, url: str, name: str) -> Texts:
     """A column of 0 and 1, as such texts. Raises UsageError if there is no such column, or it holds anything else."""
-    column = _column(table, url, "--label-column", name)
+    column = _text(table, url, _column(table, url, "--label-column", name))
     flags = np.array([_FLAGS.get(value.lower(), "") for value in column.to_pylist()], object)
     if wrong := int((flags == "").sum()):
         raise UsageError(
@@ -270,14 +231,22 @@ def _classes(labels: Texts, columns: LabelColumns) -> tuple[str, ...] | None:
     return tuple(sorted({name for label in set(labels) for name in label.split(JOINED)} - {""}))
 
 
-def _text(table: pa.Table, url: str, name: str) -> pa.ChunkedArray:
-    """A column as text without blanks around it, empty if a value is missing. Raises UsageError if it has no text."""
+def _text(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -> pa.ChunkedArray:
+    """A column as text without blanks around it, empty if a value is missing. Raises UsageError if it has no text.
+
+    If it ``may_be_lists``, each text of a list ends in JOINED.
+    """
     if table.column_names.count(name) > 1:
         raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
     column = table[name]
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     try:
+        if may_be_lists and _is_list(column.type):
+            lists = column.cast(pa.list_(pa.string())).to_pylist()
+            return pa.chunked_array(
+                [["".join(f"{each.strip()}{JOINED}" for each in row or () if each) for row in lists]]
+            )
         text = column.cast(pa.string())
     except pa.ArrowNotImplementedError:
         raise UsageError(
@@ -290,9 +259,12 @@ def _text(table: pa.Table, url: str, name: str) -> pa.ChunkedArray:
     return pc.utf8_trim_whitespace(text.fill_null(""))
 
 
+def _is_list(type: pa.DataType) -> bool:
+    return pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type)
+
+
 def _kind(type: pa.DataType) -> str:
-    is_list = pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type)
-    return "lists" if is_list else "records" if pa.types.is_struct(type) else f"values of type {type}"
+    return "lists" if _is_list(type) else "records" if pa.types.is_struct(type) else f"values of type {type}"
 
 
 def _check_rows(table: LabelTable, group: str | None) -> None:

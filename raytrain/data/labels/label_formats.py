@@ -1,0 +1,235 @@
+"""Tables of label files: CSV, lists in lines, JSON and Parquet, with each value as the text that stands in the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import posixpath
+import re
+from collections.abc import Sequence, Set
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from raytrain.data.labels.folders import is_part
+from raytrain.data.labels.listing import SUFFIXES
+from raytrain.errors import UsageError
+from raytrain.storage.open import read_input
+
+_FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
+_BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
+_LINES = re.compile(r"[\r\n]+")
+_BLANKS = re.compile(r"\s*")
+_Record = dict[str, Any]
+
+
+def read_table(url: str, key_names: Set[str]) -> pa.Table:
+    """The table in a file or an object of a bucket, whose format its suffix says.
+
+    If none of ``key_names``, in lower case, is a column, a first line with the name of an image is a row as well.
+
+    Raises:
+        StorageError: it cannot be read.
+        UsageError: it is no such table.
+    """
+    content = read_input(url)
+    suffix = posixpath.splitext(url)[1].lower()
+    if suffix not in _FORMATS:
+        raise UsageError(f"The label file is {url!r}; its name must end in {', '.join(_FORMATS)}.")
+    text = "" if suffix == ".parquet" else _text_of(url, content)
+    try:
+        if suffix == ".parquet":
+            return pq.read_table(pa.BufferReader(content))
+        if suffix.startswith(".json"):
+            return _read_json(text, suffix, key_names)
+        return _read_lines(text, suffix, key_names)
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        reason = missing.partition("\n")[0].rstrip(".")
+        raise UsageError(f"The label file {url} cannot be read as a table ({reason}); correct the file.") from None
+
+
+def _text_of(url: str, content: bytes) -> str:
+    """The text of a file in UTF-8, or in UTF-16 with a mark at its beginning. Raises UsageError for anything else."""
+    try:
+        text = content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        place, byte = error.start, error.object[error.start]
+    else:
+        place, byte = text.find("\0"), 0  # in UTF-16, and in files of other kinds
+        if place < 0:
+            return text
+    raise UsageError(f"The label file {url} is not in UTF-8 (byte {place:,} is {byte:#x}); save it as text in UTF-8.")
+
+
+# Lines.
+
+
+def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
+    """Columns between commas, semicolons, tabs or bars, or else between blanks, in which case keys may contain some."""
+    lines = [line for line in _LINES.split(text.strip()) if line.strip()]
+    header = re.sub('"[^"]*"', "", lines[0] if lines else "")
+    delimiter = max(",;\t|", key=header.count)
+    everywhere = lines if suffix == ".txt" else lines[:1]  # in other files, a quoted text may contain ends of lines
+    if lines and not all(delimiter in line for line in everywhere):
+        return _read_spaced(lines, key_names)
+    return _read_csv(text, delimiter, suffix, key_names)
+
+
+def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa.Table:
+    """All columns as text: 007 is not 7. A column that is there twice has a number behind its second name."""
+    content = text.encode()
+    read = pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES)
+    parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    names = pyarrow.csv.open_csv(io.BytesIO(content), read, parse).schema.names
+    if not _is_header(names, key_names) and (suffix == ".txt" or any(map(_is_image, names))):
+        read.column_names = names = _invented_names(names)
+    as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    table = pyarrow.csv.read_csv(io.BytesIO(content), read, parse, as_text)
+    return table.rename_columns([name.strip() for name in table.column_names])
+
+
+def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
+    names = lines[0].split()
+    has_header = _is_header(names, key_names)
+    num_columns = len(names) if has_header else 2
+    rows = [line.rsplit(None, num_columns - 1) for line in lines]
+    for number, row in enumerate(rows, 1):
+        if len(row) != num_columns:
+            raise ValueError(f"line {number:,} is {lines[number - 1][:80]!r}, and {num_columns} columns are expected")
+    return _from_rows(rows[1:], rows[0]) if has_header else _from_rows(rows)
+
+
+def _is_header(names: Sequence[str], key_names: Set[str]) -> bool:
+    return any(name.strip().lower() in key_names for name in names)
+
+
+def _is_image(text: object) -> bool:
+    return isinstance(text, str) and text.strip().lower().endswith(SUFFIXES)
+
+
+def _invented_names(row: Sequence[object]) -> list[str]:
+    """Names of columns that have none: key for that of images, and of two columns label for the other one."""
+    key = next((place for place, text in enumerate(row) if _is_image(text)), 0)
+    names = [f"column {place}" if len(row) > 2 else "label" for place in range(1, len(row) + 1)]
+    return [*names[:key], "key", *names[key + 1 :]]
+
+
+def _from_rows(rows: Sequence[Sequence[Any]], names: Sequence[str] = ()) -> pa.Table:
+    names = names or _invented_names(rows[0])
+    columns = [_column(values) for values in zip(*rows, strict=True)] or [pa.array([], pa.string())] * len(names)
+    return pa.Table.from_arrays(columns, list(names))
+
+
+# JSON.
+
+
+def _read_json(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
+    """One document, or one after the other, with numbers as they are written."""
+    decoder = json.JSONDecoder(
+        parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_without_repetition
+    )
+    documents, end = list[Any](), cast(Any, _BLANKS.match(text)).end()
+    while end < len(text):
+        document, end = decoder.raw_decode(text, end)
+        documents.append(document)
+        end = cast(Any, _BLANKS.match(text, end)).end()
+    is_one = len(documents) == 1 and (suffix == ".json" or isinstance(documents[0], list))
+    return _from_records(_records(documents[0] if is_one else documents, key_names))
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {max(names, key=names.count)!r} is there twice in one object")
+    return found
+
+
+def _records(document: Any, key_names: Set[str]) -> list[_Record]:
+    """The rows that a document has in one of the forms in which programs write tables."""
+    if isinstance(document, list):
+        return _listed(cast("list[Any]", document))
+    if not isinstance(document, dict) or not document:
+        raise ValueError("it has no records")
+    found = cast(_Record, document)
+    if {"images", "annotations"} <= found.keys():
+        return _coco_records(**found)
+    if {"columns", "data"} <= found.keys():  # as pandas writes a table with orient="split"
+        return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+    lists = {name: value for name, value in found.items() if _is_list_of(value, (dict, list))}
+    if lists and all(map(is_part, lists)):
+        return [{**record, "split": name} for name, rows in lists.items() for record in _listed(rows)]
+    if len(lists) > 1:
+        raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
+    for rows in lists.values():
+        return _listed(rows)
+    return _keyed_records(found, key_names)
+
+
+def _keyed_records(found: _Record, key_names: Set[str]) -> list[_Record]:
+    """Rows of an object of columns, of images of each class, or of labels or records by the name of the image."""
+    values = list(found.values())
+    if all(isinstance(value, (dict, list)) for value in values) and _is_header(list(found), key_names):
+        columns = [value if isinstance(value, dict) else dict(enumerate(value)) for value in values]
+        if any(column.keys() != columns[0].keys() for column in columns):
+            raise ValueError(f"its columns have {min(map(len, columns)):,} to {max(map(len, columns)):,} values")
+        return [{name: column[row] for name, column in zip(found, columns, strict=True)} for row in columns[0]]
+    if all(isinstance(value, dict) for value in values):
+        has_keys = all(_is_header(list(record), key_names) for record in values)
+        return values if has_keys else [{"key": name, **record} for name, record in found.items()]
+    if all(isinstance(value, list) and value and all(map(_is_image, value)) for value in values):
+        return [{"key": key, "label": name} for name, keys in found.items() for key in keys]
+    return [{"key": name, "label": label} for name, label in found.items()]
+
+
+def _listed(rows: list[Any]) -> list[_Record]:
+    if _is_list_of(rows, list):
+        names = _invented_names(rows[0])
+        return [dict(zip(names, row, strict=True)) for row in rows]
+    if not _is_list_of(rows, dict):
+        raise ValueError("it is no list of records")
+    return rows
+
+
+def _is_list_of(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, kinds) for each in cast("list[Any]", value))
+
+
+def _coco_records(images: list[_Record], annotations: list[_Record], **others: Any) -> list[_Record]:
+    """Rows of images as COCO describes them, with the list of their categories as label."""
+    names = {each["id"]: each["name"] for each in others.get("categories", ())}
+    labels = {each["id"]: list[str]() for each in images}
+    if len(labels) < len(images) or len(set(names.values())) < len(others.get("categories", ())):
+        raise ValueError("several of its images have one id, or several of its categories one id or name")
+    for each in annotations:
+        category = each["category_id"]
+        name = names[category] if names else category
+        if name not in labels[each["image_id"]]:
+            labels[each["image_id"]].append(name)
+    return [{**image, "label": labels[image["id"]]} for image in images]
+
+
+def _from_records(records: Sequence[_Record]) -> pa.Table:
+    if not _is_list_of(records, dict):
+        raise ValueError("it has no records")
+    names = dict.fromkeys(name for record in records for name in record)
+    return pa.table({name: _column([record.get(name) for record in records]) for name in names})
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    """Texts, or lists of texts if one value is a list, or nothing but a type that cannot be text."""
+    kinds = set(map(type, values))
+    if list in kinds:
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        if not any(isinstance(each, (list, dict)) for value in lists for each in value):
+            return pa.array([list(map(_text, value)) for value in lists], pa.list_(pa.string()))
+    if kinds & {list, dict}:
+        return pa.nulls(len(values), pa.struct([]))
+    return pa.array(list(map(_text, values)), pa.string())
+
+
+def _text(value: Any) -> str | None:
+    return str(value).lower() if isinstance(value, bool) else value

@@ -1,0 +1,185 @@
+"""Formats of label files as other programs write them: each gives the right labels, or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain.data.labels.label_file import JOINED, LabelColumns, read_label_file
+from raytrain.errors import UsageError
+
+LABELS = {"a b.jpg": "007", "c.jpg": "7", "d/e.png": "007"}
+LISTS = {"a.jpg": ["cat", "hot dog"], "b.jpg": ["cat"], "c.jpg": list[str]()}
+
+
+def read(tmp_path: Path, name: str, content: str | bytes, **columns: Any) -> dict[str, str]:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    table = read_label_file(str(tmp_path / name), LabelColumns(**columns))
+    return dict(zip(table.keys, table.labels, strict=True))
+
+
+def lines(rows: dict[str, str], between: str, header: str = "") -> str:
+    return header + "".join(f"{key}{between}{label}\n" for key, label in rows.items())
+
+
+@pytest.mark.parametrize("between", [" ", "\t", ",", ";", "   "])
+@pytest.mark.parametrize("header", ["", "filename{}label\n", "Path{}class\n"])
+def test_lists_with_and_without_header(between: str, header: str, tmp_path: Path) -> None:
+    assert read(tmp_path, "val.txt", lines(LABELS, between, header.format(between))) == LABELS
+    windows = lines(LABELS, between, header.format(between)).replace("\n", "\r\n")
+    assert read(tmp_path, "val.txt", "\ufeff" + windows + "\r\n") == LABELS
+
+
+def test_lists_whose_keys_have_no_suffix_and_those_that_begin_with_the_label(tmp_path: Path) -> None:
+    assert read(tmp_path, "train.txt", "2008_000008  1\n2008_000015  0\n") == {"2008_000008": "1", "2008_000015": "0"}
+    assert read(tmp_path, "train.txt", "65 x.JPEG\n970 y.JPEG\n") == {"x.JPEG": "65", "y.JPEG": "970"}
+    assert read(tmp_path, "train.txt", "a, b.jpg 3\nc.jpg 4\n") == {"a, b.jpg": "3", "c.jpg": "4"}
+
+
+@pytest.mark.parametrize(("name", "between"), [("labels.csv", ","), ("labels.csv", ";"), ("labels.tsv", "\t")])
+def test_a_first_line_that_names_an_image_is_no_header(name: str, between: str, tmp_path: Path) -> None:
+    assert read(tmp_path, name, lines(LABELS, between)) == LABELS
+    with pytest.raises(UsageError, match="among its columns column 1, key, column 3; name the right one with --label"):
+        read(tmp_path, name, "0 a.jpg cat\n1 b.jpg dog\n".replace(" ", between))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("cat\ndog\n", r"\(line 1 is 'cat', and 2 columns are expected\)"),
+        ("a.jpg 1\nb.jpg\n", r"\(line 2 is 'b.jpg', and 2 columns are expected\)"),
+        ("", "cannot be read as a table"),
+    ],
+)
+def test_lists_that_are_no_tables_are_refused(content: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        read(tmp_path, "classes.txt", content)
+
+
+RECORDS = [{"path": key, "label": label} for key, label in LABELS.items()]
+COLUMNS = {name: [record[name] for record in RECORDS] for name in ("path", "label")}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        RECORDS,
+        LABELS,
+        COLUMNS,
+        {name: dict(zip("012", values, strict=True)) for name, values in COLUMNS.items()},  # pandas
+        {str(number): record for number, record in enumerate(RECORDS)},  # pandas with orient="index"
+        {"columns": ["path", "label"], "index": [0, 1, 2], "data": [list(record.values()) for record in RECORDS]},
+        {"schema": {"fields": []}, "data": RECORDS},
+        {"labels": [[key, label] for key, label in LABELS.items()]},
+        {key: {"label": label} for key, label in LABELS.items()},
+        {"007": ["a b.jpg", "d/e.png"], "7": ["c.jpg"]},
+        {key: [label] for key, label in LABELS.items()},
+        {
+            "images": [{"id": number, "file_name": key} for number, key in enumerate(LABELS)],
+            "annotations": [
+                {"image_id": number, "category_id": int(label == "7")} for number, label in enumerate(LABELS.values())
+            ],
+            "categories": [{"id": 0, "name": "007"}, {"id": 1, "name": "7"}],
+        },
+    ],
+)
+def test_json_in_any_form_in_which_programs_write_tables(document: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, "labels.json", json.dumps(document, indent=1)) == LABELS
+
+
+def test_json_lines_may_be_called_json_and_a_list_json_lines(tmp_path: Path) -> None:
+    rows = "\n".join(map(json.dumps, RECORDS))
+    assert read(tmp_path, "labels.json", rows) == read(tmp_path, "labels.jsonl", json.dumps(RECORDS)) == LABELS
+
+
+def test_tables_of_training_and_test_images_in_one_document_are_splits(tmp_path: Path) -> None:
+    (tmp_path / "split.json").write_text(json.dumps({"train": [["a.jpg", 1]], "val": [["b.jpg", 2]]}))
+    table = read_label_file(str(tmp_path / "split.json"), LabelColumns())
+    assert (list(table.keys), list(table.labels), list(table.splits)) == (
+        ["a.jpg", "b.jpg"],
+        ["1", "2"],
+        ["train", "val"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [
+        ('"2024-01-01"', "2024-01-01"),
+        ('"2024-01-01T00:00:00Z"', "2024-01-01T00:00:00Z"),
+        ("18446744073709551617", "18446744073709551617"),
+        ("12345678901234567.25", "12345678901234567.25"),
+        ("0.10", "0.10"),
+        ("true", "true"),
+        ("null", ""),
+        ('"12:30"', "12:30"),
+        ("[3]", "3"),
+        ("[]", ""),
+    ],
+)
+def test_values_in_json_are_the_text_that_stands_there(value: str, label: str, tmp_path: Path) -> None:
+    found = read(tmp_path, "m.jsonl", f'{{"file_name": "a.jpg", "label": {value}}}\n{{"file_name": "b.jpg"}}\n')
+    assert found == {"a.jpg": label, "b.jpg": ""}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+def test_lists_of_labels_are_several_classes_if_that_is_asked_for(suffix: str, tmp_path: Path) -> None:
+    rows = [{"path": key, "label": labels} for key, labels in LISTS.items()]
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "written.parquet")
+        content = (tmp_path / "written.parquet").read_bytes()
+    else:
+        content = (json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows))).encode()
+    found = read(tmp_path, f"labels{suffix}", content, separator=" ")
+    assert found == {key: JOINED.join(labels) for key, labels in LISTS.items()}
+    with pytest.raises(UsageError, match=r"1 of 3 rows of .* have a list of several labels; give --label-separator"):
+        read(tmp_path, f"labels{suffix}", content)
+
+
+def coco(**changes: Any) -> str:
+    document = {
+        "images": [{"id": 7, "file_name": "a.jpg", "site": "x"}, {"id": 8, "file_name": "b.jpg", "site": "y"}],
+        "annotations": [{"image_id": 7, "category_id": 2}, {"image_id": 7, "category_id": 2}],
+        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+        **changes,
+    }
+    return json.dumps(document)
+
+
+def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path) -> None:
+    assert read(tmp_path, "coco.json", coco()) == {"a.jpg": "dog", "b.jpg": ""}
+    several = coco(annotations=[{"image_id": 7, "category_id": number} for number in (2, 1)])
+    assert read(tmp_path, "coco.json", several, separator=",") == {"a.jpg": f"cat{JOINED}dog", "b.jpg": ""}
+    with pytest.raises(UsageError, match=r"1 of 2 rows of .* have a list of several labels"):
+        read(tmp_path, "coco.json", several)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (coco(images=[{"id": 7, "file_name": "a"}] * 2), "several of its images have one id"),
+        (coco(annotations=[{"image_id": 1, "category_id": 2}]), "cannot be read as a table"),
+        (coco(categories=[{"id": 1, "name": "cat"}]), "cannot be read as a table"),
+        ('{"a.jpg": "cat", "a.jpg": "dog"}', "the name 'a.jpg' is there twice"),
+        ('{"path": ["a", "b"], "label": ["x"]}', "its columns have 1 to 2 values"),
+        ('{"a": [{"path": 1}], "b": [{"path": 2}]}', "it holds several tables, a, b"),
+        ('[{"path": "a", "label": {"id": 1}}]', "holds records"),
+        ('[{"path": "a", "label": [[1]]}]', "holds records"),
+        ('[{"path": ["a"], "label": 1}]', "holds lists"),
+        ('"text"', "it has no records"),
+        ("{}", "it has no records"),
+        ("[1, 2]", "it is no list of records"),
+        ("[" * 100_000, "cannot be read as a table"),
+        ('{"path": "a"', "cannot be read as a table"),
+        ('[["a.jpg", 1], ["b.jpg"]]', "cannot be read as a table"),
+    ],
+)
+def test_json_that_says_no_labels_is_refused(content: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told) as raised:
+        read(tmp_path, "labels.json", content)
+    assert "\n" not in str(raised.value)
