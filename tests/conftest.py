@@ -92,12 +92,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests on the session's Ray cluster last: the others need a process that is connected to no cluster.
-
-    Before them come those with tensors that are on a GPU in name only: a kernel of torch's that is given one may write
-    where it should not, which ended this process some tests later.
-    """
-    items.sort(key=lambda item: (_needs_ray(item), "test_fake_gpu" in item.nodeid))
+    """Run the tests on the session's Ray cluster last: the others need a process that is connected to no cluster."""
+    items.sort(key=_needs_ray)
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)

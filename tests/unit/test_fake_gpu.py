@@ -72,6 +72,13 @@ class HostWaits(TorchDispatchMode):
 def _no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)
+    monkeypatch.setattr("raytrain.training.machine_meter._gpu", lambda device: {})
+
+
+@pytest.fixture(autouse=True)
+def _modes_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a copied network keep its mode: torch copies that, too, with pointers that both then free."""
+    monkeypatch.setattr(FakeTensorMode, "__deepcopy__", lambda self, memo: self, raising=False)
 
 
 @contextlib.contextmanager
