@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from raytrain.errors import UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.ray.feed.exchange import BlockDirectory
 from raytrain.launch.ray.hardware import ObjectStores
-from raytrain.launch.ray.private_api import on_this_node
+from raytrain.launch.ray.private_api import delay_barrier, on_this_node
 from raytrain.runs.documents import run_store
 from raytrain.runs.machine_history import MachineUse
 from raytrain.runs.outcome import StopReason
@@ -35,6 +36,7 @@ _NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
 _OTHER_WAITS = 8  # for a stop request, and until the history is written
 _ASKERS = 8
+_TRAINS_WITHIN_S = 15.0
 
 
 class RayCoordinator(Coordinator):
@@ -49,6 +51,7 @@ class RayCoordinator(Coordinator):
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
         self._controller: Any = None
+        self._trains = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._reserved: PlacementGroup | None = None
         self._num_groups = 0
@@ -86,9 +89,21 @@ class RayCoordinator(Coordinator):
     def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
         """Be Ray Train's controller, which would otherwise have a process of its own: start the workers, watch them."""
         os.environ.update(environment)
+        this: CoordinatorHandle = ray.get_runtime_context().current_actor
+        delay_barrier(this.after_start.remote)
         self._controller = kind(**arguments)
         self._loop.run_until_complete(self._controller.run())
         return self._controller.get_result()
+
+    @ray.method(concurrency_group=WAIT)
+    def after_start(self, value: Any) -> Any:
+        """Return ``value`` when the workers train, or after a while: a loop may wait for what waits for this."""
+        self._trains.wait(_TRAINS_WITHIN_S)
+        return value
+
+    def started(self, num_workers: int, step: int) -> None:
+        super().started(num_workers, step)
+        self._trains.set()
 
     @ray.method(concurrency_group=WAIT)
     def abort(self) -> None:

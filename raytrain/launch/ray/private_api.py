@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -91,6 +91,10 @@ FEWER_PROCESSES = Improvement(
 CONTROLLER = Improvement(
     "each run starts a process more, and workers of an aborted run stay in a shared cluster until its driver ends",
     ("ray.train.v2._internal.execution.controller:TrainController",),
+)
+BARRIER = Improvement(
+    "workers start later, after a process that only a loop with Ray Train's own barrier needs",
+    ("ray.train.v2._internal.execution.worker_group.worker_group:SynchronizationActor",),
 )
 PAUSE = Improvement(
     "streaming takes a whole core of the driver's machine",
@@ -272,6 +276,22 @@ def start_head() -> str:
 
     parameters = found[1](include_dashboard=False, include_log_monitor=False, no_monitor=True)
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
+
+
+def delay_barrier(later: Callable[[Any], Any]) -> None:
+    """Have workers start before the actor of Ray Train's barrier, which only a loop of the user's may call.
+
+    ``later`` returns a reference of a value, and decides when that is there. As an argument of its constructor, the
+    actor's process waits for it, and calls of the actor wait for its process.
+    """
+    if found := BARRIER.find():
+        module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
+
+        def options(**of_actor: Any) -> SimpleNamespace:
+            actor = found[0].options(**of_actor)
+            return SimpleNamespace(remote=lambda timeout_s, **rest: actor.remote(timeout_s=later(timeout_s), **rest))
+
+        module.SynchronizationActor = SimpleNamespace(options=options)  # pyright: ignore
 
 
 def announced_preemption() -> Any:

@@ -83,8 +83,8 @@ class RayLaunch:
         check_shared(prepared.store, prepared.config.storage, found.num_nodes)
         self.num_workers = self._placement.num_workers
         resolve = partial(prepared.resolve, self.num_workers, self._placement.device)
-        one_node = found.num_nodes == 1
-        self.config = resolve() if one_node else resolve(fastest_on_nodes, fastest_resizer_on_nodes)
+        self._one_node = found.num_nodes == 1
+        self.config = resolve() if self._one_node else resolve(fastest_on_nodes, fastest_resizer_on_nodes)
         self._prepared = prepared
         self._cluster = cluster
         spec = RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers)
@@ -129,6 +129,7 @@ class RayLaunch:
                 self._placement,
                 str(folder),
                 max_failures=self.config.max_failures,
+                one_node=self._one_node,
             )
             self._trainer.start()
             opened.callback(self._end_trainer)

@@ -77,6 +77,8 @@ _ENDS_WITHIN_S = 10.0
 # A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
 _WORKERS_START_WITHIN_S = 180.0
 _SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # of Ray Train, which the workers get from their controller
+# The process that tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
+_WITHOUT_WATCHER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 
 def check_elastic(placement: Placement) -> None:
@@ -104,6 +106,7 @@ class TrainerThread:
         folder: str,
         *,
         max_failures: int,
+        one_node: bool,
     ) -> None:
         self.ended: Future[str | None] = Future()  # with why Ray Train gave up
         self._coordinator = coordinator
@@ -114,6 +117,7 @@ class TrainerThread:
             work,
             coordinator=coordinator,
             grows=fewest < most,
+            one_node=one_node,
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
                 use_gpu=placement.device == "cuda",
@@ -168,10 +172,13 @@ class TrainerThread:
 class _Trainer(TorchTrainer):
     """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
 
-    def __init__(self, *args: Any, coordinator: CoordinatorHandle, grows: bool, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, coordinator: CoordinatorHandle, grows: bool, one_node: bool, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
         self._grows = grows
+        self._settings = _WITHOUT_WATCHER if one_node and not grows else {}
 
     def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
@@ -185,8 +192,8 @@ class _Trainer(TorchTrainer):
                 setattr(policy, name, lambda: None)
         if (found := CONTROLLER.find()) is None:
             return super()._initialize_and_run_controller(**options)
-        settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
-        return ray.get(self._coordinator.control.remote(found[0], options, settings))
+        of_user = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+        return ray.get(self._coordinator.control.remote(found[0], options, self._settings | of_user))
 
 
 _ASKS_FOR_MACHINES = "_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"
