@@ -127,6 +127,20 @@ def test_a_loop_in_a_file_trains_and_passes_an_audit(images: Path, tmp_path: Pat
     assert raytrain.audit("run", storage=str(tmp_path)).clean
 
 
+def meet_before_the_first_step(run: raytrain.Run) -> None:
+    from ray.train.collective import barrier
+
+    barrier()
+    loop_with(run, before_step=lambda run, batch: None)
+
+
+@pytest.mark.slow
+def test_a_loop_may_use_the_barrier_of_ray_train_before_its_first_step(
+    undisturbed: raytrain.TrainResult, images: Path, tmp_path: Path
+) -> None:
+    assert_same_weights(raytrain.train(config(images, tmp_path), loop=meet_before_the_first_step), undisturbed)
+
+
 def die_once_in_step_13(run: raytrain.Run, batch: raytrain.Batch, marker: Path) -> None:
     if run.rank == 1 and batch.step == 12 and not marker.exists():
         marker.touch()

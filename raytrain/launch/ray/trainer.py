@@ -172,9 +172,7 @@ class TrainerThread:
 class _Trainer(TorchTrainer):
     """A TorchTrainer that starts no processes which no run here needs, if this Ray would; FEWER_PROCESSES says how."""
 
-    def __init__(
-        self, *args: Any, coordinator: CoordinatorHandle, grows: bool, one_node: bool, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, coordinator: CoordinatorHandle, grows: bool, one_node: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self._coordinator = coordinator
         self._grows = grows
