@@ -8,7 +8,7 @@
   them.
 
 ``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
-timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activation.
+timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activation, and so are subclasses.
 
 Local batches may differ in size, and a rank without images in a step (``set_num_used(model, 0)``) counts as nothing.
 Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``. Only the class of a layer changes, in place (as
@@ -28,19 +28,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.errors import UsageError
+from raytrain.training.batch_statistics import NormaliseTogether, global_statistics, unbiased, world_size
 from raytrain.training.gradients import digest_of, digests_agree
 
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+OWN_BUFFERS = ("batch_mean", "batch_var")  # of aggregated layers, which differ between workers
 
 
 def convert(model: nn.Module, mode: Literal["sync", "aggregate"]) -> nn.Module:
     """Change the batch norm layers of ``model`` in place.
 
-    Other subclasses of the nn.BatchNorm classes, and torch's own SyncBatchNorm, stay as they are. Returns ``model``.
+    Torch's own SyncBatchNorm is synchronised in any mode. What a class of somebody's own does around the ``forward``
+    that it inherits stays. Returns ``model``.
     """
-    for layer in list(model.modules()):
-        if type(layer) in _PLAIN or _is_timms(layer):
-            _become(cast(_BatchNorm, layer), SynchronisedBatchNorm if mode == "sync" else AggregatedBatchNorm)
+    for layer in _not_converted(model):
+        is_aggregated = mode == "aggregate" and not isinstance(layer, nn.SyncBatchNorm)
+        _become(layer, AggregatedBatchNorm if is_aggregated else SynchronisedBatchNorm)
     return model
 
 
@@ -49,9 +51,9 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Layers without running statistics are left to ``convert``. Returns ``model``.
     """
-    for layer in list(model.modules()):
-        if (type(layer) in _PLAIN or _is_timms(layer)) and cast(_BatchNorm, layer).running_mean is not None:
-            _become(cast(_BatchNorm, layer), FrozenBatchNorm)
+    for layer in _not_converted(model):
+        if layer.running_mean is not None:
+            _become(layer, FrozenBatchNorm)
     return model
 
 
@@ -61,14 +63,14 @@ def set_num_used(model: nn.Module, num_used: int) -> None:
     A placeholder (any finite images) takes part in the collectives of the step, and changes nothing.
     """
     for layer in model.modules():
-        if isinstance(layer, _ConvertedBatchNorm):
+        if isinstance(layer, ConvertedBatchNorm):
             layer.placeholder = num_used == 0
 
 
 @contextmanager
 def keep_statistics(model: nn.Module) -> Iterator[None]:
     """In this context a forward in training mode changes no statistics: it repeats one, for gradient checkpointing."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _ConvertedBatchNorm)]
+    layers = [layer for layer in model.modules() if isinstance(layer, ConvertedBatchNorm)]
     for layer in layers:
         layer.repeats = True
     try:
@@ -109,18 +111,18 @@ def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[i
     """What the ``calls`` on all workers add to the running statistics of their layers; ``numbers`` must be the same."""
     sizes = [layer.num_features for layer, _ in calls]
     mean = torch.cat([mean for _, (*_, mean, _) in calls]).double()  # (C,), the channels of all calls in a row
-    unbiased = torch.cat([variance for _, (*_, variance) in calls]).double()
+    given = torch.cat([variance for _, (*_, variance) in calls]).double()
     per_layer = torch.tensor([call[:2] for _, call in calls], dtype=torch.float64)
     per_channel = per_layer.repeat_interleave(torch.tensor(sizes), dim=0, output_size=sum(sizes))  # (C, 2)
     count, momentum = per_channel.T.to(mean.device, non_blocking=True)  # (C,) each
-    variance = torch.where(count > 1, unbiased * (count - 1) / count, 0.0)
+    variance = torch.where(count > 1, given * (count - 1) / count, 0.0)
     digest = torch.tensor(digest_of(numbers), dtype=torch.float64).to(mean.device, non_blocking=True)
     sums = torch.cat([count, count * mean, count * (variance + mean.square()), digest])
-    if _world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(sums)
     *sums, digest = sums.split([sum(sizes)] * 3 + [2])
     # On a GPU the host waits only if there is more to send: one of the workers that differ has more.
-    if (digest.is_cpu or max(numbers, default=1) > 1) and not digests_agree(digest.tolist(), _world_size()):
+    if (digest.is_cpu or max(numbers, default=1) > 1) and not digests_agree(digest.tolist(), world_size()):
         raise UsageError(
             "The workers call a layer of aggregated batch norm different numbers of times in a step; call it equally "
             "often on every worker, or use --batch-norm sync."
@@ -129,21 +131,22 @@ def _updates(calls: list[tuple[AggregatedBatchNorm, _Call]], numbers: Sequence[i
     mean = sums[1] / count
     variance = (sums[2] / count - mean.square()).clamp(min=0)
     counted = count > 1
-    updates = torch.stack([mean, _unbiased(variance, count), momentum * counted]).to(calls[0][0].batch_mean.dtype)
+    updates = torch.stack([mean, unbiased(variance, count), momentum * counted]).to(calls[0][0].batch_mean.dtype)
     by_layer = zip(calls, updates.split(sizes, dim=1), counted.split(sizes), strict=True)
     return [(layer, *update, counts[0]) for (layer, _), update, counts in by_layer]
 
 
-class _ConvertedBatchNorm(_BatchNorm):
+class ConvertedBatchNorm(_BatchNorm):
     """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
 
+    kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # what its class is made of
     placeholder: bool = False  # whether this rank's images don't count
     repeats: bool = False  # whether a forward repeats an earlier one
 
     def prepare(self) -> None: ...
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _new, type(self).__bases__, vars(self)
+        return _new, type(self).kinds, vars(self)
 
     def next_momentum(self, number: int = 0) -> float:
         """The weight in the running statistics of the next batch, or of one ``number`` after it, if it counts."""
@@ -158,7 +161,13 @@ class _ConvertedBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(counts)
 
 
-class AggregatedBatchNorm(_ConvertedBatchNorm):
+class _OfAnyShape(_BatchNorm):
+    """What torch's SyncBatchNorm is, but for its forward, which needs GPUs."""
+
+    def _check_input_dim(self, input: Tensor) -> None: ...
+
+
+class AggregatedBatchNorm(ConvertedBatchNorm):
     """Normalises with the statistics of the local batch, and keeps them for ``update_running_statistics``."""
 
     batch_mean: Tensor
@@ -173,7 +182,7 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
         return self.training and self.track_running_stats
 
     def prepare(self) -> None:
-        for name, running in (("batch_mean", self.running_mean), ("batch_var", self.running_var)):
+        for name, running in zip(OWN_BUFFERS, (self.running_mean, self.running_var), strict=True):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
 
     def take_calls(self) -> list[_Call]:
@@ -199,7 +208,7 @@ class AggregatedBatchNorm(_ConvertedBatchNorm):
         return _batch_norm(self, input, self.batch_mean, self.batch_var, training=True)
 
 
-class FrozenBatchNorm(_ConvertedBatchNorm):
+class FrozenBatchNorm(ConvertedBatchNorm):
     """Normalises with its running statistics, and never leaves eval mode.
 
     torchvision's FrozenBatchNorm2d would not do: it has no num_batches_tracked and makes buffers of the parameters, so
@@ -214,13 +223,13 @@ class FrozenBatchNorm(_ConvertedBatchNorm):
         return super().train(False)
 
 
-class SynchronisedBatchNorm(_ConvertedBatchNorm):
+class SynchronisedBatchNorm(ConvertedBatchNorm):
     """Normalises with the statistics of the global batch, and differentiates through them."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, C, ...) -> (B, C, ...)."""
         count = 0 if self.placeholder else input.numel() // input.shape[1]
-        if not self.training or (_world_size() == 1 and count > 1):
+        if not self.training or (world_size() == 1 and count > 1):
             return self._forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
         return self._forward_together(input, count)
@@ -231,50 +240,21 @@ class SynchronisedBatchNorm(_ConvertedBatchNorm):
         return _batch_norm(self, input, mean, variance, training=True)
 
     def _forward_together(self, input: Tensor, count: int) -> Tensor:
-        mean, variance, total = _global_statistics(input.detach(), count, self)
+        mean, variance, total = global_statistics(input.detach(), count)
         if self.running_mean is not None and not self.repeats:
             counts = total > 1
-            self.update_running(mean, _unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
+            self.update_running(mean, unbiased(variance, total), self.next_momentum() * counts.to(mean.dtype), counts)
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
-        return cast(Tensor, _NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
+        return cast(Tensor, NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
 
 
-class _NormaliseTogether(torch.autograd.Function):
-    """Batch norm with given statistics of the global batch, differentiated through them on all ranks.
-
-    dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
-    values of a channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are those of this rank:
-    they are joined as all others are.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, bias, mean, variance, total, ctx.eps, ctx.placeholder = inputs
-        ctx.save_for_backward(x, weight, mean, variance, total)
-        return _normalise(x, weight, bias, mean, variance, ctx.eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():  # for create_graph=True
-            raise UsageError(
-                "A gradient of gradients cannot pass batch norm that is joined over the workers; use a network without "
-                "batch norm, or --batch-norm aggregate."
-            )
-        x, weight, mean, variance, total = ctx.saved_tensors
-        invstd = torch.rsqrt(variance + ctx.eps)
-        # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
-        )
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([dweight, dbias])  # (2, C)
-            if _world_size() > 1:
-                dist.all_reduce(sums)
-            if not ctx.placeholder:  # a placeholder is no part of the statistics
-                sums *= -weight * invstd / total
-                dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # the missing terms are again w'·x̂ + b'
-        return dx, dweight, dbias, None, None, None, None, None
+def _not_converted(model: nn.Module) -> list[_BatchNorm]:
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, ConvertedBatchNorm)
+    ]
 
 
 def _is_timms(layer: nn.Module) -> bool:
@@ -282,21 +262,23 @@ def _is_timms(layer: nn.Module) -> bool:
     return f"{type(layer).__module__}.{type(layer).__qualname__}" == "timm.layers.norm_act.BatchNormAct2d"
 
 
-def _become(layer: _BatchNorm, kind: type[_ConvertedBatchNorm]) -> None:
+def _become(layer: _BatchNorm, kind: type[ConvertedBatchNorm]) -> None:
     plain_class = type(layer)
     if _is_timms(layer):
         layer.register_forward_hook(_activate)
         plain_class = nn.BatchNorm2d
+    if plain_class is nn.SyncBatchNorm:  # which has a forward of its own
+        plain_class = _OfAnyShape
     layer.__class__ = _joined(kind, plain_class)
-    cast(_ConvertedBatchNorm, layer).prepare()
+    cast(ConvertedBatchNorm, layer).prepare()
 
 
 @cache
-def _joined(kind: type[_ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> type[_ConvertedBatchNorm]:
-    return type(kind.__name__, (kind, plain_class), {})
+def _joined(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> type[ConvertedBatchNorm]:
+    return type(kind.__name__, (plain_class, kind), {"kinds": (kind, plain_class)})  # pyright: ignore
 
 
-def _new(kind: type[_ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> _ConvertedBatchNorm:
+def _new(kind: type[ConvertedBatchNorm], plain_class: type[_BatchNorm]) -> ConvertedBatchNorm:
     """A layer without content, for a copy or a pickle, which know no class that is made while a program runs."""
     joined = _joined(kind, plain_class)
     return joined.__new__(joined)
@@ -307,44 +289,9 @@ def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return layer.act(layer.drop(output))
 
 
-def _global_statistics(x: Tensor, count: int, layer: _ConvertedBatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
-
-    ``count`` of the values are on this rank. The local statistics are joined by the pairwise formula of Chan, Golub and
-    LeVeque (1983), in float32, or in float64 for float64 images.
-    """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    own = torch.zeros(1, 1 + 2 * layer.num_features, dtype=dtype, device=x.device)
-    if count > 0:
-        buffers = torch.zeros(2, layer.num_features, dtype=dtype, device=x.device)  # the kernel computes in their dtype
-        own[0, 0] = count
-        own[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0))
-    rows = own
-    if _world_size() > 1:
-        rows = own.new_empty(_world_size(), own.shape[1])
-        dist.all_gather_into_tensor(rows, own)
-    counts, means, variances = rows.split([1, layer.num_features, layer.num_features], dim=1)  # (N, 1), (N, C), (N, C)
-    total = counts.sum().clamp(min=1)
-    mean = (counts * means).sum(0) / total
-    variance = (counts * (variances + (means - mean).square())).sum(0) / total
-    return mean, variance, total
-
-
-def _unbiased(variance: Tensor, count: Tensor) -> Tensor:
-    return variance * count / (count - 1).clamp(min=1)
-
-
-def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
-
-
 def _batch_norm(
-    layer: _ConvertedBatchNorm, x: Tensor, mean: Tensor | None, variance: Tensor | None, *, training: bool
+    layer: ConvertedBatchNorm, x: Tensor, mean: Tensor | None, variance: Tensor | None, *, training: bool
 ) -> Tensor:
     return torch.batch_norm(
         x, layer.weight, layer.bias, mean, variance, training, 1.0, layer.eps, torch.backends.cudnn.enabled
     )
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

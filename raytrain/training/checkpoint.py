@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
@@ -67,10 +66,9 @@ class CheckpointState:
             for options, group in zip(asked, thing.param_groups, strict=True):
                 _apply_changes(options, group)
             self._groups[thing] = [_options_of(group) for group in thing.param_groups]
-        if isinstance(thing, LRScheduler) and self._resumes:  # when it was made, it set the rates of a first step
-            for options, group in zip(
-                self._groups.get(thing.optimizer, []), thing.optimizer.param_groups, strict=False
-            ):
+        optimizer = getattr(thing, "optimizer", None)
+        if self._resumes and isinstance(optimizer, Optimizer):  # a scheduler, which set the rates of a first step
+            for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
                 group.update(options)
         return name
 
@@ -79,7 +77,8 @@ class CheckpointState:
         if self._restored:
             raise UsageError(
                 f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
-                "another loop; prepare the same things in the same order, or start a new run under another --name."
+                "another loop, or prepares that after run.batches(); prepare the same things in the same order before "
+                "it, or start a new run under another --name."
             )
 
     def state_dict(self) -> dict[str, StateDict]:

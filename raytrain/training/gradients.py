@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -85,7 +84,7 @@ class JoinedGradients:
         if not self._parameters:
             self._unjoined = unique
         self._parameters = parameters
-        self._buckets = [Bucket.of(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
+        self._buckets = [Bucket(each) for each in _divided(unique[::-1])]  # the last layers' gradients come first
         self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
         self._hooks = [each.register_post_accumulate_grad_hook(self._arrived) for each in unique]
 
@@ -116,50 +115,46 @@ class JoinedGradients:
         self._before.clear()
 
 
-@dataclass(eq=False)
 class Bucket:
     """Parameters of one kind, whose gradients are views of one tensor, which is sent as a whole."""
 
-    parameters: list[Tensor]
-    flat: Tensor  # the gradients in a row, and for each of them whether there is one, as a number that is not 0
-    views: list[Tensor]
-    arrived: set[int] = field(default_factory=set)  # the parameters that got a gradient in this backward, by their IDs
-    work: dist.Work | None = None
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.arrived: set[int] = set()  # the parameters that got a gradient in this backward, by their IDs
+        self._renew()
 
-    @classmethod
-    def of(cls, parameters: list[Tensor]) -> Bucket:
-        sizes = [each.numel() for each in parameters]
-        flat = parameters[0].new_zeros(sum(sizes) + len(parameters))
-        rows = flat[: sum(sizes)].split(sizes)
-        views = [_like(parameter, row) for parameter, row in zip(parameters, rows, strict=True)]
-        return cls(parameters, flat, views)
-
-    @property
-    def flags(self) -> Tensor:
-        return self.flat[-len(self.parameters) :]
+    def _renew(self) -> None:
+        sizes = [each.numel() for each in self.parameters]
+        # The gradients in a row, and for each of them whether there is one, as a number that is not 0.
+        self._flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
+        *rows, self._flags = self._flat.split([*sizes, len(sizes)])
+        self._views = [_like(parameter, row) for parameter, row in zip(self.parameters, rows, strict=True)]
 
     @torch.no_grad()
     def send(self, world_size: int, group: Any) -> None:
         """Start to average the gradients."""
+        if not all(parameter.grad is view for parameter, view in zip(self.parameters, self._views, strict=True)):
+            del self._flat, self._flags, self._views  # the memory
+            self._renew()  # a loop may keep the gradients of another backward
         has = [id(each) in self.arrived for each in self.parameters]
         if all(has):
-            self.flags.fill_(1)
+            self._flags.fill_(1)
         else:
-            self.flags.copy_(torch.tensor(has))
-        for parameter, view, is_there in zip(self.parameters, self.views, has, strict=True):
-            if is_there and parameter.grad is not None:
+            self._flags.copy_(torch.tensor(has))
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is not None:  # also one of an earlier backward, which is the same on all workers
+                _check_dense(parameter)
                 torch.mul(parameter.grad, 1 / world_size, out=view)
                 parameter.grad = view
             else:
                 view.zero_()
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        self._work: dist.Work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def receive(self) -> None:
         """Wait for the averages; where no worker has a gradient, the parameter's stays as it was."""
-        assert self.work is not None
-        self.work.wait()
+        self._work.wait()
         if len(self.arrived) < len(self.parameters):
-            for parameter, view, flag in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
+            for parameter, view, flag in zip(self.parameters, self._views, self._flags.tolist(), strict=True):
                 if flag and id(parameter) not in self.arrived:
                     parameter.grad = view
 
@@ -251,6 +246,14 @@ def _check_hooks(parameter: Any) -> None:
             f"A hook of a parameter of the shape {tuple(parameter.shape)} would get the gradient of one worker's "
             "images alone; change the gradient (parameter.grad) between run.backward and run.step instead, or train on "
             "one worker."
+        )
+
+
+def _check_dense(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise UsageError(
+            f"A parameter of the shape {tuple(parameter.shape)} gets a sparse gradient, which is not averaged over the "
+            "workers; make its layer with sparse=False and take an optimizer for that, or train on one worker."
         )
 
 

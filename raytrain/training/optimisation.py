@@ -169,12 +169,15 @@ class LearningRates:
         self._config, self._plan = config, plan
         self._is_scheduled = config.schedule != "constant" or config.warmup_epochs > 0
         self._prepared: dict[Any, list[float]] = {}
+        self._with_scheduler: set[Any] = set()  # optimizers with a scheduler that is prepared
         self._is_step = False
 
     def prepared(self, thing: object) -> None:
         """The loop has prepared ``thing``; raises UsageError for a scheduler beside ``--schedule``."""
-        if isinstance(thing, LRScheduler) and self._is_scheduled:
-            raise self._two_schedules()
+        if isinstance(thing, LRScheduler):
+            self._with_scheduler.add(thing.optimizer)
+            if self._is_scheduled:
+                raise self._two_schedules()
         if groups := getattr(thing, "param_groups", None):  # also what behaves like an optimizer, around another
             self._prepared[thing] = [group["lr"] for group in groups]
         if isinstance(thing, Optimizer):
@@ -192,6 +195,11 @@ class LearningRates:
         before = self._prepared.get(optimizer)
         if before is None:
             raise UsageError("run.step got an optimizer that no checkpoint would hold; give it to run.prepare first.")
+        if optimizer not in self._with_scheduler and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise UsageError(
+                "The optimizer has a scheduler that no checkpoint would hold, so a resumed run would begin it again; "
+                "give it to run.prepare, too."
+            )
         is_own = self._config.is_range_test and (learning_rate is not None or not rates[0])
         if is_own or (self._is_scheduled and learning_rate is None and rates[: len(before)] != before):
             raise self._two_schedules()

@@ -138,6 +138,7 @@ class PreparedModels:
 
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model``, in place, and return it."""
+        _check_not_scripted(model)
         initialise_lazy_layers(model, self._config.channels, self._config.full_image_size)
         batchnorm.convert(model, self._config.batch_norm)
         dropout.convert(model)
@@ -251,12 +252,13 @@ class PreparedModels:
         return [each for model in self.trained for each in model.parameters() if each.requires_grad]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Weights and buffers that are in checkpoints, by name."""
+        """Weights and buffers, also those that are in no checkpoint, by name."""
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.trained, start=1):
             before = f"network {number}'s " if number > 1 else ""
-            state = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
-            found.update({before + name: tensor for name, tensor in state.items()})
+            buffers = [each for each in model.named_buffers() if not each[0].endswith(batchnorm.OWN_BUFFERS)]
+            state = {**dict(buffers), **model.state_dict(keep_vars=True)}
+            found.update({before + name: each for name, each in state.items() if isinstance(each, Tensor)})
         return found
 
     def _move(self, model: nn.Module) -> None:
@@ -264,6 +266,16 @@ class PreparedModels:
         memory_format = torch.channels_last if self._config.channels_last else torch.preserve_format
         model.to(self._worker.device, memory_format=memory_format)  # pyright: ignore
         model.double() if self._config.precision == "float64" else model.float()
+
+
+def _check_not_scripted(model: nn.Module) -> None:
+    """Raise UsageError if TorchScript trains in ``model``: nobody could join its batch norm, or see its layers."""
+    scripts = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
+    if any(list(each.parameters()) for each in scripts):
+        raise UsageError(
+            "run.prepare got a network of torch.jit, whose batch norm and dropout cannot be joined over the workers; "
+            "prepare the network that was scripted or traced, with --compile if it is to be compiled."
+        )
 
 
 def _note(called: set[str], name: str, *_: object) -> None:

@@ -180,7 +180,7 @@ class Run:
         sum.
         """
         assert self._part is not None
-        self.steps.backward(loss)
+        self.steps.backward(loss, self._part.num_used)
         self._adapt_scale()
         weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (self._part.num_used > 0)
         self._scale_gradients()

@@ -26,7 +26,8 @@ from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.storage.store import Store
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
 from raytrain.training.evaluation import agreed
-from raytrain.training.gradients import check_not_wrapped, digest_of, digests_agree
+from raytrain.training.gradients import digest_of, digests_agree
+from raytrain.training.loop_checks import LoopChecks
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.prepared_models import PreparedModels
 from raytrain.training.protocols import Reporter, Worker
@@ -72,8 +73,6 @@ class SampleTrace:
                 self._store.delete(found.path)
 
 
-_MEAN = 1  # torch's number for reduction="mean"
-_MOST_PARTS = 4  # a loss may well be divided by a number of terms or parts that is as small
 _NOT_PREPARED = (
     "the evaluation calls no prepared network as a whole, so evaluate, export, predict and raytrain.load will use the "
     "first one, and may give other numbers: prepare the network that is measured, such as an average of the weights"
@@ -115,8 +114,11 @@ class Steps:
         self.num_calls = 0  # of this start, that all workers make together
         self._has_gradients = False  # of a backward since the loop got its batch
         self._stepped = False  # an optimizer, since then
-        self._checked_first = False
-        self._start_reported = self._told_network = False
+        self._has_gathered = False
+        joins = worker.world_size > 1 and config.batch_norm == "sync"
+        self._checks = LoopChecks(models, self._tell_once, joins=joins)
+        self._start_reported = False
+        self._told: set[str] = set()
         self._asked_at = step  # when the loop called run.batches last
         self._exhausted = False  # the loop has got all batches that it gets
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
@@ -129,6 +131,7 @@ class Steps:
     def check_all(self, call: str, given: object = None) -> None:
         """The loop makes a ``call``, a field of StepTotals. Raises UsageError if not all workers do, with one shape."""
         self.num_calls += 1
+        self._has_gathered |= call == "gathers"
         num_workers = self._worker.world_size
         if num_workers == 1:
             return
@@ -158,14 +161,11 @@ class Steps:
         self._has_gradients = self._stepped = False
         self.learning_rates.clear()
 
-    def backward(self, loss: Tensor) -> None:
-        """The loop backpropagates ``loss``. Raises UsageError if the first is no sum, or torch joins its gradients."""
+    def backward(self, loss: Tensor, num_images: int) -> None:
+        """The loop backpropagates ``loss``, of ``num_images`` images. Raises UsageError for a mistake of the loop."""
         self.num_calls += 1
         self._has_gradients = True
-        if not self._checked_first:
-            _check_sum(loss, len(self._local.labels))
-            check_not_wrapped(self._models.parameters())
-            self._checked_first = True
+        self._checks.backward(loss, num_images, self._num_here, gathers=self._has_gathered)
 
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""
@@ -231,9 +231,8 @@ class Steps:
         )
         self.progress = self._early_stop.evaluated(progress, measured)
         self._measured_last = self._exhausted
-        if measured and progress.network is None and self._worker.rank == 0 and not self._told_network:
-            self._told_network = True
-            self._reporter.event(Note(_NOT_PREPARED))
+        if measured and progress.network is None:
+            self._tell_once(_NOT_PREPARED)
         epoch = epoch_of(step, self._plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=dict(measured)))
         return step
@@ -308,6 +307,11 @@ class Steps:
         elif self._worker.rank == 0:
             self._reporter.event(CheckpointSkipped(step, f"the weight {not_finite} is not finite"))
 
+    def _tell_once(self, note: str) -> None:
+        if self._worker.rank == 0 and note not in self._told:
+            self._told.add(note)
+            self._reporter.event(Note(note))
+
     def _record(self, row: MetricRow) -> None:
         if row.kind == "step":
             self._early_stop.trained(row)  # on every worker, which all know the same row
@@ -325,22 +329,3 @@ def _check_together(totals: StepTotals, num_workers: int, step: int) -> None:
                 "others; every worker must take the same steps: decide by what all of them know, such as "
                 "run.total(...)."
             )
-
-
-def _check_sum(loss: Tensor, num_images: int) -> None:
-    if loss.numel() != 1:
-        raise UsageError(
-            f"run.backward got a loss of shape {tuple(loss.shape)}; give it one number, the sum over the images."
-        )
-    node = loss.grad_fn
-    if node is None:
-        raise UsageError(
-            "run.backward got a loss without a gradient; compute it from the output of a prepared network."
-        )
-    divisor = getattr(node, "_saved_other", None) if node.name().startswith("DivBackward") else None
-    is_divided = num_images > _MOST_PARTS and divisor is not None and not divisor.is_cuda and divisor == num_images
-    if is_divided or node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN:
-        raise UsageError(
-            'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of the '
-            "whole global batch itself, which no worker's mean does."
-        )

@@ -238,9 +238,19 @@ def run_corners() -> dict[str, Any]:
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
         found[f"{mode}, frozen"] = (frozen(own.float()).detach(), own.float(), copy.deepcopy(frozen.state_dict()))
     found["mixed"] = run_mixed_precision()
+    found["placeholder"] = input_gradients()
     found["unequal"] = called_unequally()
     found["twice"] = [called_twice(updates) for updates in (False, True)]
     return found
+
+
+def input_gradients() -> Tensor:
+    """Of a backward of a loop's own, for rank 0's images; rank 1 has a placeholder, which its loss counts."""
+    layer = batchnorm.convert(nn.BatchNorm2d(2), "sync").double()
+    batchnorm.set_num_used(layer, 0 if dist.get_rank() else 3)
+    images = batch(Case((6,)), 0)[0][: 1 if dist.get_rank() else 3].double().requires_grad_()
+    (gradients,) = torch.autograd.grad(layer(images).pow(3).sum(), images)
+    return gradients
 
 
 def called_twice(updates_between: bool) -> dict[str, Tensor]:
@@ -264,6 +274,13 @@ def called_unequally() -> str:
     with pytest.raises(UsageError) as error:
         batchnorm.update_running_statistics(model)
     return str(error.value)
+
+
+def test_a_placeholder_counts_as_nothing_in_a_backward_of_the_loops_own(corners: list[dict[str, Any]]) -> None:
+    images = batch(Case((6,)), 0)[0][:3].double().requires_grad_()
+    (wanted,) = torch.autograd.grad(nn.BatchNorm2d(2).double()(images).pow(3).sum(), images)
+    torch.testing.assert_close(corners[0]["placeholder"], wanted)
+    assert not corners[1]["placeholder"].any()
 
 
 def test_calls_that_differ_in_number_between_workers_are_refused(corners: list[dict[str, Any]]) -> None:

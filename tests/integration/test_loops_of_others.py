@@ -314,6 +314,44 @@ def all_rows(run: Any, rows: Tensor) -> Tensor:
     return torch.from_numpy(run.gather(rows)) if isinstance(run, Run) else rows
 
 
+class OwnNorm(nn.BatchNorm2d):
+    """Batch norm with another default and something around it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=1e-3, momentum=0.2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def own_batch_norm(run: Any) -> list[nn.Module]:
+    """A class of batch norm of the loop's own, and torch's, which needs a GPU otherwise."""
+
+    def make() -> nn.Module:
+        norm = nn.SyncBatchNorm(4)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), OwnNorm(4), nn.Conv2d(4, 4, 3), norm, nn.Flatten(), nn.Linear(64, 4))
+
+    return trained(run, seeded(make))
+
+
+def backward_for_each_head(run: Any) -> list[nn.Module]:
+    """A backward for each loss, which reaches one head, and gradients that are kept while others are computed."""
+    body = run.prepare(seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 8), nn.Tanh())))
+    heads = run.prepare(seeded(lambda: nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 2)])))
+    weights = [*body.parameters(), *heads.parameters()]
+    optimizer = run.prepare(torch.optim.SGD(weights, lr=0.1, momentum=0.9))
+    for batch in run.batches(evaluate=dict):
+        run.backward(cross_entropy(heads[0](body(batch.images.flip(3))), batch.labels))
+        kept = [each.grad for each in weights]
+        optimizer.zero_grad()
+        for head, labels in zip(heads, (batch.labels, batch.labels % 2), strict=True):
+            run.backward(cross_entropy(head(body(batch.images)), labels))
+        for weight, other in zip(weights, kept, strict=True):
+            weight.grad = weight.grad if other is None else weight.grad + 0.3 * other
+        run.step(optimizer)
+    return [body, heads]
+
+
 def caught(run: Any) -> list[nn.Module]:
     """An exception of the loop's own, caught by the loop."""
     model = run.prepare(small())
@@ -362,6 +400,8 @@ LOOPS = (
     modes,
     prepared_teacher,
     momentum_contrast,
+    own_batch_norm,
+    backward_for_each_head,
     caught,
     looked_ahead,
 )

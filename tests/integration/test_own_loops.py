@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain.errors import UsageError
-from raytrain.monitor.events import CheckpointWritten
+from raytrain.monitor.events import CheckpointWritten, Note
 from raytrain.runs.outcome import StopReason
 from raytrain.training.evaluation import evaluate
 from raytrain.training.run import Run
@@ -517,6 +517,25 @@ def mean_by_hand(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None
     run.backward(cross_entropy(model(batch.images), batch.labels) / len(batch.labels))
 
 
+def mean_in_a_sum(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    logits = model(batch.images)
+    run.backward(0.7 * F.cross_entropy(logits, batch.labels) + 0.3 * F.cross_entropy(logits, batch.labels.flip(0)))
+
+
+def mean_of_soft_targets(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(F.cross_entropy(model(batch.images), torch.full((7, 4), 0.25, dtype=torch.float64)))
+
+
+def scheduler_that_is_not_prepared(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    run.step(optimizer)
+
+
+def prepares_a_script(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.prepare(torch.jit.trace(copy.deepcopy(model).eval(), batch.images))
+
+
 def steps_itself(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.backward(cross_entropy(model(batch.images), batch.labels))
     optimizer.step()
@@ -572,12 +591,17 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         body(run, model, optimizer, batch)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
         (mean, "got a mean over the images; give it a sum"),
         (mean_of_own, "got a mean over the images; give it a sum"),
         (mean_by_hand, "got a mean over the images; give it a sum"),
+        (mean_in_a_sum, "got a mean over the images; give it a sum"),
+        (mean_of_soft_targets, "got a mean over the images; give it a sum"),
+        (scheduler_that_is_not_prepared, "has a scheduler that no checkpoint would hold"),
+        (prepares_a_script, "got a network of torch.jit"),
         (steps_itself, r"calls optimizer.step\(\) itself; call run.step"),
         (vector, r"a loss of shape \(7,\)"),
         (no_gradient, "a loss without a gradient"),
@@ -598,6 +622,90 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
         with pytest.raises(UsageError, match=sentence):
             train_with_body(run, model, optimizer, body)
     assert run.progress.step == 0
+
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch.images), batch.labels) + 0.1 * model[1].weight.square().sum()
+
+
+def penalised_per_image(model: nn.Module, batch: Any) -> Tensor:
+    mean = F.cross_entropy(model(batch.images), batch.labels)
+    return batch.num_used * (mean + 0.1 * model[1].weight.square().sum()) + 0 * model[1].bias.sum()
+
+
+def contrasted(model: nn.Module, batch: Any) -> Tensor:
+    features = F.normalize(model(batch.images))
+    return cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+def image_by_image(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack(
+        [F.cross_entropy(model(batch.images[i : i + 1]), batch.labels[i : i + 1]) for i in range(3)]
+    ).sum()
+
+
+def notes_of(folder: str, loss_of: LossOf) -> list[str]:
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, recorder := Recorder())
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes, bias=True)))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in islice(run.batches(evaluate=dict), 3):
+        run.backward(loss_of(model, batch))
+        run.step(optimizer)
+    return [event.text for event in recorder.events if isinstance(event, Note)]
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "beginnings"),
+    [
+        (penalised, ["a term of the loss depends on weights alone"]),
+        (penalised_per_image, []),
+        (contrasted, ["the loss compares the images of a worker"]),
+        (image_by_image, []),
+    ],
+)
+def test_what_depends_on_the_number_of_workers_is_told_once(
+    loss_of: LossOf, beginnings: list[str], tmp_path: Path
+) -> None:
+    told, other = run_in_processes(2, notes_of, str(tmp_path), loss_of)
+    assert [each[: len(wanted)] for each, wanted in zip(told, beginnings, strict=True)] == beginnings
+    assert other == []
+
+
+class Rates:
+    """A scheduler that is none of torch's: it sets the rate of the first step when it is made."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.step = optimizer, 0
+        self.set()
+
+    def set(self) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def with_rates(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    rates = run.prepare(Rates(optimizer := run.prepare(torch.optim.SGD(model.parameters(), lr=0.5))))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        rates.step += 1
+        rates.set()
+
+
+def test_a_scheduler_that_is_none_of_torchs_goes_on_after_a_resume(tmp_path: Path) -> None:
+    whole = train_with([with_rates], str(tmp_path / "whole"))["with_rates"]["weights"]
+    train_with([with_rates], str(tmp_path / "stopped"), 4)
+    resumed = train_with([with_rates], str(tmp_path / "stopped"))["with_rates"]["weights"]
+    assert_same_weights("with_rates", resumed, whole, 0.0)
 
 
 def test_batches_that_are_asked_for_again_after_the_last_epoch_are_refused(tmp_path: Path) -> None:

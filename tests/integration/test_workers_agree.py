@@ -36,6 +36,23 @@ class Centred(nn.Module):
         return self.head(features - self.centre)
 
 
+class Unsaved(Centred):
+    """The same, with a buffer that is in no checkpoint."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("centre", torch.zeros(3 * 8 * 8), persistent=False)
+
+
+class Sparse(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(256, num_classes, sparse=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.rows((images.flatten(1)[:, :6] * 9).long() % 256).mean(1)
+
+
 class Queue(nn.Module):
     """Keeps the newest features in a buffer, as in momentum contrast."""
 
@@ -63,6 +80,24 @@ def train(run: Run, model: nn.Module, after_step: Callable[[int], None] = lambda
 
 def moving_average(run: Run) -> None:
     train(run, Centred(run.num_classes))
+
+
+def unsaved_average(run: Run) -> None:
+    train(run, Unsaved(run.num_classes))
+
+
+def sparse_gradients(run: Run) -> None:
+    train(run, Sparse(run.num_classes))
+
+
+def teacher_in_training_mode(run: Run) -> None:
+    teacher = run.build_model().double()
+
+    def imitate(step: int) -> None:
+        with torch.no_grad():
+            teacher(torch.randn(3, 3, 8, 8, dtype=torch.float64))
+
+    train(run, nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)), imitate)
 
 
 def queue(run: Run) -> None:
@@ -150,6 +185,9 @@ def error_of(loop: Callable[[Run], None], folder: str) -> tuple[str, int]:
     ("loop", "step", "what"),
     [
         (moving_average, 1, r"the workers differ in centre: .* by a layer or the loop"),
+        (unsaved_average, 1, r"the workers differ in centre: "),
+        (sparse_gradients, 0, r"A parameter of the shape \(256, 4\) gets a sparse gradient"),
+        (teacher_in_training_mode, 1, r"A network that is not prepared has batch norm in training mode"),
         (queue, 1, r"the workers differ in queue: "),
         (head_drawn_again, 2, r"the workers differ in 1\.weight: .* random numbers"),
         (own_step, 1, r"the workers differ in 1\.weight, 1\.bias: .* run\.backward"),
@@ -173,7 +211,8 @@ def test_workers_that_differ_stop_with_the_names_of_what_differs(
 
 
 ALONE = (
-    *(moving_average, queue, head_drawn_again, own_step, own_evaluation),
+    *(moving_average, unsaved_average, sparse_gradients, teacher_in_training_mode, queue, head_drawn_again),
+    *(own_step, own_evaluation),
     *(log_on_worker_0, log_other_names, evaluate_on_worker_0, clamp_in_a_hook),
 )
 

@@ -1,0 +1,87 @@
+"""Batch norm with the statistics of the global batch, as a function that can be differentiated on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain.errors import UsageError
+
+
+class NormaliseTogether(torch.autograd.Function):
+    """Batch norm with given statistics of the global batch, differentiated through them on all ranks.
+
+    dx = w·s·(dy - Σdy / M - x̂·Σ(dy·x̂) / M), with x̂ = (x - mean)·s, s = 1 / sqrt(var + eps) and sums over the M
+    values of a channel on all ranks (Ioffe and Szegedy 2015). The gradients of weight and bias are those of this rank:
+    they are joined as all others are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight, bias, mean, variance, total, ctx.eps, ctx.placeholder = inputs
+        ctx.save_for_backward(x, weight, mean, variance, total)
+        return _normalise(x, weight, bias, mean, variance, ctx.eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # for create_graph=True
+            raise UsageError(
+                "A gradient of gradients cannot pass batch norm that is joined over the workers; use a network without "
+                "batch norm, or --batch-norm aggregate."
+            )
+        x, weight, mean, variance, total = ctx.saved_tensors
+        invstd = torch.rsqrt(variance + ctx.eps)
+        if ctx.placeholder:  # also in a backward of the loop's own, whose loss counts it
+            dy = torch.zeros_like(dy)
+        # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([dweight, dbias])  # (2, C)
+            if world_size() > 1:
+                dist.all_reduce(sums)
+            if not ctx.placeholder:  # a placeholder is no part of the statistics
+                sums *= -weight * invstd / total
+                dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # the missing terms are again w'·x̂ + b'
+        return dx, dweight, dbias, None, None, None, None, None
+
+
+def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance (C,) of the global batch, and its number of values per channel (), at least 1.
+
+    ``count`` of the values are on this rank. The local statistics are joined by the pairwise formula of Chan, Golub and
+    LeVeque (1983), in float32, or in float64 for float64 images.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    own = torch.zeros(1, 1 + 2 * x.shape[1], dtype=dtype, device=x.device)
+    if count > 0:
+        buffers = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)  # the kernel computes in their dtype
+        own[0, 0] = count
+        own[0, 1:] = torch.cat(torch.batch_norm_update_stats(x, buffers[0], buffers[1], 0.0))
+    rows = own
+    if world_size() > 1:
+        rows = own.new_empty(world_size(), own.shape[1])
+        dist.all_gather_into_tensor(rows, own)
+    counts, means, variances = rows.split([1, x.shape[1], x.shape[1]], dim=1)  # (N, 1), (N, C), (N, C)
+    total = counts.sum().clamp(min=1)
+    mean = (counts * means).sum(0) / total
+    variance = (counts * (variances + (means - mean).square())).sum(0) / total
+    return mean, variance, total
+
+
+def unbiased(variance: Tensor, count: Tensor) -> Tensor:
+    """The unbiased variance of ``count`` values with this biased ``variance``."""
+    return variance * count / (count - 1).clamp(min=1)
+
+
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def world_size() -> int:
+    """Number of workers."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

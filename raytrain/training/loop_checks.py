@@ -1,0 +1,217 @@
+"""What is checked when a loop backpropagates: its loss is a sum over images, and does not depend on who computes it.
+
+The graph of the loss tells whether it is a sum over images, and whether it compares them with each other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from raytrain.errors import UsageError
+from raytrain.training.batchnorm import ConvertedBatchNorm
+from raytrain.training.gradients import check_not_wrapped
+from raytrain.training.prepared_models import PreparedModels
+
+_OF_WEIGHTS = (
+    "a term of the loss depends on weights alone, such as a penalty; run.backward divides it by the images of the "
+    "global batch, and adds it once for each worker: write batch.num_used * (the term), which is a sum over images"
+)
+_COMPARES = (
+    "the loss compares the images of a worker with each other (by a statistic over them, or by products of their "
+    "features), so it depends on the number of workers; gather the rows of all of them, as contrastive learning does "
+    "in docs/your-own-loop.md, or train on one worker"
+)
+_MEAN = 1  # torch's number for reduction="mean"
+_MOST_PARTS = 4  # a loss may well be divided by a number of terms or parts that is as small
+_LOOK_UP = ("Index", "Embedding", "Gather")  # torch's names of what takes rows of weights by what an image says
+_STATISTICS = (
+    "Mean",
+    "Var",
+    "Std",
+    "Amax",
+    "Amin",
+    "Max",
+    "Min",
+    "Median",
+    "Topk",
+    "Sort",
+    "Logsumexp",
+    "Softmax",
+    "LogSoftmax",
+)
+_ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "StackBackward0")
+
+
+class LoopChecks:
+    """The checks of a start of a run; ``tell`` gets a note for whoever watches it."""
+
+    def __init__(self, models: PreparedModels, tell: Callable[[str], None], *, joins: bool) -> None:
+        self._models, self._tell = models, tell
+        self._joins = joins  # there are several workers, and their batch norm is joined
+        self._is_first = True
+        self._others: dict[Any, Tensor] = {}
+
+    def backward(self, loss: Tensor, num_images: int, num_steps: int, *, gathers: bool) -> None:
+        """The loop backpropagates the ``loss`` of ``num_images`` images after ``num_steps`` steps.
+
+        It is checked in the first steps, and more and more rarely. Raises UsageError if it is no sum, if torch joins
+        its gradients, or if there is batch norm that is not joined.
+
+        Args:
+            gathers: the loop has gathered rows of all workers.
+        """
+        if num_steps & (num_steps - 1) == 0 and _check_sum(loss, num_images):
+            self._tell(_OF_WEIGHTS)
+        if num_steps == 0 and self._joins and not gathers and _compares_images(loss, num_images):
+            self._tell(_COMPARES)
+        if self._is_first:
+            check_not_wrapped(self._models.parameters())
+            self._others = _batches_of_others() if self._joins else {}
+        elif num_steps > 0 and self._others:
+            _check_others(self._others)
+            self._others = {}
+        self._is_first = False
+
+
+def _batches_of_others() -> dict[Any, Tensor]:
+    """Batch norm layers that belong to no prepared network, with how many batches each has learned from, () int64."""
+    layers = [each for each in gc.get_objects() if issubclass(type(each), _BatchNorm)]
+    plain = [each for each in layers if not isinstance(each, ConvertedBatchNorm) and each.track_running_stats]
+    return {each: each.num_batches_tracked.clone() for each in plain}
+
+
+def _check_others(before: dict[Any, Tensor]) -> None:
+    """Raise UsageError if one of the layers has learned since ``before``: from one worker's images."""
+    if any(bool(layer.num_batches_tracked != number) for layer, number in before.items()):
+        raise UsageError(
+            "A network that is not prepared has batch norm in training mode, which normalises with one worker's "
+            "images: give it to run.prepare, or call its eval() if it is to stay as it is; or train on one worker."
+        )
+
+
+def _check_sum(loss: Tensor, num_images: int) -> bool:
+    """Raise UsageError unless ``loss`` is a sum over ``num_images`` images.
+
+    Return whether a term of it depends on weights alone, and is not multiplied by the number of images.
+    """
+    if loss.numel() != 1:
+        raise UsageError(
+            f"run.backward got a loss of shape {tuple(loss.shape)}; give it one number, the sum over the images."
+        )
+    if loss.grad_fn is None:
+        raise UsageError(
+            "run.backward got a loss without a gradient; compute it from the output of a prepared network."
+        )
+    of_weights = False
+    for node, factors, is_term in _scalars(loss.grad_fn) if num_images else ():
+        num_rows = _rows_of_mean(node, num_images, is_whole=node is loss.grad_fn)
+        if num_rows and not factors & {num_rows, num_images}:
+            raise UsageError(
+                'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of '
+                "the whole global batch itself, which no worker's mean does. A term that is a mean becomes a sum by "
+                "batch.num_used * (the term)."
+            )
+        of_weights |= is_term and not factors & {num_images, 0} and _is_of_weights(node)
+    return of_weights
+
+
+def _compares_images(loss: Tensor, num_images: int) -> bool:
+    """Whether some node of the graph of ``loss``, whatever its place, joins numbers of different images.
+
+    It is told by shapes, so that a batch of one image tells nothing.
+    """
+    return num_images > 1 and any(_compares(node, num_images) for node in _all_nodes(loss.grad_fn))
+
+
+def _compares(node: Any, num_images: int) -> bool:
+    name = node.name()
+    shapes = [tuple(child._input_metadata[index].shape) for child, index in node.next_functions if child is not None]
+    if name.startswith(_STATISTICS) and hasattr(node, "_saved_dim") and shapes and shapes[0]:
+        dims = node._saved_dim if isinstance(node._saved_dim, tuple) else (node._saved_dim,)
+        first = {0, -len(shapes[0]), 2**64 - len(shapes[0])}  # torch shows what is negative without its sign
+        return shapes[0][0] % num_images == 0 and not first.isdisjoint(dims)
+    if name.startswith(("NativeBatchNorm", "CudnnBatchNorm")):
+        return bool(node._saved_training) and shapes[0][0] == num_images
+    if name.startswith(("MmBackward", "Cdist")) and len(shapes) == 2:
+        of_images = all(child is not None and not _is_of_weights(child) for child, _ in node.next_functions[:2])
+        (rows, inner), (_, columns) = shapes
+        return of_images and (inner % num_images == 0 or (rows % num_images == 0 and columns % num_images == 0))
+    return False
+
+
+def _all_nodes(root: Any) -> Iterator[Any]:
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        waiting += new
+
+
+def _scalars(root: Any) -> Iterator[tuple[Any, frozenset[float], bool]]:
+    """The nodes from a loss to the tensors that it is made of, with the numbers that multiply each.
+
+    The last value tells the terms that are added up, in which a node is not divided further.
+    """
+    waiting, seen = [(root, frozenset[float](), True)], {root}
+    while waiting:
+        node, factors, is_added = waiting.pop()
+        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        scalars = [child for child in children if _is_scalar(child) or child.name() == "StackBackward0"]
+        number = _number(node)
+        is_split = bool(scalars) and (node.name() in (*_ADDS, "SumBackward0") or number is not None)
+        if number is not None and node.name().startswith("Mul"):
+            factors = factors | {number}
+        yield node, factors, is_added and not is_split
+        seen.update(scalars)
+        waiting += [(child, factors, is_added and is_split) for child in scalars]
+
+
+def _is_scalar(node: Any) -> bool:
+    return [tuple(each.shape) for each in node._input_metadata] == [()]
+
+
+def _number(node: Any) -> float | None:
+    """By which constant a node multiplies or divides, if it does, and the host knows it."""
+    if not node.name().startswith(("MulBackward", "DivBackward")):
+        return None
+    for each in (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None)):
+        if isinstance(each, Tensor) and each.ndim == 0 and each.is_cpu and not each.requires_grad:
+            return each.item()
+        if isinstance(each, (int, float)):
+            return each
+    return None
+
+
+def _rows_of_mean(node: Any, num_images: int, *, is_whole: bool) -> float:
+    """Over how many rows a node is a mean; 0 if it is none, or one of something else, such as pixels."""
+    if node.name().startswith("DivBackward"):
+        return num_images if num_images > _MOST_PARTS and _number(node) == num_images else 0
+    if node.name().startswith("MeanBackward"):
+        sizes = node._saved_self_sym_sizes
+    elif getattr(node, "_saved_reduction", None) == _MEAN:
+        sizes = node._saved_self.shape
+    else:
+        return 0
+    num_rows = sizes[0] if sizes else 1
+    is_of_images = num_rows > 1 and (num_rows % num_images == 0 or node.name().startswith("NllLoss"))
+    return num_rows if is_whole or is_of_images else 0
+
+
+def _is_of_weights(term: Any) -> bool:
+    """Whether nothing but weights is in it: no tensor without a gradient, and nothing that torch does not show."""
+    return all(map(_keeps_to_weights, _all_nodes(term)))
+
+
+def _keeps_to_weights(node: Any) -> bool:
+    name = node.name()
+    if name.endswith("AccumulateGrad"):
+        return isinstance(node.variable, nn.Parameter)
+    has_others = any(child is None for child, _ in node.next_functions) and not _is_scalar(node)
+    return name[-1].isdigit() and not name.startswith(_LOOK_UP) and not has_others
