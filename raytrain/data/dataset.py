@@ -16,9 +16,9 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.label_file import LabelColumns, LabelTable, read_label_file
-from raytrain.data.labels.labelled_images import check_can_split, train_test_split, training_and_test_images
-from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests
+from raytrain.data.labels.label_file import LabelColumns, read_label_file
+from raytrain.data.labels.labelled_images import self_described_images, training_and_test_images
+from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
@@ -104,8 +104,10 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     places = train_store.url, test_store.url, labels.digest if labels else ""
     if stored is not None and (stored[0].url, stored[1].url, stored[0].labels_digest) == places:
         train, test = stored  # a run that resumes need not list them again
+    elif labels is not None:
+        train, test = training_and_test_images(config, labels, train_store, test_store)
     else:
-        train, test = _list_manifests(config, labels, train_store, test_store)
+        train, test = self_described_images(config, train_store, test_store)
     test_format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:
@@ -188,21 +190,6 @@ def _stored_manifests(run_store: Store) -> tuple[Manifest, Manifest] | None:
     except FileNotFoundError:
         return None
     return train, test
-
-
-def _list_manifests(
-    config: TrainConfig, labels: LabelTable | None, train_store: Store, test_store: Store
-) -> tuple[Manifest, Manifest]:
-    if labels is not None:
-        return training_and_test_images(config, labels, train_store, test_store)
-    if config.test_data:
-        train = build_manifest(train_store, part="train")
-        return train, build_manifest(test_store, train.classes, part="test")
-    manifest, test = build_manifests(train_store)
-    if test is not None:
-        return manifest, test
-    check_can_split(manifest, config.test_fraction)
-    return train_test_split(manifest, config.test_fraction, config.seed)
 
 
 def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | None:

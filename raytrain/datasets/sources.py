@@ -17,7 +17,14 @@ import fsspec
 import numpy as np
 
 from raytrain.data.labels.folders import is_test, is_training
-from raytrain.data.labels.label_file import JOINED, LabelColumns, LabelTable, read_label_file
+from raytrain.data.labels.label_file import (
+    JOINED,
+    METADATA,
+    LabelColumns,
+    LabelTable,
+    own_label_table,
+    read_label_file,
+)
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images
@@ -31,7 +38,6 @@ from raytrain.storage.temporary_files import TemporaryFolder
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
 _log = logging.getLogger("raytrain")
 
 
@@ -68,11 +74,19 @@ def labelled_source(source: str, labels: Labelling) -> Iterator[tuple[Store, Man
             yield store, _by_table(images, table, labels)
         return
     store = open_store(source)
-    file = labels.file or _metadata(source, store)
-    if file is None:
-        yield store, build_manifest(store)
+    if labels.file is None:
+        table = own_label_table(store, labels.columns)
     else:
-        yield store, _by_table(list_images(store), read_label_file(file, labels.columns, [store.url]), labels)
+        table = read_label_file(labels.file, labels.columns, [store.url])
+    if table is not None:
+        yield store, _by_table(list_images(store), table, labels)
+    elif labels.split is not None or labels.columns != LabelColumns():
+        raise UsageError(
+            "--split, --key-column, --label-column and --label-separator are for a label file, and none is beside "
+            f"the images of {source}; give it with --labels."
+        )
+    else:
+        yield store, build_manifest(store)
 
 
 def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifest:
@@ -98,12 +112,6 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
     return replace(labelled(images, table, [labels.split.lower()] if labels.split else ())[0], labels_digest="")
 
 
-def _metadata(source: str, store: Store) -> str | None:
-    """The label file that lies beside the images; None if there is none."""
-    name = next((name for name in _METADATA if store.exists(name)), None)
-    return name and f"{source.rstrip('/')}/{name}"
-
-
 def _archives(source: str, label_file: str) -> Sequence[str]:
     """The Parquet files and tars that ``source`` names or holds, sorted; UsageError for those of training and test.
 
@@ -121,7 +129,7 @@ def _archives(source: str, label_file: str) -> Sequence[str]:
             return [source]
         refuse_file(source)
     open_store(source).check_readable()
-    return _archives_in(files, source, {*_METADATA, label_file})
+    return _archives_in(files, source, {*METADATA, label_file})
 
 
 def _archives_in(files: AbstractFileSystem, folder: str, tables: Set[str]) -> Sequence[str]:

@@ -14,8 +14,8 @@ from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.label_file import read_label_file
-from raytrain.data.labels.labelled_images import evaluated_images
-from raytrain.data.labels.manifest import Manifest, build_manifest
+from raytrain.data.labels.labelled_images import described_images, images_of_part
+from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import (
     EvaluatedRun,
@@ -56,9 +56,9 @@ def evaluate(
         run: the run's name.
         data: the images, in class folders or packed: a folder or ``s3://bucket/prefix``. By default the run's own test
             images, those that were given or held out.
-        labels: a label file for the images, with the same columns as the run's; by default their folders are the
-            labels. If it has a column ``split``, its test images are used. A run whose images may have several
-            classes needs it.
+        labels: a label file for the images, with the same columns as the run's; by default ``metadata.csv`` or the like
+            beside them, or else their folders. If it has a column ``split``, its test images are used. A run whose
+            images may have several classes needs it.
         threshold: if an image may have several classes: the probability from which on it has a class, one for all
             classes or one for each; by default those with the best F1 on the run's own test images.
         test_views: copies of an image over which the logits are averaged: mirrored (``flip``), shifted by a pixel
@@ -138,6 +138,6 @@ def _labelled(trained: TrainedRun, images: Store, labels: str | None) -> Manifes
             f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
         )
     if labels is None:
-        return build_manifest(images, trained.classes, part="test")
+        return described_images(images, "test", trained.config.max_bad_fraction, trained.classes)
     table = read_label_file(labels, label_columns(trained.config), [images.url])
-    return evaluated_images(images, table, trained.classes, trained.config.max_bad_fraction)
+    return images_of_part(images, table, "test", trained.config.max_bad_fraction, trained.classes)

@@ -15,8 +15,9 @@ import pytest
 
 from raytrain.config import TrainConfig
 from raytrain.data.dataset import open_dataset
-from raytrain.data.labels.manifest import Manifest
+from raytrain.data.labels.manifest import Manifest, build_manifest
 from raytrain.datasets.pack import pack
+from raytrain.datasets.sources import Labelling
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
 from tests.helpers.small_runs import make_images
@@ -35,10 +36,10 @@ def write(file: Path, rows: dict[str, Any]) -> Path:
     return file
 
 
-def opened(images: Path, labels: Path | str, tmp_path: Path, **options: Any) -> tuple[Manifest, Manifest]:
+def opened(images: Path, labels: Path | str | None, tmp_path: Path, **options: Any) -> tuple[Manifest, Manifest]:
     mean = (0.5, 0.5, 0.5)
     config = TrainConfig(
-        data=str(images), labels=str(labels), batch_size=2, learning_rate=1, mean=mean, std=mean, **options
+        data=str(images), labels=labels and str(labels), batch_size=2, learning_rate=1, mean=mean, std=mean, **options
     )
     data = open_dataset(config, open_store(str(tmp_path / "run")))
     return data.train, data.test
@@ -397,3 +398,71 @@ def test_lists_of_labels_as_python_writes_them_are_several_classes(images: Path,
 def test_keys_that_are_one_image_and_disagree_are_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"contradicts itself for 1 keys, such as 'red/000.png'"):
         opened(images, text(tmp_path, "path,label\nred/000.png,a\n./red/000.png,b\n"), tmp_path)
+
+
+# The label file beside the images.
+
+
+def metadata(images: Path, rows: dict[str, Any], name: str = "metadata.csv") -> Path:
+    rows = {"file_name": rows.pop("path"), **rows}
+    write(images / name, rows)
+    return images
+
+
+def test_the_label_file_beside_the_images_says_the_classes(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(
+        images, label=lambda number: "ab"[number % 2], split=lambda number: ("train", "test")[number % 3 < 1]
+    )
+    expected = dict(zip(rows["path"], rows["label"], strict=True))
+    train, test = opened(metadata(images, rows), None, tmp_path)
+    assert by_key(train, test) == expected and (len(train), len(test)) == (60, 30)
+    assert "The classes are those in" in caplog.text and "metadata.csv" in caplog.text
+    pack(str(images), str(tmp_path / "packed"), labels=Labelling(split="train"))
+    assert by_key(build_manifest(open_store(str(tmp_path / "packed")))) == by_key(train)
+    (images / "metadata.csv").unlink()
+    assert by_key(*opened(images, None, tmp_path, name="other")) != expected
+
+
+def test_training_and_test_images_may_each_have_their_label_file(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    for number, file in enumerate(sorted(images.rglob("*.png"))[:4]):
+        file.rename(tmp_path / "test" / f"{number}.png")
+        (tmp_path / "test" / "metadata.jsonl").open("a").write(f'{{"file_name": "{number}.png", "label": "red"}}\n')
+    train, test = opened(images, None, tmp_path, test_data=str(tmp_path / "test"))
+    assert len(train) == 86 and by_key(test) == {f"{number}.png": "red" for number in range(4)}
+
+
+def test_a_table_of_something_else_beside_the_images_is_said_not_to_be_read(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images, caption=lambda number: f"image {number}")
+    del rows["label"]
+    train, _ = opened(metadata(images, rows), None, tmp_path)
+    assert train.classes == ("blue", "green", "red")
+    assert "metadata.csv has no column of labels among file_name, caption, and is not read" in caplog.text
+
+
+def test_options_of_a_label_file_are_refused_if_there_is_none(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="are for a label file, and none is beside the images"):
+        pack(str(images), str(tmp_path / "packed"), labels=Labelling(split="train"))
+
+
+@pytest.mark.parametrize("folder", ["", "data/"])
+def test_folders_of_training_and_test_images_hold_out_the_test_images(
+    folder: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, file in enumerate(sorted(images.rglob("*.png"))):
+        part = images / f"{folder}{('Train', 'val')[number % 5 < 1]}"
+        part.mkdir(parents=True, exist_ok=True)
+        file.rename(part / f"{number}.png")
+    rows = rows_of(images, label=lambda number: "ab"[number % 2])
+    train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+    assert {key.removeprefix(folder).split("/")[0] for key in by_key(train)} == {"Train"} and len(test) == 18
+    assert "The folders Train, val in" in caplog.text
+    other = next((images / folder / "Train").iterdir())
+    (images / folder / "more").mkdir()
+    other.rename(images / folder / "more" / other.name)
+    opened(images, write(tmp_path / "labels.csv", rows_of(images, label=lambda number: "ab"[number % 2])), tmp_path)
+    assert "beside others, do not say which images are tested on; a column split would" in caplog.text

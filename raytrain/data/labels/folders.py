@@ -81,6 +81,11 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     return FolderLabels(tuple(path[0] if path else "" for path in paths))
 
 
+def top_folders(keys: Sequence[str]) -> list[str]:
+    """The topmost folder of each key, but for folders that all share; empty for a key in none."""
+    return [path[0] if path else "" for path in _below_shared_folders([tuple(key.split("/")[:-1]) for key in keys])]
+
+
 def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
     """Raise UsageError unless ``found`` are classes to train on, or, if ``classes`` is given, are some of those."""
     if not found:

@@ -19,10 +19,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import is_part, is_training
+from raytrain.data.labels.folders import first_names, is_part, is_training, top_folders
 from raytrain.data.labels.label_formats import read_table
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, did_you_mean
+from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
 Texts = npt.NDArray[np.object_]
@@ -30,6 +31,7 @@ Int64s = npt.NDArray[np.int64]
 
 KEY_COLUMNS = ("key", "path", "file_name", "filename", "file", "image")
 LABEL_COLUMNS = ("label", "class", "target", "category")
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
 JOINED = "\x1f"  # joins the classes of an image that may have several
 
 NO_LABELS = frozenset({"", "NaN", "nan", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"})
@@ -49,6 +51,11 @@ class LabelColumns:
     label: tuple[str, ...] = ()  # several are classes, with 0 or 1 for each image
     group: str | None = None  # None means that there are no groups
     separator: str | None = None  # between the classes of an image in its label; None if it has one class
+
+    @property
+    def key_names(self) -> frozenset[str]:
+        """The names that the column of keys may have, in lower case."""
+        return frozenset({self.key.lower()} if self.key else KEY_COLUMNS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +94,30 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
         StorageError: it cannot be read.
         UsageError: it is no such table, lacks a column, or gives the same key different labels.
     """
-    table = read_table(url, {columns.key.lower()} if columns.key else {*KEY_COLUMNS})
+    return label_table(read_table(url, columns.key_names), url, columns, images_urls)
+
+
+def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelTable | None:
+    """The rows of the label file that lies beside the images, as in Hugging Face's image folders; None without labels.
+
+    Raises the same as :func:`read_label_file`.
+    """
+    columns = columns or LabelColumns()
+    name = next(filter(store.exists, METADATA), None)
+    if name is None:
+        return None
+    url = f"{store.url.rstrip('/')}/{name}"
+    table = read_table(url, columns.key_names)
+    if not columns.label and find_column(table.column_names, None, LABEL_COLUMNS) is None:
+        sentence = "%s has no column of labels among %s, and is not read; --labels and --label-column name one."
+        _log.warning(sentence, url, ", ".join(table.column_names[:10]))
+        return None
+    _log.warning("The classes are those in %s, whatever folders the images are in.", url)
+    return label_table(table, url, columns, [store.url])
+
+
+def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: Sequence[str]) -> LabelTable:
+    """The rows of a table of the label file ``url``; raises UsageError as :func:`read_label_file` does."""
     if not len(table):
         raise UsageError(f"The label file {url} has no row; it must have one for each image.")
     none = [""] * len(table)
@@ -103,6 +133,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
     rows = rows.filter(pc.not_equal(rows["key"], ""))
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")  # a row that is there twice counts once
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
+    splits = splits if any(splits) else _folder_splits(keys, url)
     found = LabelTable(url, keys, labels, splits, groups, _classes(labels, columns))
     _check_rows(found, columns.group)
     return found
@@ -137,6 +168,20 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
     for name in () if found else filter(is_part, dict(others)):
         _log.warning("The column %r of %s is not read; a column split with train and test would be.", name, url)
     return found[0] if found else None
+
+
+def _folder_splits(keys: Texts, url: str) -> Texts:
+    """The folders of training and test images that all keys are in; empty texts if they are in others, too."""
+    tops = np.array(top_folders(keys), object)
+    distinct = set(tops)
+    parts = sorted(filter(is_part, distinct))
+    if {True, False} == set(map(is_training, parts)):
+        if len(parts) == len(distinct):
+            _log.warning("The folders %s in %s say which images are tested on.", first_names(parts), url)
+            return np.array([top.lower() for top in tops], object)
+        sentence = "The folders %s in %s, beside others, do not say which images are tested on; a column split would."
+        _log.warning(sentence, first_names(parts), url)
+    return np.full(len(keys), "", object)
 
 
 def _says_split(column: pa.ChunkedArray) -> bool:

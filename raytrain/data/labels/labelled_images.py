@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.config import TrainConfig
-from raytrain.data.labels.folders import check_classes, first_names, is_training, tell_alike, test_names
-from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable
-from raytrain.data.labels.manifest import Manifest, list_images
+from raytrain.data.labels.folders import Part, check_classes, first_names, is_training, tell_alike, test_names
+from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable, own_label_table
+from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests, list_images
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
 
@@ -23,6 +23,31 @@ _log = logging.getLogger("raytrain")
 
 _NUM_SHOWN = 3
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
+
+
+def self_described_images(config: TrainConfig, train_store: Store, test_store: Store) -> tuple[Manifest, Manifest]:
+    """The images of a run, labelled by the label files that lie beside them, or else by their folders."""
+    if config.test_data:
+        train = described_images(train_store, "train", config.max_bad_fraction)
+        return train, described_images(test_store, "test", config.max_bad_fraction, train.classes)
+    if table := own_label_table(train_store):
+        train, test = training_and_test_images(config, table, train_store, test_store)
+        return replace(train, labels_digest=""), replace(test, labels_digest="")  # not read again
+    train, test = build_manifests(train_store)
+    if test is not None:
+        return train, test
+    check_can_split(train, config.test_fraction)
+    return train_test_split(train, config.test_fraction, config.seed)
+
+
+def described_images(
+    store: Store, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
+) -> Manifest:
+    """The training or test images below ``store``, labelled by the label file beside them, or else by their folders."""
+    table = own_label_table(store)
+    if table is None:
+        return build_manifest(store, classes, part)
+    return replace(images_of_part(store, table, part, max_bad_fraction, classes), labels_digest="")
 
 
 def training_and_test_images(
@@ -48,11 +73,13 @@ def training_and_test_images(
     return train_test_split(train, config.test_fraction, config.seed)
 
 
-def evaluated_images(store: Store, table: LabelTable, classes: tuple[str, ...], max_bad_fraction: float) -> Manifest:
-    """The images below ``store`` that the label file labels; those of its test split if it has splits."""
+def images_of_part(
+    store: Store, table: LabelTable, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
+) -> Manifest:
+    """The images below ``store`` that the label file labels; those of its training or test split if it has splits."""
     images = list_images(store)
     check_keys(table, (images,), max_bad_fraction)
-    return labelled(images, table, _split_names(table)[1], classes)[0]
+    return labelled(images, table, _split_names(table)[part == "test"], classes)[0]
 
 
 def labelled(
