@@ -123,12 +123,15 @@ def test_test_images_in_a_folder_that_is_no_class_are_refused(tmp_path: Path) ->
         opened(tmp_path / "a")
 
 
-@pytest.mark.parametrize("names", [("train", "test"), ("train2017", "val2017"), ("train", "test1")])
-def test_training_and_test_images_without_classes_are_no_classes(names: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [("train", "test"), ("train2017", "val2017"), ("train", "test1"), ("trainA", "testA", "trainB", "testB")],
+)
+def test_training_and_test_images_without_classes_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
     fill(tmp_path / "a", *(f"{name}/{number}.png" for name in names for number in range(5)))
     with pytest.raises(
         UsageError,
-        match=rf"{names[0]}/ and {names[1]}/ without class folders; .*by itself and the classes with --labels",
+        match=rf"{names[0]}/ and {names[1]}/ without class folders; .*--test-data .* and the classes with --labels",
     ):
         opened(tmp_path / "a")
 
@@ -196,7 +199,44 @@ def test_a_folder_of_test_images_beside_classes_is_told(tmp_path: Path, caplog: 
     assert "test/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["masks", "JPEGImages", "annotations"])
+@pytest.mark.parametrize("names", [("fold1", "fold2", "fold10"), ("fold_0", "fold_1"), ("k-fold 1", "k-fold 2")])
+@pytest.mark.parametrize("below", [("cat", "dog"), ("train/cat", "train/dog", "val/cat", "val/dog"), ("",)])
+def test_folds_are_no_classes(names: tuple[str, ...], below: tuple[str, ...], tmp_path: Path) -> None:
+    tree(tmp_path / "a", *(f"{name}/{each}" for name in names for each in below), f"{names[0]}/owl")
+    with pytest.raises(UsageError, match="are parts of a cross-validation and no classes; put the class folders of"):
+        opened(tmp_path / "a")
+
+
+def test_folders_of_which_some_repeat_below_each_other_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = opened(tree(tmp_path / "a", "Art/cat", "Art/dog", "Photo/cat", "Photo/dog", "Sketch/cat"))
+    assert data.train.classes == ("Art", "Photo", "Sketch")
+    assert "are taken for the classes; 2 of 2 folders below, such as cat, are in several" in caplog.text
+    tree(tmp_path / "b", *(f"{year}/{part}/{name}" for year in "12" for part in ("train", "test") for name in "xy"))
+    with pytest.raises(UsageError, match=r"The folders 1, 2 of .* all contain x, y"):
+        opened(tmp_path / "b")
+
+
+def test_test_classes_that_are_called_otherwise_are_refused(tmp_path: Path) -> None:
+    tree(tmp_path / "a", "train/cat", "train/dog", "test/Cat", "test/Dog")
+    with pytest.raises(UsageError, match="the classes cat, dog and test/ with others, Cat, Dog; call the same classes"):
+        opened(tmp_path / "a")
+
+
+def test_one_folder_of_images_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"of one class, 'images'; .*two classes: put each into .* or give a label file"
+    ):
+        opened(tree(tmp_path / "a", "data/train/images", "data/val/images"))
+
+
+def test_masks_beside_training_images_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(tree(tmp_path / "a", "train/images", "train/masks", "val/images", "val/masks"))
+    assert "masks/ in" in caplog.text and "is taken for a class of this name, beside 1 others" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["masks", "JPEGImages", "annotations", "unlabeled"])
 def test_a_folder_that_is_hardly_a_class_is_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tree(tmp_path / "a", "cat", "dog", name))
     assert f"{name}/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text

@@ -466,3 +466,8 @@ def test_folders_of_training_and_test_images_hold_out_the_test_images(
     other.rename(images / folder / "more" / other.name)
     opened(images, write(tmp_path / "labels.csv", rows_of(images, label=lambda number: "ab"[number % 2])), tmp_path)
     assert "beside others, do not say which images are tested on; a column split would" in caplog.text
+
+
+def test_a_file_where_the_images_should_be_is_refused_as_such(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a folder or a prefix of images is expected; give the folder"):
+        opened(text(tmp_path, "a.png b\n", "val.txt"), None, tmp_path)

@@ -21,12 +21,13 @@ from raytrain.errors import UsageError
 
 Part = Literal["train", "test"]
 
-_OF_IMAGES = r"(set|data|images|imgs)?s?\d*"
+_OF_IMAGES = r"(set|data|images|imgs)?s?\d*[ab]?"  # trainA and trainB are of two kinds of images, as for CycleGAN
 _TRAIN = re.compile(r"(train|training)" + _OF_IMAGES)
 _TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
 _log = logging.getLogger("raytrain")
-_BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*")
+_BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
+_FOLD = re.compile(r"(k?[ _-]?fold|cv|split)[ _-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _SIGNS = re.compile(r"[\W_]+")
 _WORDS = re.compile(r"[ _.-]+")
@@ -70,15 +71,16 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     _tell_masks(keys, url)
     paths = _below_shared_folders([tuple(key.split("/")[:-1]) for key in composed])
     tops = {path[0] for path in paths if path}
-    if split := _by_top_folder(paths, tops, url):
-        return split
-    if split := _by_second_folder(paths, url):
-        return split
-    _refuse_repeated(paths, tops, url)
-    doubtful = sorted(top for top in tops if is_part(top) or _BESIDE_CLASSES.fullmatch(top.lower()))
-    for name in doubtful if len(tops) > 1 else ():
-        _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(tops) - 1)
-    return FolderLabels(tuple(path[0] if path else "" for path in paths))
+    _refuse_folds(tops, url)
+    found = _by_top_folder(paths, tops, url) or _by_second_folder(paths, url)
+    if found is None:
+        _check_repeated(paths, url)
+        found = FolderLabels(tuple(path[0] if path else "" for path in paths))
+    classes = set(found.classes) - {""}
+    doubtful = sorted(name for name in classes if is_part(name) or _BESIDE_CLASSES.fullmatch(name.lower()))
+    for name in doubtful if len(classes) > 1 else ():
+        _log.warning("%s/ in %s is taken for a class of this name, beside %s others.", name, url, len(classes) - 1)
+    return found
 
 
 def top_folders(keys: Sequence[str]) -> list[str]:
@@ -95,8 +97,8 @@ def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: 
         )
     if classes is None and len(found) == 1:
         raise UsageError(
-            f"All {num_images:,} images below {url} are of one class, {found[0]!r}; a classifier needs at "
-            "least two classes."
+            f"All {num_images:,} images below {url} are of one class, {found[0]!r}; a classifier needs at least two "
+            "classes: put each into a folder of its name, or give a label file with --labels."
         )
     if unknown := sorted(set(found) - set(classes or found)):
         raise UsageError(
@@ -168,10 +170,15 @@ def _by_top_folder(paths: list[tuple[str, ...]], tops: set[str], url: str) -> Fo
     if not in_train:
         raise UsageError(
             f"{url} contains {train}/ and {test}/ without class folders; put each class into a folder of its name, "
-            f"or give {url}/{train} by itself and the classes with --labels."
+            f"or give --data {url}/{train} --test-data {url}/{test} and the classes with --labels."
         )
     num_tested = sum(path[:1] == (test,) for path in paths)
     num_direct = sum(path == (test,) for path in paths)
+    if not num_direct and in_train.isdisjoint(in_test) and not all(map(_BESIDE_CLASSES.fullmatch, in_test)):
+        raise UsageError(
+            f"{url} contains {train}/ with the classes {first_names(sorted(in_train))} and {test}/ with others, "
+            f"{first_names(sorted(in_test))}; call the same classes alike, or give --data {url}/{train}."
+        )
     if num_direct or in_train.isdisjoint(in_test):
         raise UsageError(
             f"{url} contains {train}/ with class folders and {test}/ with {num_direct or num_tested:,} images that are "
@@ -197,21 +204,35 @@ def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | 
             f"The class folders of {url} contain {trains[0]}/ and {test}/, and {num_direct:,} images beside these; "
             "move each image into one of them, or give --labels."
         )
+    _check_repeated([path[:1] + path[2:] for path in paths], url)
     parts = tuple(path[1] if len(path) > 1 else "" for path in paths)
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, trains[0], test)
 
 
-def _refuse_repeated(paths: list[tuple[str, ...]], tops: set[str], url: str) -> None:
-    """Raise UsageError if all top folders hold the same folders, which may be the classes, and nothing else."""
+def _refuse_folds(tops: set[str], url: str) -> None:
+    if len(tops) > 1 and all(_FOLD.fullmatch(top.lower()) for top in tops):
+        raise UsageError(
+            f"The folders {first_names(sorted(tops))} of {url} are parts of a cross-validation and no classes; put the "
+            "class folders of those to train on into one folder, or give a label file with a column split."
+        )
+
+
+def _check_repeated(paths: list[tuple[str, ...]], url: str) -> None:
+    """Tell if several top folders hold the same folders; UsageError if all do: either may be the classes."""
+    tops = sorted({path[0] for path in paths if path})
     if len(tops) < 2 or any(len(path) < 2 for path in paths):
         return
-    below = {top: {path[1] for path in paths if path[0] == top} for top in tops}
-    first, *rest = (below[top] for top in sorted(tops))
-    if len(first) > 1 and all(each == first for each in rest):
+    below = [{path[1] for path in paths if path[0] == top} for top in tops]
+    counts = Counter(name for names in below for name in names)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if len(counts) > 1 and all(names == below[0] for names in below):
         raise UsageError(
-            f"The folders {first_names(sorted(tops))} of {url} all contain {first_names(sorted(first))}, so that "
+            f"The folders {first_names(tops)} of {url} all contain {first_names(repeated)}, so that "
             "either may be the classes; give the folder of one of them, or a label file with --labels."
         )
+    if len(counts) > 1 and repeated:
+        sentence = "The folders %s of %s are taken for the classes; %s of %s folders below, such as %s, are in several."
+        _log.warning(sentence, first_names(tops), url, f"{len(repeated):,}", f"{len(counts):,}", repeated[0])
 
 
 def _lost_classes(files: Listing) -> list[str]:
