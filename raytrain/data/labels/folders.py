@@ -83,7 +83,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     return found
 
 
-def top_folders(keys: Sequence[str]) -> list[str]:
+def top_folders(keys: Iterable[str]) -> list[str]:
     """The topmost folder of each key, but for folders that all share; empty for a key in none."""
     return [path[0] if path else "" for path in _below_shared_folders([tuple(key.split("/")[:-1]) for key in keys])]
 

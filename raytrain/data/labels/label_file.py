@@ -21,7 +21,7 @@ import pyarrow.compute
 
 from raytrain.data.labels.folders import first_names, is_part, is_training, top_folders
 from raytrain.data.labels.label_formats import read_table
-from raytrain.data.labels.listing import refuse_file
+from raytrain.data.labels.listing import check_folder
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.store import Store
@@ -104,8 +104,7 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
     Raises the same as :func:`read_label_file`.
     """
     columns = columns or LabelColumns()
-    if os.path.isfile(store.url):
-        refuse_file(store.url)
+    check_folder(store)
     name = next(filter(store.exists, METADATA), None)
     if name is None:
         return None

@@ -105,6 +105,13 @@ def is_hidden(path: str) -> bool:
     )
 
 
+def check_folder(store: Store) -> None:
+    """Raise UsageError if a folder of images is a file, and StorageError if it cannot be listed."""
+    if os.path.isfile(store.url):
+        refuse_file(store.url)
+    store.check_readable()
+
+
 def refuse_file(url: str) -> None:
     """Raise UsageError if ``url`` is a file, or has a file's suffix. Called if there is no folder of that name."""
     suffix = posixpath.splitext(url.rstrip("/").lower())[1]

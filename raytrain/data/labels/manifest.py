@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 from raytrain.data.blocks import number_array, string_array
 from raytrain.data.images.decode import ImageShape
 from raytrain.data.labels.folders import FolderLabels, Part, check_classes, read_folders, tell_left_out
-from raytrain.data.labels.listing import Listing, list_files, refuse_file
+from raytrain.data.labels.listing import Listing, check_folder, list_files
 from raytrain.data.plan.partition import rows_per_block
 from raytrain.data.plan.permutation import Packing, ShardShuffle, check_range, read_packing
 from raytrain.errors import StorageError, UsageError
@@ -279,9 +278,7 @@ def _unlabelled(files: Listing) -> Manifest:
 
 def open_packed(store: Store) -> Manifest | None:
     """The manifest of a packed data set; None if ``store`` has none, or packing has not finished."""
-    if os.path.isfile(store.url):
-        refuse_file(store.url)
-    store.check_readable()
+    check_folder(store)
     try:
         index = store.get(PACKED_INDEX)
     except FileNotFoundError:

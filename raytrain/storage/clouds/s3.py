@@ -75,8 +75,8 @@ _SENTENCES = CloudSentences(
         **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AccountProblem"), _NO_PERMISSION),
         "InvalidObjectState": "{url} is archived (S3 Glacier); restore it (aws s3api restore-object), or leave it out.",
         "SecondLevelDomainForbidden": (
-            "{endpoint} wants the bucket's name in the host's; "
-            "write addressing_style = virtual below s3 = in ~/.aws/config."
+            "{endpoint} wants the bucket's name in the host's; write addressing_style = virtual below s3 = in "
+            "~/.aws/config, and name the endpoint by its host and not by an IP address."
         ),
         **dict.fromkeys(("KMS.DisabledException", "KMS.NotFoundException", "KMS.KMSInvalidStateException"), _KMS),
     },
