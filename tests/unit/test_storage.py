@@ -445,6 +445,7 @@ def test_an_error_of_the_credential_source_is_reported_unchanged() -> None:
         ),
         (refusal(503, "SlowDown"), "too busy"),
         (refusal(403, "InvalidObjectState"), r"prefix is archived \(S3 Glacier\); restore it"),
+        (refusal(403, "SecondLevelDomainForbidden"), "addressing_style = virtual .* and not by an IP address"),
         (refusal(400, "KMS.DisabledException"), "KMS key that encrypts s3://bucket/prefix; enable that key"),
         (refusal(403, "AccessDenied", "not authorized to perform: kms:Decrypt on the resource"), "grant kms:Decrypt"),
         (refusal(400, "Oddity", "Nobody has seen this."), "cannot be used: Nobody has seen this"),
