@@ -44,6 +44,8 @@ _STATISTICS = (
     "Softmax",
     "LogSoftmax",
 )
+_OF_PAIRS = ("Mm", "Cdist", "Sub", "Add", "Mul")
+_ONE_BY_ONE = ("Add", "Sub", "Rsub", "Mul", "Div")
 _ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "StackBackward0")
 
 
@@ -129,19 +131,29 @@ def _compares_images(loss: Tensor, num_images: int) -> bool:
 
 
 def _compares(node: Any, num_images: int) -> bool:
-    name = node.name()
-    shapes = [tuple(child._input_metadata[index].shape) for child, index in node.next_functions if child is not None]
+    name, inputs = node.name(), [child for child, _ in node.next_functions if child is not None]
+    shapes = [_shape(child, index) for child, index in node.next_functions if child is not None]
     if name.startswith(_STATISTICS) and hasattr(node, "_saved_dim") and shapes and shapes[0]:
         dims = node._saved_dim if isinstance(node._saved_dim, tuple) else (node._saved_dim,)
         first = {0, -len(shapes[0]), 2**64 - len(shapes[0])}  # torch shows what is negative without its sign
-        return shapes[0][0] % num_images == 0 and not first.isdisjoint(dims)
-    if name.startswith(("NativeBatchNorm", "CudnnBatchNorm")):
-        return bool(node._saved_training) and shapes[0][0] == num_images
-    if name.startswith(("MmBackward", "Cdist")) and len(shapes) == 2:
-        of_images = all(child is not None and not _is_of_weights(child) for child, _ in node.next_functions[:2])
-        (rows, inner), (_, columns) = shapes
-        return of_images and (inner % num_images == 0 or (rows % num_images == 0 and columns % num_images == 0))
-    return False
+        is_found = shapes[0][0] % num_images == 0 and not first.isdisjoint(dims)
+    elif name.startswith(("NativeBatchNorm", "CudnnBatchNorm")):
+        is_found = bool(node._saved_training) and shapes[0][0] == num_images
+    elif name.startswith(_OF_PAIRS) and len(shapes) == 2:
+        own = _shape(node)
+        is_product = len(own) == 2 and name.startswith("Mm") and shapes[0][1] % num_images == 0
+        is_found = is_product or (own[:2] not in (shapes[0][:2], shapes[1][:2]) and _are_pairs(own, num_images))
+    else:
+        return False
+    return is_found and not any(map(_is_of_weights, inputs))
+
+
+def _are_pairs(shape: tuple[int, ...], num_images: int) -> bool:
+    return len(shape) > 1 and shape[0] % num_images == 0 and shape[1] % num_images == 0
+
+
+def _shape(node: Any, index: int = 0) -> tuple[int, ...]:
+    return tuple(node._input_metadata[index].shape)
 
 
 def _all_nodes(root: Any) -> Iterator[Any]:
@@ -174,7 +186,7 @@ def _scalars(root: Any) -> Iterator[tuple[Any, frozenset[float], bool]]:
 
 
 def _is_scalar(node: Any) -> bool:
-    return [tuple(each.shape) for each in node._input_metadata] == [()]
+    return len(node._input_metadata) == 1 and _shape(node) == ()
 
 
 def _number(node: Any) -> float | None:
@@ -205,7 +217,9 @@ def _rows_of_mean(node: Any, num_images: int, *, is_whole: bool) -> float:
 
 
 def _is_of_weights(term: Any) -> bool:
-    """Whether nothing but weights is in it: no tensor without a gradient, and nothing that torch does not show."""
+    """Whether nothing but weights is in it: nothing that torch does not show, and of tensors without a gradient only
+    those of a weight's shape, such as what it was before.
+    """
     return all(map(_keeps_to_weights, _all_nodes(term)))
 
 
@@ -213,5 +227,8 @@ def _keeps_to_weights(node: Any) -> bool:
     name = node.name()
     if name.endswith("AccumulateGrad"):
         return isinstance(node.variable, nn.Parameter)
-    has_others = any(child is None for child, _ in node.next_functions) and not _is_scalar(node)
-    return name[-1].isdigit() and not name.startswith(_LOOK_UP) and not has_others
+    if not name[-1].isdigit() or name.startswith(_LOOK_UP):
+        return False
+    inputs = [each for each in node.next_functions if each[0] is not None]
+    is_constant = _is_scalar(node) or (name.startswith(_ONE_BY_ONE) and _shape(node) == _shape(*inputs[0]))
+    return len(inputs) == len(node.next_functions) or is_constant

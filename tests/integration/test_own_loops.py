@@ -636,6 +636,17 @@ def penalised_per_image(model: nn.Module, batch: Any) -> Tensor:
     return batch.num_used * (mean + 0.1 * model[1].weight.square().sum()) + 0 * model[1].bias.sum()
 
 
+def anchored(model: nn.Module, batch: Any) -> Tensor:
+    weight = model[1].weight
+    loss = cross_entropy(model(batch.images), batch.labels)
+    return loss + (weight - torch.ones_like(weight)).square().sum()
+
+
+def told_apart(model: nn.Module, batch: Any) -> Tensor:
+    features = model(batch.images)
+    return (features[:, None] - features[None]).square().sum()
+
+
 def contrasted(model: nn.Module, batch: Any) -> Tensor:
     features = F.normalize(model(batch.images))
     return cross_entropy(features @ features.T, torch.arange(len(features)))
@@ -661,7 +672,9 @@ def notes_of(folder: str, loss_of: LossOf) -> list[str]:
     ("loss_of", "beginnings"),
     [
         (penalised, ["a term of the loss depends on weights alone"]),
+        (anchored, ["a term of the loss depends on weights alone"]),
         (penalised_per_image, []),
+        (told_apart, ["the loss compares the images of a worker"]),
         (contrasted, ["the loss compares the images of a worker"]),
         (image_by_image, []),
     ],
