@@ -214,8 +214,21 @@ def test_keys_may_lack_the_suffixes_of_files(images: Path, tmp_path: Path) -> No
         (images / "red" / f"{name}.jpg").write_bytes(b"a mask")
     assert (
         "2 keys of" in (sentence := refused(images, rows, tmp_path))
-        and "differ in suffix or Unicode form only" in sentence
+        and "differ in folder, suffix or Unicode form only" in sentence
     )
+
+
+@pytest.mark.parametrize("suffix", ["", ".png"])
+def test_keys_may_lack_the_folders_of_files(suffix: str, images: Path, tmp_path: Path) -> None:
+    for folder in ("red", "blue", "green"):
+        for file in (images / folder).iterdir():
+            file.rename(file.with_name(f"{folder}{file.name}"))
+    rows = rows_of(images)
+    expected = dict(zip(rows["path"], rows["label"], strict=True))
+    rows["path"] = [key.rpartition("/")[2].removesuffix(".png") + suffix for key in rows["path"]]
+    assert by_key(*opened(images, write(tmp_path / "labels.csv", rows), tmp_path)) == expected
+    (images / "blue" / "red000.png").write_bytes(b"another")
+    assert "1 keys of" in (sentence := refused(images, rows, tmp_path)) and "differ in folder, suffix or" in sentence
 
 
 def test_keys_that_disagree_are_refused_and_keys_that_agree_count_once(images: Path, tmp_path: Path) -> None:
@@ -471,3 +484,10 @@ def test_folders_of_training_and_test_images_hold_out_the_test_images(
 def test_a_file_where_the_images_should_be_is_refused_as_such(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a folder or a prefix of images is expected; give the folder"):
         opened(text(tmp_path, "a.png b\n", "val.txt"), None, tmp_path)
+
+
+def test_rows_that_name_no_image_are_counted(images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = rows_of(images)
+    rows["path"][3:5] = ["", " "]
+    opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+    assert "2 rows of" in caplog.text and "name no image, and are not used" in caplog.text

@@ -97,8 +97,12 @@ def test_json_lines_may_be_called_json_and_a_list_json_lines(tmp_path: Path) -> 
     assert read(tmp_path, "labels.json", rows) == read(tmp_path, "labels.jsonl", json.dumps(RECORDS)) == LABELS
 
 
-def test_tables_of_training_and_test_images_in_one_document_are_splits(tmp_path: Path) -> None:
-    (tmp_path / "split.json").write_text(json.dumps({"train": [["a.jpg", 1]], "val": [["b.jpg", 2]]}))
+@pytest.mark.parametrize(
+    "document",
+    [{"train": [["a.jpg", 1]], "val": [["b.jpg", 2]]}, {"train": {"a.jpg": 1}, "val": {"b.jpg": 2}}],
+)
+def test_tables_of_training_and_test_images_in_one_document_are_splits(document: Any, tmp_path: Path) -> None:
+    (tmp_path / "split.json").write_text(json.dumps(document))
     table = read_label_file(str(tmp_path / "split.json"), LabelColumns())
     assert (list(table.keys), list(table.labels), list(table.splits)) == (
         ["a.jpg", "b.jpg"],
@@ -183,3 +187,10 @@ def test_json_that_says_no_labels_is_refused(content: str, told: str, tmp_path: 
     with pytest.raises(UsageError, match=told) as raised:
         read(tmp_path, "labels.json", content)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("labels", [[[0, 1, 1], [1, 0, 0]], ["0 1 1", "1 0 0"], ["[0 1]", "[1 1]"]])
+def test_numbers_that_do_not_say_their_classes_are_refused(labels: Any, tmp_path: Path) -> None:
+    rows = json.dumps([{"path": f"{place}.jpg", "label": label} for place, label in enumerate(labels)])
+    with pytest.raises(UsageError, match="numbers 0 or 1, which do not say the classes that they stand for"):
+        read(tmp_path, "labels.json", rows, separator=" ")

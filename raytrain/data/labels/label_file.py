@@ -81,9 +81,15 @@ class LabelTable:
         """The row of each image, (len(images),); -1 if it has none."""
         keys = [unicodedata.normalize("NFC", str(key)) for key in images.keys.to_pylist()]
         row_of = {key: row for row, key in enumerate(self.keys)}
-        if row_of.keys().isdisjoint(keys):  # many tables have keys without suffixes
-            keys = [posixpath.splitext(key)[0] for key in keys]
-        return np.array([row_of.get(key, -1) for key in keys], np.int64)
+        for form in (str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key))):
+            rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
+            if (rows >= 0).any():  # many tables have keys without suffixes, or without folders
+                return rows
+        return np.full(len(keys), -1)
+
+
+def _stem(key: str) -> str:
+    return posixpath.splitext(key)[0]
 
 
 def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] = ()) -> LabelTable:
@@ -132,7 +138,8 @@ def label_table(table: pa.Table, url: str, columns: LabelColumns, images_urls: S
             "group": _text(table, url, _column(table, url, "--group-by", columns.group)) if columns.group else none,
         }
     )
-    rows = rows.filter(pc.not_equal(rows["key"], ""))
+    if num_without := len(rows) - len(rows := rows.filter(pc.not_equal(rows["key"], ""))):
+        _log.warning("%s rows of %s name no image, and are not used.", f"{num_without:,}", url)
     rows = rows.group_by(rows.column_names).aggregate([]).sort_by("key")  # a row that is there twice counts once
     keys, labels, splits, groups = (np.array(rows[name].to_pylist(), object) for name in rows.column_names)
     splits = splits if any(splits) else _folder_splits(keys, url)
@@ -227,15 +234,21 @@ def _labels(table: pa.Table, url: str, columns: LabelColumns) -> list[str]:
     labels: list[str] = _text(table, url, name, may_be_lists=True).to_pylist()
     if columns.separator is None:
         return _single(labels, url)
-    return [JOINED.join(sorted(_several(label, columns.separator))) for label in labels]
+    several = [_several(label, columns.separator) for label in labels]
+    if len(several[0]) > 1 and all(len(each) == len(several[0]) and {*each} <= _FLAGS.keys() for each in several):
+        raise UsageError(
+            f"Each label in the column {name!r} of {url} has {len(several[0]):,} numbers 0 or 1, which do not say the "
+            "classes that they stand for; write a column for each class, and name these with --label-column."
+        )
+    return [JOINED.join(sorted({*each})) for each in several]
 
 
-def _several(label: str, separator: str) -> set[str]:
+def _several(label: str, separator: str) -> list[str]:
     """The classes in a label, which may be a list that ends in JOINED, or one as Python writes it."""
     if JOINED in label:
-        return set(label.split(JOINED)) - {""}
+        return label.removesuffix(JOINED).split(JOINED)
     text = "" if label in NO_LABELS else label.strip("[]")
-    return {name.strip(" '\"") for name in text.split(separator)} - {""}
+    return [name for part in text.split(separator) if (name := part.strip(" '\""))]
 
 
 def _single(labels: Sequence[str], url: str) -> list[str]:

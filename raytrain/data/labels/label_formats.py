@@ -159,9 +159,9 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
         return _coco_records(**found)
     if {"columns", "data"} <= found.keys():  # as pandas writes a table with orient="split"
         return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+    if all(map(is_part, found)):
+        return [{**record, "split": name} for name, part in found.items() for record in _records(part, key_names)]
     lists = {name: value for name, value in found.items() if _is_list_of(value, (dict, list))}
-    if lists and all(map(is_part, lists)):
-        return [{**record, "split": name} for name, rows in lists.items() for record in _listed(rows)]
     if len(lists) > 1:
         raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
     for rows in lists.values():

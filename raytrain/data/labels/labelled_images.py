@@ -158,7 +158,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
         if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
             raise UsageError(
                 f"{num_again:,} keys of {table.url} stand for several images below {images.url}, whose names differ "
-                "in suffix or Unicode form only; make them distinct, or add the suffixes to the keys."
+                "in folder, suffix or Unicode form only; make them distinct, or give whole paths as keys."
             )
         if num_without := int((rows < 0).sum()):
             _log.warning(
