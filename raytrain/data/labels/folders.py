@@ -88,6 +88,12 @@ def top_folders(keys: Iterable[str]) -> list[str]:
     return [path[0] if path else "" for path in _below_shared_folders([tuple(key.split("/")[:-1]) for key in keys])]
 
 
+def parts_among(names: Iterable[str]) -> list[str]:
+    """The names of training and test images, sorted; none unless there are some of each."""
+    parts = sorted(filter(is_part, set(names)))
+    return parts if {True, False} == set(map(is_training, parts)) else []
+
+
 def check_classes(found: tuple[str, ...], classes: tuple[str, ...] | None, url: str, num_images: int) -> None:
     """Raise UsageError unless ``found`` are classes to train on, or, if ``classes`` is given, are some of those."""
     if not found:

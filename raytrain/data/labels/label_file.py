@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import first_names, is_part, is_training, top_folders
+from raytrain.data.labels.folders import first_names, is_part, is_training, parts_among, top_folders
 from raytrain.data.labels.label_formats import read_table
 from raytrain.data.labels.listing import check_folder
 from raytrain.data.labels.manifest import Manifest
@@ -181,16 +181,12 @@ def _split_column(table: pa.Table, url: str, columns: LabelColumns) -> str | Non
 
 def _folder_splits(keys: Texts, url: str) -> Texts:
     """The folders of training and test images that all keys are in; empty texts if they are in others, too."""
-    tops = np.array(top_folders(keys), object)
-    distinct = set(tops)
-    parts = sorted(filter(is_part, distinct))
-    if {True, False} == set(map(is_training, parts)):
-        if len(parts) == len(distinct):
-            _log.warning("The folders %s in %s say which images are tested on.", first_names(parts), url)
-            return np.array([top.lower() for top in tops], object)
-        sentence = "The folders %s in %s, beside others, do not say which images are tested on; a column split would."
-        _log.warning(sentence, first_names(parts), url)
-    return np.full(len(keys), "", object)
+    tops = top_folders(keys)
+    parts = parts_among(tops)
+    if not parts or not {*tops} <= {*parts}:
+        return np.full(len(keys), "", object)
+    _log.warning("The folders %s in %s say which images are tested on.", first_names(parts), url)
+    return np.array([top.lower() for top in tops], object)
 
 
 def _says_split(column: pa.ChunkedArray) -> bool:

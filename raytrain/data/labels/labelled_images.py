@@ -13,7 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain.config import TrainConfig
-from raytrain.data.labels.folders import Part, check_classes, first_names, is_training, tell_alike, test_names
+from raytrain.data.labels.folders import (
+    Part,
+    check_classes,
+    first_names,
+    is_training,
+    parts_among,
+    tell_alike,
+    test_names,
+    top_folders,
+)
 from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable, own_label_table
 from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests, list_images
 from raytrain.errors import UsageError
@@ -153,6 +162,9 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
     """Warn of keys and images without the other; UsageError if more than ``max_bad_fraction`` have no image."""
     has_image = np.zeros(len(table.keys), bool)
     for images in listed:
+        if not any(table.splits) and (parts := parts_among(top_folders(images.keys.to_pylist()))):
+            sentence = "The folders %s below %s do not say which images are tested on; a column split in %s would."
+            _log.warning(sentence, first_names(parts), images.url, table.url)
         rows = table.rows_of(images)
         has_image[rows[rows >= 0]] = True
         if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
