@@ -208,4 +208,6 @@ def test_a_cluster_of_a_runs_own_is_reached_from_this_machine_only(images: Path,
     seen: list[tuple[str, str]] = eval(done.stdout.splitlines()[-1])
     assert {process for _, process in seen} >= {"gcs_server", "raylet"}
     others = [each for each in seen if each[0].removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
-    assert others == [("::", "ray::RayTrainWorker")]  # torch's rendezvous of the workers, which it binds everywhere
+    # torch's rendezvous of the workers, which it binds everywhere; a worker's name is what it does.
+    assert {address for address, _ in others} == {"::"}
+    assert {process.partition(".")[0] for _, process in others} <= {"ray::RayTrainWorker", "ray::execute"}
