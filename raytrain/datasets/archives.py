@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.folders import read_folders
-from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, find_column
+from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, as_text, find_column
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.errors import UsageError
 
@@ -84,28 +84,29 @@ class Archive:
         )
         self._check_columns(schema.field(image), schema.field(label))
         keys = _keys(parquet, self._key_column(schema, image), image)
-        classes = _class_names(schema, label)
-        split = find_column(schema.names, None, ("split",)) or label
+        type = schema.field(label).type
+        classes = _class_names(schema, label) if pa.types.is_integer(type) or pa.types.is_floating(type) else []
+        split = find_column(schema.names, None, ("split",)) or image
         row = 0
         for batch in parquet.iter_batches(_ROWS_AT_A_TIME, columns=list({image, label, split})):
-            for values in batch.to_pylist():
+            labels = as_text(batch.column(label)).to_pylist()
+            for values, text in zip(batch.select(list({image, split})).to_pylist(), labels, strict=True):
                 content = values[image].get("bytes") if isinstance(values[image], dict) else values[image]
-                part = "" if split == label else str(values[split] or "").lower()
+                part = "" if split == image else str(values[split] or "").lower()
                 if content:
-                    name = self._class_name(values[label], classes)
+                    name = self._class_name(text or "", classes)
                     yield ArchivedImage(_with_suffix(keys[row], content), content, name, part)
                 else:
                     self.left_out["rows without the bytes of an image"] += 1
                 row += 1
 
-    def _class_name(self, value: Any, classes: Sequence[str]) -> str:
-        """The class of a label; empty for a value that stands for none, such as Hugging Face's -1."""
-        text = _text(value)
-        if not classes or text in _NO_LABELS or not isinstance(value, (int, float)):
+    def _class_name(self, text: str, classes: Sequence[str]) -> str:
+        """The class of a label, the number of one of the ``classes`` if there are some, or -1 and the like for none."""
+        if not classes or text in _NO_LABELS:
             return text
-        if value not in range(len(classes)):
+        if not text.isdecimal() or int(text) >= len(classes):
             raise UsageError(f"{self.name} has the label {text}, and names of {len(classes)} classes; correct it.")
-        return classes[int(value)]
+        return classes[int(text)]
 
     def _column(self, schema: pa.Schema, usual: Sequence[str], name: str | None, what: str, advice: str) -> str:
         found = find_column(schema.names, name, usual)
@@ -249,9 +250,9 @@ def _tar_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> str:
 
 
 def _text(label: Any) -> str:
-    """A label as text: 3.0 is 3, as in label files, and what is missing is empty."""
-    if isinstance(label, bytes):
-        return label.decode(errors="replace")
+    """A label of JSON as text: 3.0 is 3, as in label files, and what is missing is empty."""
+    if isinstance(label, bool):
+        return str(label).lower()
     return "" if label is None else str(int(label) if isinstance(label, float) and label.is_integer() else label)
 
 

@@ -417,3 +417,28 @@ def test_images_with_several_classes_are_packed_and_trained_on_with_the_same_fil
     read, _ = labelled(list_images(shards), read_label_file(str(file), columns, [shards.url]))
     assert len(read) == len(keys) and read.classes == ("cat", "dog")
     assert read.class_counts().tolist() == [sum(name in row.partition(",")[2] for row in rows) for name in read.classes]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pa.array([True, False]),
+        pa.array([0.1, 1.0], pa.float32()),
+        pa.array([2**63, 2**63 + 1], pa.uint64()),
+        pa.array([10**9, 2 * 10**9], pa.timestamp("ns")),
+        pa.array([b"a", b"b"]).dictionary_encode(),
+    ],
+)
+def test_a_label_is_the_same_text_in_an_archive_and_in_a_label_file(labels: Any, images: Path, tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", [], image=unique(images, 2), label=labels)
+    packed(tmp_path / "a.parquet", tmp_path / "packed")
+    pq.write_table(pa.table({"path": ["1.png", "2.png"], "label": labels}), tmp_path / "labels.parquet")
+    table = read_label_file(str(tmp_path / "labels.parquet"), LabelColumns())
+    assert build_manifest(open_store(str(tmp_path / "packed"))).classes == tuple(sorted(table.labels))
+
+
+def test_numbers_of_classes_whose_names_are_numbers_are_numbers(images: Path, tmp_path: Path) -> None:
+    files = unique(images, 2)
+    parquet(tmp_path / "a.parquet", ["1", "0"], image=files, label=[0, 1])
+    packed(tmp_path / "a.parquet", tmp_path / "packed")
+    assert labels_by_content(tmp_path / "packed") == dict(zip(files, ("1", "0"), strict=True))

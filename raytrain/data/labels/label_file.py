@@ -295,15 +295,13 @@ def _text(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -
     if table.column_names.count(name) > 1:
         raise UsageError(f"The label file {url} has {table.column_names.count(name)} columns {name!r}; rename one.")
     column = table[name]
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
     try:
         if may_be_lists and _is_list(column.type):
             lists = column.cast(pa.list_(pa.string())).to_pylist()
             return pa.chunked_array(
                 [["".join(f"{each.strip()}{JOINED}" for each in row or () if each) for row in lists]]
             )
-        text = column.cast(pa.string())
+        text = as_text(column)
     except pa.ArrowNotImplementedError:
         raise UsageError(
             f"The column {name!r} of {url} holds {_kind(column.type)}, and one text or number per row is expected; an "
@@ -313,6 +311,13 @@ def _text(table: pa.Table, url: str, name: str, *, may_be_lists: bool = False) -
     except pa.ArrowInvalid:
         raise UsageError(f"The column {name!r} of {url} holds bytes that are not text in UTF-8; correct it.") from None
     return pc.utf8_trim_whitespace(text.fill_null(""))
+
+
+def as_text(column: Any) -> Any:
+    """An array of Arrow, of texts. Raises pa.ArrowNotImplementedError or pa.ArrowInvalid if its values are none."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pa.string())
 
 
 def _is_list(type: pa.DataType) -> bool:
