@@ -442,7 +442,9 @@ def test_training_and_test_images_may_each_have_their_label_file(images: Path, t
     (tmp_path / "test").mkdir()
     for number, file in enumerate(sorted(images.rglob("*.png"))[:4]):
         file.rename(tmp_path / "test" / f"{number}.png")
-        (tmp_path / "test" / "metadata.jsonl").open("a").write(f'{{"file_name": "{number}.png", "label": "red"}}\n')
+        row = {"file_name": f"{number}.png", "label": "red", "split": "test"}
+        with (tmp_path / "test" / "metadata.jsonl").open("a") as lines:
+            lines.write(f"{json.dumps(row)}\n")
     train, test = opened(images, None, tmp_path, test_data=str(tmp_path / "test"))
     assert len(train) == 86 and by_key(test) == {f"{number}.png": "red" for number in range(4)}
 

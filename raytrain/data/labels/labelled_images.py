@@ -17,6 +17,7 @@ from raytrain.data.labels.folders import (
     Part,
     check_classes,
     first_names,
+    is_test,
     is_training,
     parts_among,
     tell_alike,
@@ -88,7 +89,9 @@ def images_of_part(
     """The images below ``store`` that the label file labels; those of its training or test split if it has splits."""
     images = list_images(store)
     check_keys(table, (images,), max_bad_fraction)
-    return labelled(images, table, _split_names(table)[part == "test"], classes)[0]
+    is_wanted = is_training if part == "train" else is_test
+    is_apart = all(map(is_wanted, set(table.splits)))  # the file is of these images alone
+    return labelled(images, table, () if is_apart else _split_names(table)[part == "test"], classes)[0]
 
 
 def labelled(
