@@ -34,12 +34,12 @@ class NormaliseTogether(torch.autograd.Function):
             )
         x, weight, mean, variance, total = ctx.saved_tensors
         invstd = torch.rsqrt(variance + ctx.eps)
-        if ctx.placeholder:  # also in a backward of the loop's own, whose loss counts it
-            dy = torch.zeros_like(dy)
-        # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
-        )
+        if ctx.placeholder:  # or no image: torch's kernel ends the process. A loss of the loop's own may count it.
+            dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
+        else:  # With training off the native kernel gives w·s·dy and this rank's Σ(dy·x̂) and Σdy.
+            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, weight, mean, variance, mean, invstd, False, ctx.eps, [True, True, True]
+            )
         if ctx.needs_input_grad[0]:
             sums = torch.stack([dweight, dbias])  # (2, C)
             if world_size() > 1:

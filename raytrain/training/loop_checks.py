@@ -6,7 +6,7 @@ The graph of the loss tells whether it is a sum over images, and whether it comp
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from raytrain.training.gradients import check_not_wrapped
 from raytrain.training.prepared_models import PreparedModels
 
 _OF_WEIGHTS = (
-    "a term of the loss depends on weights alone, such as a penalty; run.backward divides it by the images of the "
-    "global batch, and adds it once for each worker: write batch.num_used * (the term), which is a sum over images"
+    "a term of the loss depends on weights alone, such as a penalty; unless batch.num_used multiplies it, run.backward "
+    "adds it once for each worker, and divides it by the images of the global batch: write batch.num_used * (the term)"
 )
 _COMPARES = (
     "the loss compares the images of a worker with each other (by a statistic over them, or by products of their "
@@ -29,21 +29,7 @@ _COMPARES = (
 _MEAN = 1  # torch's number for reduction="mean"
 _MOST_PARTS = 4  # a loss may well be divided by a number of terms or parts that is as small
 _LOOK_UP = ("Index", "Embedding", "Gather")  # torch's names of what takes rows of weights by what an image says
-_STATISTICS = (
-    "Mean",
-    "Var",
-    "Std",
-    "Amax",
-    "Amin",
-    "Max",
-    "Min",
-    "Median",
-    "Topk",
-    "Sort",
-    "Logsumexp",
-    "Softmax",
-    "LogSoftmax",
-)
+_STATISTICS = ("Mean", "Var", "Std", "Amax", "Amin", "Max", "Min", "Median", "Topk", "Sort", "Log", "Softmax")
 _OF_PAIRS = ("Mm", "Cdist", "Sub", "Add", "Mul")
 _ONE_BY_ONE = ("Add", "Sub", "Rsub", "Mul", "Div")
 _ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "StackBackward0")
@@ -79,6 +65,15 @@ class LoopChecks:
             self._others = {}
         self._is_first = False
 
+    def log(self, sums: Mapping[str, Tensor | float], num_images: int, num_steps: int) -> None:
+        """The loop logs ``sums`` over ``num_images`` images. Raises UsageError if a graph tells that one is a mean."""
+        for name, value in sums.items() if num_steps & (num_steps - 1) == 0 else ():
+            if isinstance(value, Tensor) and value.grad_fn is not None and _has_mean(value, num_images):
+                raise UsageError(
+                    f"run.log({name}=...) got a mean over the images; give it a sum: the history divides it by the "
+                    "images of all workers itself."
+                )
+
 
 def _batches_of_others() -> dict[Any, Tensor]:
     """Batch norm layers that belong to no prepared network, with how many batches each has learned from, () int64."""
@@ -109,17 +104,27 @@ def _check_sum(loss: Tensor, num_images: int) -> bool:
         raise UsageError(
             "run.backward got a loss without a gradient; compute it from the output of a prepared network."
         )
-    of_weights = False
-    for node, factors, is_term in _scalars(loss.grad_fn) if num_images else ():
-        num_rows = _rows_of_mean(node, num_images, is_whole=node is loss.grad_fn)
-        if num_rows and not factors & {num_rows, num_images}:
-            raise UsageError(
-                'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of '
-                "the whole global batch itself, which no worker's mean does. A term that is a mean becomes a sum by "
-                "batch.num_used * (the term)."
-            )
-        of_weights |= is_term and not factors & {num_images, 0} and _is_of_weights(node)
-    return of_weights
+    if _has_mean(loss, num_images):
+        raise UsageError(
+            'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of '
+            "the whole global batch itself, which no worker's mean does. A term that is a mean becomes a sum by "
+            "batch.num_used * (the term)."
+        )
+    return num_images > 0 and any(
+        is_term and not factors & {num_images, 0} and _is_of_weights(node)
+        for node, factors, is_term in _scalars(loss.grad_fn)
+    )
+
+
+def _has_mean(value: Tensor, num_images: int) -> bool:
+    try:
+        for node, factors, _ in _scalars(value.grad_fn) if num_images else ():
+            num_rows = _rows_of_mean(node, num_images, is_whole=node is value.grad_fn)
+            if num_rows and not factors & {num_rows, num_images}:
+                return True
+    except RuntimeError:  # a backward has used it up, which was checked then
+        pass
+    return False
 
 
 def _compares_images(loss: Tensor, num_images: int) -> bool:
@@ -136,7 +141,8 @@ def _compares(node: Any, num_images: int) -> bool:
     if name.startswith(_STATISTICS) and hasattr(node, "_saved_dim") and shapes and shapes[0]:
         dims = node._saved_dim if isinstance(node._saved_dim, tuple) else (node._saved_dim,)
         first = {0, -len(shapes[0]), 2**64 - len(shapes[0])}  # torch shows what is negative without its sign
-        is_found = shapes[0][0] % num_images == 0 and not first.isdisjoint(dims)
+        is_of_views = inputs[0].name() == "StackBackward0"
+        is_found = not is_of_views and shapes[0][0] % num_images == 0 and not first.isdisjoint(dims)
     elif name.startswith(("NativeBatchNorm", "CudnnBatchNorm")):
         is_found = bool(node._saved_training) and shapes[0][0] == num_images
     elif name.startswith(_OF_PAIRS) and len(shapes) == 2:
@@ -207,8 +213,10 @@ def _rows_of_mean(node: Any, num_images: int, *, is_whole: bool) -> float:
         return num_images if num_images > _MOST_PARTS and _number(node) == num_images else 0
     if node.name().startswith("MeanBackward"):
         sizes = node._saved_self_sym_sizes
+        if node.next_functions[0][0].name() == "StackBackward0" and not _MOST_PARTS < sizes[0] == num_images:
+            return 0  # of terms
     elif getattr(node, "_saved_reduction", None) == _MEAN:
-        sizes = node._saved_self.shape
+        sizes = _shape(*node.next_functions[0])
     else:
         return 0
     num_rows = sizes[0] if sizes else 1

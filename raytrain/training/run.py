@@ -228,10 +228,10 @@ class Run:
         """Log sums over this worker's images; their means over all workers' images go into the metrics history.
 
         ``correct``, the number of right answers, becomes ``accuracy``; other names stay. Every worker logs the same
-        names. Raises UsageError for what is no number.
+        names. Raises UsageError for what is no number, or is seen to be a mean.
         """
         assert self._part is not None
-        self.steps.metrics.log(sums, counts=self._part.num_used > 0)
+        self.steps.log(sums, self._part.num_used)
 
     def correct(self, logits: Tensor, batch: Batch) -> Tensor:
         """How many images of a batch, or a part of one, have right answers, (); ``logits`` are (m, C).

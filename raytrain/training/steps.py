@@ -167,6 +167,11 @@ class Steps:
         self._has_gradients = True
         self._checks.backward(loss, num_images, self._num_here, gathers=self._has_gathered)
 
+    def log(self, sums: Mapping[str, Tensor | float], num_images: int) -> None:
+        """The loop logs ``sums`` over ``num_images`` images. Raises UsageError for what is no such sum."""
+        self._checks.log(sums, num_images, self._num_here)
+        self.metrics.log(sums, counts=num_images > 0)
+
     def optimizer_steps(self) -> None:
         """The loop steps an optimizer; raises UsageError without a backward before it."""
         if not self._has_gradients:

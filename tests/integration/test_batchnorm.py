@@ -283,6 +283,14 @@ def test_a_placeholder_counts_as_nothing_in_a_backward_of_the_loops_own(corners:
     assert not corners[1]["placeholder"].any()
 
 
+def test_a_layer_that_gets_no_image_learns_nothing() -> None:
+    layer = batchnorm.convert(nn.BatchNorm2d(2), "sync")
+    images = torch.zeros(0, 2, 3, 3, requires_grad=True)
+    layer(images).sum().backward()
+    assert not any(each.grad.any() for each in (images, *layer.parameters()) if each.grad is not None)
+    torch.testing.assert_close(layer.state_dict(), nn.BatchNorm2d(2).state_dict())
+
+
 def test_calls_that_differ_in_number_between_workers_are_refused(corners: list[dict[str, Any]]) -> None:
     for found in corners:
         assert "different numbers of times in a step; call it equally often" in found["unequal"]

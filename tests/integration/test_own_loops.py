@@ -559,6 +559,13 @@ def logs_a_vector(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> Non
     run.log(loss=F.cross_entropy(model(batch.images), batch.labels, reduction="none"))
 
 
+def logs_a_mean(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    loss = cross_entropy(model(batch.images), batch.labels)
+    run.backward(loss)
+    run.log(sum=loss, twice=2 * loss)
+    run.log(loss=loss / len(batch.labels))
+
+
 class Window:
     def state_dict(self) -> dict[str, Any]:
         return {"losses": deque([0.0])}
@@ -609,6 +616,7 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_step, r"without run.step\(optimizer\) for this one"),
         (no_backward, "run.step without run.backward"),
         (logs_a_vector, r"run.log\(loss=...\) got a tensor of shape \(7,\)"),
+        (logs_a_mean, r"run.log\(loss=...\) got a mean over the images; give it a sum"),
         (trains_a_loose_parameter, r"trains a parameter of the shape \(3,\) that is in no prepared network"),
         (steps_what_is_not_prepared, r"an optimizer that no checkpoint would hold; give it to run.prepare first"),
     ],
