@@ -199,11 +199,19 @@ def test_a_folder_of_test_images_beside_classes_is_told(tmp_path: Path, caplog: 
     assert "test/ in" in caplog.text and "is taken for a class of this name, beside 2 others" in caplog.text
 
 
-@pytest.mark.parametrize("names", [("fold1", "fold2", "fold10"), ("fold_0", "fold_1"), ("k-fold 1", "k-fold 2")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fold1", "fold2", "fold10"),
+        ("k-fold 1", "k-fold 2"),
+        ("HAM_part_1", "HAM_part_2"),
+        ("images_001", "images_002"),
+    ],
+)
 @pytest.mark.parametrize("below", [("cat", "dog"), ("train/cat", "train/dog", "val/cat", "val/dog"), ("",)])
-def test_folds_are_no_classes(names: tuple[str, ...], below: tuple[str, ...], tmp_path: Path) -> None:
+def test_numbered_parts_are_no_classes(names: tuple[str, ...], below: tuple[str, ...], tmp_path: Path) -> None:
     tree(tmp_path / "a", *(f"{name}/{each}" for name in names for each in below), f"{names[0]}/owl")
-    with pytest.raises(UsageError, match="are parts of a cross-validation and no classes; put the class folders of"):
+    with pytest.raises(UsageError, match="and no classes; put the class folders of"):
         opened(tmp_path / "a")
 
 
@@ -216,6 +224,13 @@ def test_folders_of_which_some_repeat_below_each_other_are_told(
     tree(tmp_path / "b", *(f"{year}/{part}/{name}" for year in "12" for part in ("train", "test") for name in "xy"))
     with pytest.raises(UsageError, match=r"The folders 1, 2 of .* all contain x, y"):
         opened(tmp_path / "b")
+
+
+def test_training_and_test_folders_beside_others_in_each_class_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(tree(tmp_path / "a", "cat/train", "cat/test", "dog/train", "dog/test", "dog/more"))
+    assert "Images in train/ and test/ below the topmost folders of" in caplog.text and "in more/" in caplog.text
 
 
 def test_test_classes_that_are_called_otherwise_are_refused(tmp_path: Path) -> None:

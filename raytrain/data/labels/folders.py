@@ -27,7 +27,7 @@ _TEST = re.compile(r"(public|private)?(test|testing)" + _OF_IMAGES)
 _VALIDATION = re.compile(r"(val|valid|validation|validate|eval|evaluation|dev|holdout|heldout)" + _OF_IMAGES)
 _log = logging.getLogger("raytrain")
 _BESIDE_CLASSES = re.compile(r"(jpeg)?images?|masks?|annotations?|labels?|trimaps?|segmentation.*|unlabell?ed|unsup.*")
-_FOLD = re.compile(r"(k?[ _-]?fold|cv|split)[ _-]?\d+")
+_NUMBERED_PART = re.compile(r"(.*[ _.-])?(k?fold|cv|split|part|batch|chunk|images?)[ _.-]?\d+")
 _MASKS = ("_mask", "_seg", "_segmentation", "_gt")
 _SIGNS = re.compile(r"[\W_]+")
 _WORDS = re.compile(r"[ _.-]+")
@@ -71,7 +71,7 @@ def read_folders(keys: Sequence[str], url: str) -> FolderLabels:
     _tell_masks(keys, url)
     paths = _below_shared_folders([tuple(key.split("/")[:-1]) for key in composed])
     tops = {path[0] for path in paths if path}
-    _refuse_folds(tops, url)
+    _refuse_numbered_parts(tops, url)
     found = _by_top_folder(paths, tops, url) or _by_second_folder(paths, url)
     if found is None:
         _check_repeated(paths, url)
@@ -203,7 +203,11 @@ def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | 
     """Labels for cat/train and cat/test; None if the folders in the top folders are anything else."""
     seconds = {path[1] for path in paths if len(path) > 1}
     trains, test = sorted(filter(is_training, seconds)), next(iter(test_names(seconds)), None)
-    if not trains or test is None or not all(map(is_part, seconds)):
+    if not trains or test is None:
+        return None
+    if others := sorted(second for second in seconds if not is_part(second)):
+        sentence = "Images in %s/ and %s/ below the topmost folders of %s are used alike, as there are others in %s/."
+        _log.warning(sentence, trains[0], test, url, others[0])
         return None
     if num_direct := sum(len(path) == 1 for path in paths):
         raise UsageError(
@@ -215,11 +219,11 @@ def _by_second_folder(paths: list[tuple[str, ...]], url: str) -> FolderLabels | 
     return FolderLabels(tuple(path[0] if path else "" for path in paths), parts, trains[0], test)
 
 
-def _refuse_folds(tops: set[str], url: str) -> None:
-    if len(tops) > 1 and all(_FOLD.fullmatch(top.lower()) for top in tops):
+def _refuse_numbered_parts(tops: set[str], url: str) -> None:
+    if len(tops) > 1 and all(_NUMBERED_PART.fullmatch(top.lower()) for top in tops):
         raise UsageError(
-            f"The folders {first_names(sorted(tops))} of {url} are parts of a cross-validation and no classes; put the "
-            "class folders of those to train on into one folder, or give a label file with a column split."
+            f"The folders {first_names(sorted(tops))} of {url} are numbered parts, as of a cross-validation, and no "
+            "classes; put the class folders of those to train on into one folder, or give a label file with --labels."
         )
 
 
