@@ -168,13 +168,17 @@ def measure_mean_std(
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
     with ImageReader(store, *format, isolated=True) as reader:
         images, bad = reader.read(chosen)
-    pixels = np.delete(images, list(bad), axis=0).reshape(-1, format.shape.channels) / 255
-    if not len(pixels):
+    good = [index for index in range(len(images)) if index not in bad]
+    if not good:
         reason = next(iter(bad.values()))
         raise UsageError(f"None of {len(bad):,} images of {store.url} can be decoded ({reason}); check the files.")
-    mean = [round(value, 6) for value in pixels.mean(axis=0).tolist()]
-    std = [max(round(value, 6), 1e-3) for value in pixels.std(axis=0).tolist()]
-    return tuple(mean), tuple(std)
+    sums = np.zeros((2, format.shape.channels))  # of values and squares, image by image: all as float64 take GBs
+    for index in good:
+        values = images[index].reshape(-1, format.shape.channels) / 255
+        sums += values.sum(axis=0), np.square(values).sum(axis=0)
+    mean, square = sums / (len(good) * format.shape.height * format.shape.width)
+    std = np.sqrt(np.maximum(square - mean**2, 0)).clip(min=1e-3)
+    return tuple(mean.round(6).tolist()), tuple(std.round(6).tolist())
 
 
 def random_order(manifest: Manifest, seed: int) -> Int64s:

@@ -1,0 +1,38 @@
+"""Mean and standard deviation of the training images, which normalise them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raytrain.data.dataset import measure_mean_std
+from raytrain.data.images.decode import ImageFormat, ImageShape
+from raytrain.data.labels.manifest import build_manifest
+from raytrain.storage.open import open_store
+
+pytestmark = pytest.mark.not_quick  # the images are decoded in a process of their own
+
+
+def test_they_are_those_of_all_pixels_and_need_little_more_memory_than_the_images(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, (100, 200, 256), (40, 64, 64, 3)).astype(np.uint8)
+    pixels[..., 0] = 7
+    for name in ("even", "odd"):
+        (tmp_path / name).mkdir()
+    for number, each in enumerate(pixels):
+        Image.fromarray(each).save(tmp_path / ("even", "odd")[number % 2] / f"{number:02d}.png")
+    (tmp_path / "odd" / "99.png").write_bytes(b"no image")
+    store = open_store(str(tmp_path))
+    images = build_manifest(store)
+    tracemalloc.start()
+    mean, std = measure_mean_std(store, images, ImageFormat(ImageShape(64, 64, 3)), seed=0)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    values = pixels.reshape(-1, 3) / 255
+    assert mean == pytest.approx(values.mean(axis=0), abs=1e-6)
+    assert std == pytest.approx((1e-3, *values.std(axis=0)[1:]), abs=1e-6)
+    assert most < 3 * pixels.nbytes
