@@ -65,10 +65,11 @@ class DiskCache:
     def _read(self, path: Path) -> bytes | None:
         with suppress(OSError):
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_mtime < self.run_started_at:
+                status = os.fstat(file.fileno())
+                if status.st_mtime < self.run_started_at:
                     os.utime(file.fileno())  # the time of the last run that used it
-                content = file.read()
-            data, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+                data = file.read(max(status.st_size - _CHECKSUM_BYTES, 0))  # apart: a slice would copy it
+                checksum = file.read()
             if checksum == _checksum(data):
                 return data
             path.unlink()
