@@ -59,9 +59,9 @@ def measure(bench: Bench) -> Report:
 
 def whole(module: list[str], folder: str) -> dict[str, float]:
     """Run the command to its end; returns the seconds that it and its phases took, and those of a core."""
-    notes = Path(folder, "notes")
-    environment = {**os.environ, NOTES: str(notes)}
-    started = time.time()
+    notes, started = Path(folder, "notes"), time.time()
+    own_server = {"PYTHONHASHSEED": str(int(started))}  # a fork server that an earlier command left is not in the tree
+    environment = {**os.environ, NOTES: str(notes), **own_server}
     command = subprocess.Popen([sys.executable, "-m", *module], env=environment, cwd=folder)
     tree = CpuOfTree(command.pid)
     looks = [(started, 0.0)]
