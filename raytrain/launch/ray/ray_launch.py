@@ -158,7 +158,7 @@ class RayLaunch:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until Ray Train has ended, or the workers have said how the run ends; returns whether it has ended."""
-        ends: tuple[Future[Any], ...] = self._trainer.ended, self._end_has_come
+        ends: list[Future[Any]] = [self._trainer.ended, self._end_has_come]
         concurrent.futures.wait(ends, timeout_s, concurrent.futures.FIRST_COMPLETED)
         return self._trainer.ended.done()
 
