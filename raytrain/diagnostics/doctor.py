@@ -14,7 +14,7 @@ from raytrain.diagnostics.node_probe import Node, ProbeRequest, probe_nodes, ver
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, Placement, place
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.ray.hardware import cluster_hardware
+from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.launch.ray.private_api import missing
 from raytrain.storage.clouds.cloud import Cloud
 from raytrain.storage.clouds.s3 import S3, credential_method

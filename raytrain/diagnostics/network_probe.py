@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from raytrain.errors import UsageError
-from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult, run_on_each_node
+from raytrain.launch.ray.nodes import ClusterNode, NodeResult, run_on_each_node
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from raytrain.diagnostics.network_probe import Interface, interface_of, python_w
 from raytrain.errors import RaytrainError, StorageError, UsageError
 from raytrain.launch.placement import Gpu, cores, fastest_precision, gpus
 from raytrain.launch.ray.connection import Connection, uses_cluster
-from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
+from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.storage.clouds.s3 import S3, own_role
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.request_errors import explain

@@ -16,7 +16,7 @@ from raytrain.inference.trained_run import Predictor, TrainedRun, open_trained_r
 from raytrain.launch.placement import place
 from raytrain.launch.predict_request import ServedModel
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.ray.hardware import cluster_hardware
+from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.monitor.stop_request import StopSignals
 from raytrain.storage.lent_credentials import Scope
 from raytrain.storage.store import Store

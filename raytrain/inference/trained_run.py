@@ -24,7 +24,7 @@ from raytrain.errors import UsageError
 from raytrain.launch.placement import Hardware, Placement, machine_hardware, place
 from raytrain.launch.predict_request import PredictRequest, predict_here
 from raytrain.launch.ray.connection import Connection, uses_cluster
-from raytrain.launch.ray.hardware import cluster_hardware
+from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
 from raytrain.runs.documents import CLASSES, CONFIG, matches, open_run, read_resolved_config
 from raytrain.storage.store import Store

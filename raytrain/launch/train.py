@@ -151,7 +151,7 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
 
         def hardware() -> Hardware:
             join()
-            from raytrain.launch.ray.hardware import cluster_hardware
+            from raytrain.launch.ray.nodes import cluster_hardware
 
             return cluster_hardware()
 

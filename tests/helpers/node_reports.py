@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrain.diagnostics import node_probe
 from raytrain.diagnostics.network_probe import Interface
 from raytrain.diagnostics.node_probe import Disk, NodeReport
-from raytrain.launch.ray.on_each_node import ClusterNode
+from raytrain.launch.ray.nodes import ClusterNode
 
 HERE = ClusterNode("127.0.0.1", "0" * 8, 8, 0, 10**9, 10**9)
 HEALTHY = NodeReport(

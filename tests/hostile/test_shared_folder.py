@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import UsageError
-from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult, refuse_unshared
+from raytrain.launch.ray.nodes import ClusterNode, NodeResult, refuse_unshared
 
 NODE = ClusterNode(address="10.0.0.2", id="0a1b2c3d", cpus=1, gpus=0, memory_bytes=1, object_store_bytes=1)
 

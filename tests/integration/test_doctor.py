@@ -29,7 +29,7 @@ from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Gpu, Hardware
 from raytrain.launch.ray import private_api
-from raytrain.launch.ray.on_each_node import ClusterNode, run_on_each_node
+from raytrain.launch.ray.nodes import ClusterNode, run_on_each_node
 from raytrain.storage.open import open_store
 from tests.helpers import fake_nvml
 from tests.helpers.node_reports import HEALTHY, HERE
@@ -305,7 +305,7 @@ def test_a_node_imports_no_torch(tmp_path: Path) -> None:
     script = f"""if True:
         import sys
         from raytrain.storage.open import open_store
-        from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
+        from raytrain.launch.ray.nodes import ClusterNode, NodeResult
         from raytrain.diagnostics.node_probe import ProbeRequest, probe_node
         node = ClusterNode("127.0.0.1", "0", 1, 0, 1, 1)
         assert probe_node(ProbeRequest(storage=open_store({str(tmp_path)!r})), node).writable

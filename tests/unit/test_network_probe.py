@@ -18,7 +18,7 @@ from raytrain.diagnostics.doctor import DoctorReport
 from raytrain.diagnostics.network_probe import AllReduce, interface_of
 from raytrain.display.diagnostics_tables import doctor_page
 from raytrain.errors import UsageError
-from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
+from raytrain.launch.ray.nodes import ClusterNode, NodeResult
 from tests.helpers.node_reports import HERE
 
 pytestmark = pytest.mark.not_quick

@@ -8,8 +8,8 @@ from itertools import count
 import pytest
 from ray.exceptions import RpcError
 
-from raytrain.launch.ray import hardware as object_stores
-from raytrain.launch.ray.hardware import ObjectStores
+from raytrain.launch.ray import nodes
+from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.runs.machine_history import MachineUse
 
 USE = MachineUse(rank=0, node="n", images_per_s=10.0, data_wait_fraction=0.0)
@@ -17,11 +17,11 @@ USE = MachineUse(rank=0, node="n", images_per_s=10.0, data_wait_fraction=0.0)
 
 @pytest.fixture(autouse=True)
 def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_stores, "MEASURE_EVERY_S", 0.0)
+    monkeypatch.setattr(nodes, "MEASURE_EVERY_S", 0.0)
 
 
 def test_each_node_has_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_stores, "object_store_use", lambda timeout_s: {"a": (50, 200), "b": (0, 100)})
+    monkeypatch.setattr(nodes, "object_store_use", lambda timeout_s: {"a": (50, 200), "b": (0, 100)})
     stores = ObjectStores()
     known = stores.add_to(USE, "a")
     assert known == USE  # nobody waits for the answer
@@ -39,7 +39,7 @@ def test_a_head_that_does_not_answer_leaves_it_unknown(monkeypatch: pytest.Monke
             asked_again.set()
         raise RpcError("deadline exceeded", 4)
 
-    monkeypatch.setattr(object_stores, "object_store_use", answer)
+    monkeypatch.setattr(nodes, "object_store_use", answer)
     stores = ObjectStores()
     while not asked_again.is_set():
         assert stores.add_to(USE, "a") == USE

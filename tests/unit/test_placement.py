@@ -8,7 +8,7 @@ import pytest
 
 from raytrain import TrainConfig, UsageError
 from raytrain.launch.placement import Hardware, place
-from raytrain.launch.ray import hardware
+from raytrain.launch.ray import nodes
 
 MIXED = Hardware(3, 64.0, 6.0, 10**9, gpu_types={"L4": 4.0, "T4": 2.0})
 
@@ -20,9 +20,9 @@ def config(**given: Any) -> TrainConfig:
 def test_workers_ask_for_the_type_and_count_only_its_gpus() -> None:
     placement = place(config(device="cuda:L4"), MIXED)
     assert (placement.device, placement.num_workers) == ("cuda", 4)
-    asked = hardware.worker_resources(placement.device, placement.cpus, placement.accelerator_type)
+    asked = nodes.worker_resources(placement.device, placement.cpus, placement.accelerator_type)
     assert asked == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:L4": 0.001}
-    assert place(config(), MIXED).num_workers == 6 and hardware.worker_resources("cuda", 2.0, None) == {
+    assert place(config(), MIXED).num_workers == 6 and nodes.worker_resources("cuda", 2.0, None) == {
         "CPU": 2.0,
         "GPU": 1.0,
     }
@@ -36,14 +36,14 @@ def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> 
 
 
 def test_the_types_are_those_of_rays_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [
+    resources = [
         {"CPU": 8.0, "GPU": 4.0, "accelerator_type:L4": 1.0},
         {"CPU": 8.0, "GPU": 1.0, "accelerator_type:T4": 1.0},
         {"CPU": 8.0, "GPU": 2.0, "accelerator_type:L4": 1.0},
         {"CPU": 8.0},
     ]
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": each} for each in nodes])
-    found = hardware.cluster_hardware()
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": each} for each in resources])
+    found = nodes.cluster_hardware()
     assert found.gpu_types == {"L4": 6, "T4": 1} and found.gpus == 7
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from raytrain.launch import placement as fastest
 from raytrain.launch.placement import Gpu
 from raytrain.launch.prepare import check_places, prepare
-from raytrain.launch.ray import hardware
-from raytrain.launch.ray.on_each_node import ClusterNode, NodeResult
+from raytrain.launch.ray import nodes
+from raytrain.launch.ray.nodes import ClusterNode, NodeResult
 from raytrain.recipes import custom
 from raytrain.runs.documents import run_store, write_config
 from raytrain.training import precision
@@ -76,8 +76,8 @@ def test_all_workers_train_with_what_all_of_their_machines_have(
     found: list[str | None], common: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = ClusterNode("", "", cpus=1.0, gpus=0.0, memory_bytes=0, object_store_bytes=0)
-    monkeypatch.setattr(hardware, "run_on_each_node", lambda *_: [NodeResult(node, each) for each in found])
-    assert hardware.fastest_on_nodes("cpu") == common
+    monkeypatch.setattr(nodes, "run_on_each_node", lambda *_: [NodeResult(node, each) for each in found])
+    assert nodes.fastest_on_nodes("cpu") == common
 
 
 @pytest.mark.not_quick

@@ -12,7 +12,7 @@ import ray
 from raytrain.config import TrainConfig
 from raytrain.errors import UsageError
 from raytrain.launch.placement import Placement, available_workers, device_kind, wanted
-from raytrain.launch.ray.hardware import cluster_hardware, worker_resources
+from raytrain.launch.ray.nodes import cluster_hardware, worker_resources
 from raytrain.launch.ray.private_api import autoscaler_problems, head_answers
 from raytrain.monitor.events import Event, HeadBack, HeadSilent
 from raytrain.runs.background import Background, Throttle

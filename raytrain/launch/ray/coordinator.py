@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from raytrain.errors import UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.ray.feed.exchange import BlockDirectory
-from raytrain.launch.ray.hardware import ObjectStores
+from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, on_this_node
 from raytrain.runs.documents import run_store
 from raytrain.runs.machine_history import MachineUse

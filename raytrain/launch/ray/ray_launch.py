@@ -22,8 +22,7 @@ from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials, start_coordinator, stop_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
-from raytrain.launch.ray.hardware import cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
-from raytrain.launch.ray.on_each_node import check_shared
+from raytrain.launch.ray.nodes import check_shared, cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
 from raytrain.monitor.events import Event

@@ -27,7 +27,7 @@ from ray.util import remove_placement_group
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
 from raytrain.launch.ray.coordinator import CoordinatorHandle
-from raytrain.launch.ray.hardware import worker_resources
+from raytrain.launch.ray.nodes import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
 from raytrain.monitor.events import WorkerFailed
 from raytrain.runs.redact import redact

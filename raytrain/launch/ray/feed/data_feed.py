@@ -23,7 +23,7 @@ from raytrain.launch.ray.feed.block_cache import CachedImages, CacheFiller
 from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import start_feeders, stop_feeders
-from raytrain.launch.ray.hardware import cluster_hardware
+from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import EndStatus, failure_sentence
