@@ -113,8 +113,8 @@ class Coordinator(RunMonitor):
         self._ending.lost, self._told = lost, None
         self.event(WorkerFailed(lost))
 
-    def wait_for_end(self, timeout_s: float | None) -> None:
-        """Wait, at most ``timeout_s`` seconds, until the workers have said how the run ends."""
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait at most ``timeout_s`` seconds until the workers have said how the run ends."""
         self._end_has_come.wait(timeout_s)
 
     def ending(self) -> Ending:

@@ -34,7 +34,7 @@ WAIT, KEYS = "wait", "keys"
 without which what the workers wait for cannot be read."""
 _NAMESPACE = "raytrain"
 _WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
-_OTHER_WAITS = 8  # for a stop request, for the end, and until the history is written
+_OTHER_WAITS = 8  # for a stop request, and until the history is written
 _ASKERS = 8
 _TRAINS_WITHIN_S = 15.0
 
@@ -82,10 +82,6 @@ class RayCoordinator(Coordinator):
     @ray.method(concurrency_group=WAIT)
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         return super().wait_for_stop_request(timeout_s)
-
-    @ray.method(concurrency_group=WAIT)
-    def wait_for_end(self, timeout_s: float | None) -> None:
-        super().wait_for_end(timeout_s)
 
     # Ray Train.
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import os
 import sys
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -132,7 +131,6 @@ class RayLaunch:
                 one_node=self._one_node,
             )
             self._trainer.start()
-            self._end_has_come = coordinator.wait_for_end.remote(None).future()
             opened.callback(self._end_trainer)
             if self._owns_feed:
                 self._feed.start()
@@ -156,9 +154,8 @@ class RayLaunch:
         self._trainer.remember_reserved()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until Ray Train has ended, or the workers have said how the run ends; returns whether it has ended."""
-        ends: list[Future[Any]] = [self._trainer.ended, self._end_has_come]
-        concurrent.futures.wait(ends, timeout_s, concurrent.futures.FIRST_COMPLETED)
+        """Wait until Ray Train has ended; returns whether it has."""
+        concurrent.futures.wait([self._trainer.ended], timeout=timeout_s)
         return self._trainer.ended.done()
 
     def failure(self) -> str | None:
