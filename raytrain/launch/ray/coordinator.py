@@ -91,7 +91,7 @@ class RayCoordinator(Coordinator):
         os.environ.update(environment)
         this: CoordinatorHandle = ray.get_runtime_context().current_actor
         delay_barrier(this.after_start.remote)
-        self._controller = kind(**arguments)
+        self._controller = _interruptible(kind)(**arguments)
         self._loop.run_until_complete(self._controller.run())
         return self._controller.get_result()
 
@@ -134,6 +134,17 @@ class RayCoordinator(Coordinator):
     def reserved(self) -> PlacementGroup | None:
         """What the last worker group has reserved."""
         return self._reserved
+
+
+def _interruptible(kind: type) -> type:
+    """The class of a controller that lets an abort come in between its tries to start workers, however many."""
+
+    class Controller(kind):
+        async def _run_control_loop_iteration(self) -> None:
+            await super()._run_control_loop_iteration()
+            await asyncio.sleep(0)
+
+    return Controller
 
 
 async def _abort(controller: Any) -> None:  # no method: Ray would run all methods of the class in a loop
