@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,7 +110,9 @@ class RayCoordinator(Coordinator):
     def abort(self) -> None:
         """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
         if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(_abort(self._controller), self._loop).result()
+            answer = asyncio.run_coroutine_threadsafe(_abort(self._controller), self._loop)
+            while self._loop.is_running() and not wait([answer], timeout=1.0).done:
+                pass  # the loop may have ended before it came to this
 
     # Cached blocks.
 
