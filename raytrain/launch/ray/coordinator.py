@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,7 @@ class RayCoordinator(Coordinator):
         self._directory = BlockDirectory()
         self._stores = ObjectStores()
         self._controller: Any = None
+        self._controlled: Future[None] = Future()  # the controller has ended
         self._trains = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._reserved: PlacementGroup | None = None
@@ -93,7 +94,10 @@ class RayCoordinator(Coordinator):
         this: CoordinatorHandle = ray.get_runtime_context().current_actor
         delay_barrier(this.after_start.remote)
         self._controller = _interruptible(kind)(**arguments)
-        self._loop.run_until_complete(self._controller.run())
+        try:
+            self._loop.run_until_complete(self._controller.run())
+        finally:
+            self._controlled.set_result(None)
         return self._controller.get_result()
 
     @ray.method(concurrency_group=WAIT)
@@ -111,8 +115,7 @@ class RayCoordinator(Coordinator):
         """End the workers if they have not ended, free their CPUs and GPUs, and end this process."""
         if self._loop.is_running():
             answer = asyncio.run_coroutine_threadsafe(_abort(self._controller), self._loop)
-            while self._loop.is_running() and not wait([answer], timeout=1.0).done:
-                pass  # the loop may have ended before it came to this
+            wait([answer, self._controlled], return_when=FIRST_COMPLETED)  # the loop may end before it comes to this
 
     # Cached blocks.
 

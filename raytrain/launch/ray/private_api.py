@@ -281,15 +281,15 @@ def start_head() -> str:
 def delay_barrier(later: Callable[[Any], Any]) -> None:
     """Have workers start before the actor of Ray Train's barrier, which only a loop of the user's may call.
 
-    ``later`` returns a reference of a value, and decides when that is there. As an argument of its constructor, the
-    actor's process waits for it, and calls of the actor wait for its process.
+    ``later`` returns a reference of a value, and decides when that is there. The actor's process waits for the
+    arguments of its constructor, and calls of the actor wait for its process.
     """
     if found := BARRIER.find():
         module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
 
         def options(**of_actor: Any) -> SimpleNamespace:
-            actor = found[0].options(**of_actor)
-            return SimpleNamespace(remote=lambda timeout_s, **rest: actor.remote(timeout_s=later(timeout_s), **rest))
+            start = found[0].options(**of_actor).remote
+            return SimpleNamespace(remote=lambda **given: start(**{name: later(each) for name, each in given.items()}))
 
         module.SynchronizationActor = SimpleNamespace(options=options)  # pyright: ignore
 
