@@ -61,7 +61,7 @@ def test_an_abort_is_answered_between_two_tries_and_after_the_last(
     monkeypatch.setattr(
         module.asyncio, "run_coroutine_threadsafe", lambda *given: (threadsafe(*given), scheduled.set())[0]
     )
-    coordinator = RayCoordinator("run", open_store(str(tmp_path)), num_steps=1, steps_per_epoch=1)
+    coordinator: Any = RayCoordinator("run", open_store(str(tmp_path)), num_steps=1, steps_per_epoch=1)
     in_try, goes_on = threading.Event(), threading.Event()
     arguments = {"in_try": in_try, "goes_on": goes_on, "tries": tries}
     with ThreadPoolExecutor() as threads:
