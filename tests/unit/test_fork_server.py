@@ -238,15 +238,15 @@ def test_forked_processes_collect_garbage_and_draw_ids_of_tasks_and_objects_of_t
     assert len(set(drawn.split())) == 4
 
 
-@pytest.mark.parametrize("given", [None, "active"])
-def test_it_waits_passively_for_other_threads_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    without = fork_client._start_variables()
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "passive")
-    assert fork_client._start_variables()["OMP_WAIT_POLICY"] == (given or "passive")
-    assert without["OMP_WAIT_POLICY"] == "passive"
+def test_its_threads_hardly_spin_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+    for name in waits:
+        monkeypatch.delenv(name, raising=False)
+    assert fork_client._start_variables().items() >= waits.items()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    of_user = fork_client._start_variables()
+    assert of_user["OMP_WAIT_POLICY"] == "active"
+    assert "GOMP_SPINCOUNT" not in of_user
 
 
 def test_a_raytrain_that_was_sent_with_a_job_is_served_and_not_the_one_that_is_installed(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[2]  # the package
 _SERVER = Path(__file__).with_name("fork_server.py")
 _AT_START = "HOME", "LANG", "LC_", "LD_", "PYTHON", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 """Variables that a process cannot take over once it runs begin with these."""
-_BY_DEFAULT = {"OMP_WAIT_POLICY": "passive"}
+_WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 """As in ``raytrain.launch``, so that driver and raylet ask the same server."""
 _FOR_RAY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
 """Ray reads these once, when it is imported: no job yet, and a process that never ends in place of the raylet."""
@@ -106,7 +106,7 @@ def _start(listener: socket.socket, program: str) -> None:
 def _start_variables() -> dict[str, str]:
     """The variables of a fork server: none of a user's folders, keys or clusters."""
     taken = {name: value for name, value in os.environ.items() if name.startswith(_AT_START) and name != "PYTHONPATH"}
-    return _BY_DEFAULT | taken | _FOR_RAY
+    return ({} if _WAITS.keys() & taken.keys() else _WAITS) | taken | _FOR_RAY
 
 
 def _address(program: str) -> bytes:
