@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import shutil
 import sys
@@ -160,6 +161,8 @@ def _chosen(kind: str, known: Mapping[str, T], words: Sequence[str]) -> Mapping[
         return known
     if words[0] not in known:
         hint = did_you_mean(words[0], known)
+        if kind == "recipe" and ("://" in words[0] or os.path.isdir(words[0])):
+            hint = f" (images are given as --data {words[0]})"
         raise UsageError(f"There is no {kind} {words[0]!r}{hint}; the {kind}s are {', '.join(known)}.")
     return {words[0]: known[words[0]]}
 

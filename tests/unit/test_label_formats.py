@@ -92,6 +92,21 @@ def test_json_in_any_form_in_which_programs_write_tables(document: Any, tmp_path
     assert read(tmp_path, "labels.json", json.dumps(document, indent=1)) == LABELS
 
 
+@pytest.mark.parametrize("labels", [{"a.jpg": 1, "b.jpg": 0}, [["a.jpg", 1], ["b.jpg", 0]]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"classes": ["dog", "cat"]},
+        {"class_names": {"0": "dog", "1": "cat"}},
+        {"categories": {"dog": 0, "cat": 1}},
+        {"labels_are": "numbers"},
+    ],
+)
+def test_names_of_classes_beside_the_labels_are_the_labels(labels: Any, names: Any, tmp_path: Path) -> None:
+    found = read(tmp_path, "labels.json", json.dumps({**names, "labels": labels}))
+    assert found == {"a.jpg": "1" if "labels_are" in names else "cat", "b.jpg": "0" if "labels_are" in names else "dog"}
+
+
 def test_json_lines_may_be_called_json_and_a_list_json_lines(tmp_path: Path) -> None:
     rows = "\n".join(map(json.dumps, RECORDS))
     assert read(tmp_path, "labels.json", rows) == read(tmp_path, "labels.jsonl", json.dumps(RECORDS)) == LABELS

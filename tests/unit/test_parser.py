@@ -143,6 +143,8 @@ def test_options_may_come_before_the_command(stored: TrainConfig) -> None:
             "There is no command 'trian' (did you mean train?); the commands are train, sweep, study, stop.",
         ),
         ("--json", "Choose one of train, sweep, study, stop."),
+        ("train .", "There is no recipe '.' (images are given as --data .); the recipes are "),
+        ("train s3://b/x", "There is no recipe 's3://b/x' (images are given as --data s3://b/x); the recipes are "),
         ("train cifar11", "There is no recipe 'cifar11' (did you mean cifar10?); the recipes are "),
         ("train", "Choose one of digits, digits-lstm, cifar10, "),
         ("train cifar10 --epoch 3", "There is no option --epoch (did you mean --epochs?)."),

@@ -22,6 +22,7 @@ _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 _BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
 _BLANKS = re.compile(r"\s*")
+_CLASS_NAMES = "classes", "class_names", "categories", "names"
 _Record = dict[str, Any]
 
 
@@ -161,12 +162,29 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
         return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
     if all(map(is_part, found)):
         return [{**record, "split": name} for name, part in found.items() for record in _records(part, key_names)]
-    lists = {name: value for name, value in found.items() if _is_list_of(value, (dict, list))}
-    if len(lists) > 1:
-        raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
-    for rows in lists.values():
-        return _listed(rows)
+    tables = {name: value for name, value in found.items() if _is_list_of(value, (dict, list)) or _is_by_image(value)}
+    if len(tables) > 1:
+        raise ValueError(f"it holds several tables, {', '.join(list(tables)[:5])}")
+    for rows in tables.values():
+        records = _listed(rows) if isinstance(rows, list) else _keyed_records(rows, key_names)
+        return _with_class_names(records, found)
     return _keyed_records(found, key_names)
+
+
+def _with_class_names(records: list[_Record], document: _Record) -> list[_Record]:
+    """The records with the names of classes as labels, if the labels are numbers and the document has their names."""
+    listed = next((document[name] for name in _CLASS_NAMES if document.get(name)), [])
+    names = dict(enumerate(cast("list[Any]", listed))) if isinstance(listed, list) else listed
+    if isinstance(names, dict) and all(str(number).isdecimal() for number in names.values()):  # from name to number
+        names = {number: name for name, number in names.items()}
+    names = {str(number): name for number, name in names.items()}
+    if any(record.get("label") not in names for record in records):
+        return records
+    return [{**record, "label": names[record["label"]]} for record in records]
+
+
+def _is_by_image(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(_is_image, cast(_Record, value)))
 
 
 def _keyed_records(found: _Record, key_names: Set[str]) -> list[_Record]:
