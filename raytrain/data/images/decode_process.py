@@ -20,6 +20,8 @@ from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
 _MAX_S = 60.0  # for one image
+# glibc gives the memory of a large image back after each use; getting it again costs as much as decoding the image.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 _READY, _PIXELS, _REASON = b"ready", b"+", b"-"
 
 
@@ -63,7 +65,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the driver alone
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+                env={**_KEEP_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
             )
             theirs.close()
             with suppress(EOFError, OSError):
