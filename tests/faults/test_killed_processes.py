@@ -202,7 +202,7 @@ def test_a_run_whose_driver_was_killed_can_be_resumed(
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     endless = command(images, tmp_path, "--epochs", "1000", "--trace", *LAUNCH[backend])
     driver = subprocess.Popen(endless, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))) > 1)
+    wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("*.pt.json"))) > 1 and is_known(tmp_path))
     driver.kill()
     driver.wait()
     assert read_run(str(tmp_path), "run").status.status == "interrupted"
