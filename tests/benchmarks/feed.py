@@ -43,6 +43,7 @@ _COSTS = {
     "Ray's head idle": "cores",
     "blocks/s": "in this run",
 }
+_LEAST_MS = 0.01  # CPU time is counted in ticks of 10 ms, so that a cost may come out as nothing, or less
 _SETTLES_S, _IDLE_S = 5.0, 10.0
 
 
@@ -68,7 +69,8 @@ def measure(bench: Bench) -> Report:
         for name in sides
         for process in ("feeders", "driver", "coordinator", "Ray's head")
         for cores in [results[name][0][f"number of {process}"]]
-        for most in [1000 * (cores - figures[name, f"{process} idle"].median) / figures[name, process].median]
+        for cost_ms in [max(figures[name, process].median, _LEAST_MS)]
+        for most in [1000 * (cores - figures[name, f"{process} idle"].median) / cost_ms]
         if cores
     ]
     return Report("feed: CPU time of a block that is read at once, for 64 workers", list(figures.values()), checks)
