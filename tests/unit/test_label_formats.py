@@ -92,19 +92,54 @@ def test_json_in_any_form_in_which_programs_write_tables(document: Any, tmp_path
     assert read(tmp_path, "labels.json", json.dumps(document, indent=1)) == LABELS
 
 
-@pytest.mark.parametrize("labels", [{"a.jpg": 1, "b.jpg": 0}, [["a.jpg", 1], ["b.jpg", 0]]])
+NAMES = [
+    {"classes": ["dog", "cat"]},
+    {"class_names": {"0": "dog", "1": "cat"}},
+    {"categories": {"dog": 0, "cat": 1}},
+    {"categories": [{"id": 1, "name": "cat"}, {"id": 0, "name": "dog", "supercategory": ""}]},
+]
+
+
+@pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize(
-    "names",
+    "table",
     [
-        {"classes": ["dog", "cat"]},
-        {"class_names": {"0": "dog", "1": "cat"}},
-        {"categories": {"dog": 0, "cat": 1}},
-        {"labels_are": "numbers"},
+        {"labels": {"a.jpg": 1, "b.jpg": 0}},
+        {"labels": [["a.jpg", 1], ["b.jpg", 0]]},
+        {"data": [{"path": "a.jpg", "target": 1}, {"path": "b.jpg", "target": 0}]},
+        {"data": [{"path": "a.jpg", "label": "cat"}, {"path": "b.jpg", "label": "dog"}]},
+        {"train": {"a.jpg": 1}, "test": [["b.jpg", 0]]},
     ],
 )
-def test_names_of_classes_beside_the_labels_are_the_labels(labels: Any, names: Any, tmp_path: Path) -> None:
-    found = read(tmp_path, "labels.json", json.dumps({**names, "labels": labels}))
-    assert found == {"a.jpg": "1" if "labels_are" in names else "cat", "b.jpg": "0" if "labels_are" in names else "dog"}
+def test_names_of_classes_beside_a_table_are_the_labels(names: Any, table: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, "labels.json", json.dumps({**names, **table})) == {"a.jpg": "cat", "b.jpg": "dog"}
+
+
+def test_names_of_classes_are_those_of_several_labels_and_of_the_column_that_is_named(tmp_path: Path) -> None:
+    several = {**NAMES[0], "data": [{"path": "a.jpg", "label": [0, 1]}, {"path": "b.jpg", "label": None}]}
+    assert read(tmp_path, "a.json", json.dumps(several), separator=",") == {"a.jpg": f"cat{JOINED}dog", "b.jpg": ""}
+    rows = [{"path": "a.jpg", "kind": 1, "label": "x"}, {"path": "b.jpg", "kind": None, "label": "y"}]
+    named = json.dumps({**NAMES[0], "data": rows})
+    assert read(tmp_path, "a.json", named, label=("kind",)) == {"a.jpg": "cat", "b.jpg": ""}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"classes": 2, "data": [["a.jpg", 1], ["b.jpg", 0]]},
+        {"names": "as in the paper", "labels": {"a.jpg": 1, "b.jpg": 0}},
+        {"classes": [1, 0], "path": ["a.jpg", "b.jpg"]},
+        {"path": {"a.jpg": "a.jpg", "b.jpg": "b.jpg"}, "label": {"a.jpg": 1, "b.jpg": 0}},
+    ],
+)
+def test_what_names_no_classes_changes_no_labels(document: Any, tmp_path: Path) -> None:
+    column = ("classes",) if "path" in document and "classes" in document else ()
+    assert read(tmp_path, "labels.json", json.dumps(document), label=column) == {"a.jpg": "1", "b.jpg": "0"}
+
+
+def test_lists_of_labels_in_a_document_stay(tmp_path: Path) -> None:
+    rows = json.dumps({"data": [{"path": "a.jpg", "label": ["x", "y"]}, {"path": "b.jpg", "label": ["x"]}]})
+    assert read(tmp_path, "labels.json", rows, separator=",") == {"a.jpg": f"x{JOINED}y", "b.jpg": "x"}
 
 
 def test_json_lines_may_be_called_json_and_a_list_json_lines(tmp_path: Path) -> None:
@@ -190,6 +225,11 @@ def test_images_of_coco_have_the_categories_of_their_annotations(tmp_path: Path)
         ('[{"path": "a", "label": {"id": 1}}]', "holds records"),
         ('[{"path": "a", "label": [[1]]}]', "holds records"),
         ('[{"path": ["a"], "label": 1}]', "holds lists"),
+        ('{"classes": ["cat"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "the label '1' is none of its 1 classes"),
+        ('{"classes": ["0", "2", "1"], "labels": {"a.jpg": 0, "b.jpg": 1}}', "numbers of its classes as well as names"),
+        ('{"classes": ["cat", "cat"], "labels": {"a.jpg": 0}}', "classes has to give each class a number and a name"),
+        ('{"names": {"x": "cat"}, "labels": {"a.jpg": 0}}', "names has to give each class a number and a name"),
+        ('{"classes": [{"x": 1}], "labels": {"a.jpg": 0}}', "there is no 'id'"),
         ('"text"', "it has no records"),
         ("{}", "it has no records"),
         ("[1, 2]", "it is no list of records"),
@@ -209,3 +249,7 @@ def test_numbers_that_do_not_say_their_classes_are_refused(labels: Any, tmp_path
     rows = json.dumps([{"path": f"{place}.jpg", "label": label} for place, label in enumerate(labels)])
     with pytest.raises(UsageError, match="numbers 0 or 1, which do not say the classes that they stand for"):
         read(tmp_path, "labels.json", rows, separator=" ")
+    if isinstance(labels[0], list):
+        named = json.dumps({"classes": ["cat", "dog", "cow"], "data": json.loads(rows)})
+        with pytest.raises(UsageError, match="numbers 0 or 1, which do not say"):
+            read(tmp_path, "labels.json", named, separator=" ")

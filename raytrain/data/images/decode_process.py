@@ -20,7 +20,7 @@ from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
 
 _MAX_BYTES = 1 << 30  # of memory for decoding: twice what one image may take
 _MAX_S = 60.0  # for one image
-# glibc gives the memory of a large image back after each use; getting it again costs as much as decoding the image.
+# glibc gives the memory of a large image back after each use; getting it again takes half as long as decoding.
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 _READY, _PIXELS, _REASON = b"ready", b"+", b"-"
 

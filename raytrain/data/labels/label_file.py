@@ -58,6 +58,11 @@ class LabelColumns:
         """The names that the column of keys may have, in lower case."""
         return frozenset({self.key.lower()} if self.key else KEY_COLUMNS)
 
+    @property
+    def label_names(self) -> frozenset[str]:
+        """The names that the column of labels may have, in lower case; none if each column is a class."""
+        return frozenset(name.lower() for name in (self.label or LABEL_COLUMNS) if len(self.label) < 2)
+
 
 @dataclass(frozen=True, eq=False)
 class LabelTable:
@@ -101,7 +106,7 @@ def read_label_file(url: str, columns: LabelColumns, images_urls: Sequence[str] 
         StorageError: it cannot be read.
         UsageError: it is no such table, lacks a column, or gives the same key different labels.
     """
-    return label_table(read_table(url, columns.key_names), url, columns, images_urls)
+    return label_table(read_table(url, columns.key_names, columns.label_names), url, columns, images_urls)
 
 
 def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelTable | None:
@@ -115,7 +120,7 @@ def own_label_table(store: Store, columns: LabelColumns | None = None) -> LabelT
     if name is None:
         return None
     url = f"{store.url.rstrip('/')}/{name}"
-    table = read_table(url, columns.key_names)
+    table = read_table(url, columns.key_names, columns.label_names)
     if not columns.label and find_column(table.column_names, None, LABEL_COLUMNS) is None:
         sentence = "%s has no column of labels among %s, and is not read; --labels and --label-column name one."
         _log.warning(sentence, url, ", ".join(table.column_names[:10]))
@@ -255,12 +260,10 @@ def _single(labels: Sequence[str], url: str) -> list[str]:
             "images may have several classes, or leave one label for each."
         )
     labels = [label.removesuffix(JOINED) for label in labels]
-    present = set(labels) - NO_LABELS
+    none, present = NO_LABELS, set(labels) - NO_LABELS
     if present and all(_NUMBER.fullmatch(label) for label in present):
         labels = [label.removesuffix(".0") for label in labels]  # as pandas writes integers with gaps
-        none = NO_LABELS | {"-1"}
-    else:
-        none = NO_LABELS
+        none |= {"-1"}
     if found := Counter(label for label in labels if label and label in none):
         texts = ", ".join(f"{count:,} {text}" for text, count in found.items())
         _log.warning("%s rows of %s have no label (%s), and are not used.", f"{found.total():,}", url, texts)

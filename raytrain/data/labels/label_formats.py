@@ -26,10 +26,11 @@ _CLASS_NAMES = "classes", "class_names", "categories", "names"
 _Record = dict[str, Any]
 
 
-def read_table(url: str, key_names: Set[str]) -> pa.Table:
+def read_table(url: str, key_names: Set[str], label_names: Set[str]) -> pa.Table:
     """The table in a file or an object of a bucket, whose format its suffix says.
 
     If none of ``key_names``, in lower case, is a column, a first line with the name of an image is a row as well.
+    Numbers in a column that is one of ``label_names`` become names of classes, if a JSON document has those, too.
 
     Raises:
         StorageError: it cannot be read.
@@ -44,7 +45,7 @@ def read_table(url: str, key_names: Set[str]) -> pa.Table:
         if suffix == ".parquet":
             return pq.read_table(pa.BufferReader(content))
         if suffix.startswith(".json"):
-            return _read_json(text, suffix, key_names)
+            return _read_json(text, suffix, key_names, label_names)
         return _read_lines(text, suffix, key_names)
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
@@ -127,7 +128,7 @@ def _from_rows(rows: Sequence[Sequence[Any]], names: Sequence[str] = ()) -> pa.T
 # JSON.
 
 
-def _read_json(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
+def _read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str]) -> pa.Table:
     """One document, or one after the other, with numbers as they are written."""
     decoder = json.JSONDecoder(
         parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_without_repetition
@@ -138,7 +139,8 @@ def _read_json(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
         documents.append(document)
         end = cast(Any, _BLANKS.match(text, end)).end()
     is_one = len(documents) == 1 and (suffix == ".json" or isinstance(documents[0], list))
-    return _from_records(_records(documents[0] if is_one else documents, key_names))
+    document, names = _split_class_names(documents[0] if is_one else documents)
+    return _from_records(_with_class_names(_records(document, key_names), names, label_names))
 
 
 def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
@@ -162,29 +164,13 @@ def _records(document: Any, key_names: Set[str]) -> list[_Record]:
         return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
     if all(map(is_part, found)):
         return [{**record, "split": name} for name, part in found.items() for record in _records(part, key_names)]
-    tables = {name: value for name, value in found.items() if _is_list_of(value, (dict, list)) or _is_by_image(value)}
-    if len(tables) > 1:
-        raise ValueError(f"it holds several tables, {', '.join(list(tables)[:5])}")
-    for rows in tables.values():
-        records = _listed(rows) if isinstance(rows, list) else _keyed_records(rows, key_names)
-        return _with_class_names(records, found)
-    return _keyed_records(found, key_names)
-
-
-def _with_class_names(records: list[_Record], document: _Record) -> list[_Record]:
-    """The records with the names of classes as labels, if the labels are numbers and the document has their names."""
-    listed = next((document[name] for name in _CLASS_NAMES if document.get(name)), [])
-    names = dict(enumerate(cast("list[Any]", listed))) if isinstance(listed, list) else listed
-    if isinstance(names, dict) and all(str(number).isdecimal() for number in names.values()):  # from name to number
-        names = {number: name for name, number in names.items()}
-    names = {str(number): name for number, name in names.items()}
-    if any(record.get("label") not in names for record in records):
-        return records
-    return [{**record, "label": names[record["label"]]} for record in records]
-
-
-def _is_by_image(value: object) -> bool:
-    return isinstance(value, dict) and bool(value) and all(map(_is_image, cast(_Record, value)))
+    lists = {name: value for name, value in found.items() if _is_list_of(value, (dict, list))}
+    if len(lists) > 1:
+        raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
+    for rows in lists.values():
+        return _listed(rows)
+    by_image = [value for value in found.values() if _is_by_image(value)]
+    return _keyed_records(by_image[0] if len(by_image) == 1 else found, key_names)
 
 
 def _keyed_records(found: _Record, key_names: Set[str]) -> list[_Record]:
@@ -214,6 +200,69 @@ def _listed(rows: list[Any]) -> list[_Record]:
 
 def _is_list_of(value: object, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, kinds) for each in cast("list[Any]", value))
+
+
+def _is_by_image(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(_is_image, cast(_Record, value)))
+
+
+def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
+    """A document without the names of its classes, and these by their numbers; none if there is no table beside."""
+    if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
+        return document, {}
+    found = cast(_Record, document)
+    rest = {name: value for name, value in found.items() if name not in _CLASS_NAMES}
+    is_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
+    given = {name: found[name] for name in _CLASS_NAMES if isinstance(found.get(name), (dict, list))}
+    if not given or not (is_table or (rest and all(map(is_part, rest)))):
+        return document, {}
+    name, value = next(iter(given.items()))
+    names = _numbered(value)
+    if len(set(names.values())) < len(value) or not all(map(str.isdecimal, names)):
+        raise ValueError(f"{name} has to give each class a number and a name of its own")
+    return rest, names
+
+
+def _numbered(classes: Any) -> dict[str, str]:
+    """Names by numbers, of a list of names or of COCO's categories, or an object from names to numbers or back."""
+    if isinstance(classes, list):
+        by_id = _is_list_of(cast("list[Any]", classes), dict)
+        pairs = [(each["id"], each["name"]) for each in classes] if by_id else enumerate(cast("list[Any]", classes))
+    elif all(map(str.isdecimal, classes)):
+        pairs = classes.items()
+    else:
+        pairs = [(number, name) for name, number in classes.items()]
+    return {str(number): str(name) for number, name in pairs}
+
+
+def _with_class_names(records: list[_Record], names: dict[str, str], label_names: Set[str]) -> list[_Record]:
+    """The records with names of classes in place of numbers; as they are if their labels are names."""
+    columns = {name for record in records for name in record if name.lower() in label_names} if names else set[str]()
+    for column in columns:
+        each = [_texts_in(record.get(column)) for record in records]
+        labels = {label for several in each for label in several}
+        are_flags = labels <= {"0", "1"} and {*map(len, each)} == {len(names)} != {1}
+        if not are_flags and _are_numbers(labels, names):  # flags are told, and refused, where they are read
+            for record in records:
+                label = record.get(column)
+                named = [names[number] for number in _texts_in(label)]
+                record[column] = named if isinstance(label, list) else next(iter(named), label)
+    return records
+
+
+def _are_numbers(labels: Set[str], names: dict[str, str]) -> bool:
+    """Whether labels are numbers of classes, and not their ``names``. Raises ValueError if that is not clear."""
+    if labels <= set(names.values()):
+        if labels <= names.keys() and any(names[label] != label for label in labels):
+            raise ValueError(f"the labels, such as {min(labels)!r}, are numbers of its classes as well as names")
+        return False
+    if unknown := sorted(labels - names.keys()):
+        raise ValueError(f"the label {unknown[0]!r} is none of its {len(names):,} classes")
+    return True
+
+
+def _texts_in(label: Any) -> list[str]:
+    return [each for each in (label if isinstance(label, list) else [label]) if isinstance(each, str) and each]
 
 
 def _coco_records(images: list[_Record], annotations: list[_Record], **others: Any) -> list[_Record]:
