@@ -17,7 +17,19 @@ from tests.benchmarks.report import Report, write
 from tests.benchmarks.runner import Bench, served
 
 Name = Literal[
-    "ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch", "line", "network", "feed", "whole"
+    "ingest",
+    "packed",
+    "step",
+    "startup",
+    "memory",
+    "plan",
+    "switches",
+    "watch",
+    "line",
+    "network",
+    "feed",
+    "whole",
+    "photographs",
 ]
 _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan", "switches", "watch")
 

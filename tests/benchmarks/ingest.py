@@ -141,15 +141,22 @@ def marks_in(folder: str) -> list[Marks]:
 
 
 def read_through_raytrain(
-    url: str, cache: Literal["memory", "disk", "none"], epochs: int, folder: str, pixels: int = 32
+    url: str,
+    cache: Literal["memory", "disk", "none"],
+    epochs: int,
+    folder: str,
+    pixels: int = 32,
+    crop: bool = False,
+    backend: Literal["local", "ray"] = "ray",
 ) -> list[Marks]:
     from raytrain.launch.train import train
     from raytrain.recipes import cifar10
 
     options: dict[str, Any] = {"data": url, "test_fraction": 0.001, "storage": folder, "name": "ingest"}
     options |= {"image_size": (pixels, pixels), "cache_folder": str(Path(folder, "cache"))}
+    options |= {"backend": backend, "random_resized_crop": crop, "batch_size": f"{BATCH}/worker"}
     train(
-        cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs, batch_size=f"{BATCH}/worker"),
+        cifar10(**options, workers=NUM_WORKERS, device="cpu", cache=cache, epochs=epochs),
         loop=partial(read_local_batches, folder=folder),
     )
     return marks_in(folder)

@@ -80,24 +80,26 @@ def as_item(labelled: tuple[str, int]) -> dict[str, Any]:
     return {"image": Jpeg(path=labelled[0]), "label": labelled[1]}
 
 
-def read_through_litdata(epochs: int, folder: str, pixels: int = 32) -> list[Marks]:
-    run_in_processes(NUM_WORKERS, read_part, epochs, folder, pixels)
+def read_through_litdata(epochs: int, folder: str, pixels: int = 32, crop: bool = False) -> list[Marks]:
+    run_in_processes(NUM_WORKERS, read_part, epochs, folder, pixels, crop)
     return marks_in(folder)
 
 
-def read_part(epochs: int, folder: str, pixels: int) -> None:
+def read_part(epochs: int, folder: str, pixels: int, crop: bool) -> None:
     import torch.distributed as dist
-    import torchvision.transforms.v2.functional as F
+    from torchvision.transforms import v2
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # LitData requires https by default.
 
-    def resize(item: dict[str, Any]) -> dict[str, Any]:
-        return item | {"image": F.resize(item["image"], [pixels, pixels])}
+    resize = v2.RandomResizedCrop(pixels) if crop else v2.Resize([pixels, pixels])
+
+    def resized(item: dict[str, Any]) -> dict[str, Any]:
+        return item | {"image": resize(item["image"])}
 
     cache = str(Path(folder, "cache"))
-    dataset = StreamingDataset("s3://litdata", cache_dir=cache, shuffle=True, drop_last=True, transform=resize)
+    dataset = StreamingDataset("s3://litdata", cache_dir=cache, shuffle=True, drop_last=True, transform=resized)
     loader = StreamingDataLoader(
         dataset, batch_size=BATCH, num_workers=_PROCESSES, persistent_workers=True, multiprocessing_context="fork"
     )
