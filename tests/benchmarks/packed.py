@@ -87,9 +87,9 @@ def read_through_litdata(epochs: int, folder: str, pixels: int = 32, crop: bool 
 
 def read_part(epochs: int, folder: str, pixels: int, crop: bool) -> None:
     import torch.distributed as dist
-    from torchvision.transforms import v2
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
+    from torchvision.transforms import v2
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # LitData requires https by default.
 
