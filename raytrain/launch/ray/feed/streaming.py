@@ -7,6 +7,7 @@ interpreter. What it costs to start a block, in Ray Data above all, limits how m
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -128,6 +129,7 @@ def _taken(feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, pa
 
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
 _TURN_S = 0.01
+_TASKS_PER_CPU = 2  # one fetches while another decodes, and Ray Data hears up to 0.1 s late that a task has ended
 _BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
 
 
@@ -160,14 +162,14 @@ def _pipeline(
     def read_row(row: Any) -> Any:
         return read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
 
-    # The buffer limit: two blocks per task and two per order.
+    # The buffer limit: two blocks per CPU and two per order.
     room = (2 * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
     configure(DataContext.get_current(), cpus.all, room)
     items = [{"which": which, "number": number} for which, number in turns]
-    rows = ray.data.from_items(
-        items, override_num_blocks=len(items)
-    )  # its rows exist already; those of a range are read by tasks
-    return rows.map_batches(read_row, batch_size=1, batch_format="numpy", num_cpus=cpus.task, zero_copy_batch=True)
+    # Rows that exist already: those of a range are read by tasks.
+    rows = ray.data.from_items(items, override_num_blocks=len(items))
+    share = math.floor(10_000 * cpus.task / _TASKS_PER_CPU) / 10_000  # Ray rounds what is finer, also up
+    return rows.map_batches(read_row, batch_size=1, batch_format="numpy", num_cpus=share, zero_copy_batch=True)
 
 
 _found = PAUSE.find()
@@ -186,7 +188,7 @@ class _Pause(_ExecutionCallback):
         self._last = time.monotonic()
 
 
-def configure(context: DataContext, cpus: float, object_store_bytes: float | None = None) -> None:
+def configure(context: DataContext, cpus: float, object_store_bytes: float) -> None:
     """Keep the order of rows, stay within ``cpus`` and ``object_store_bytes``, and keep quiet."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is reported once, in our words
     context.enable_progress_bars = False
