@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from raytrain.launch.ray import fork_client, fork_server
-from raytrain.launch.ray.fork_client import GO, READY, connect, py_executable, ray_program, traits
+from raytrain.launch.ray.fork_client import GO, READY, connect, py_executable, ray_program, traits, worker_program
 from raytrain.launch.ray.own_cluster import lean
 
 pytestmark = [
@@ -96,9 +96,17 @@ def own_server() -> Iterator[None]:
             yield
 
 
+def run_alone(*arguments: str, folder: Path | None = None) -> str:
+    """What is printed if Ray runs the client in place of its own program."""
+    return _printed(f"exec {sys.executable} {worker_program()} {' '.join(arguments)}", folder)
+
+
 def run(program: str, *arguments: str, folder: Path | None = None) -> str:
     """What is printed if Ray runs its ``program`` with ``py_executable``."""
-    command = f"exec {py_executable()} {program} {' '.join(arguments)}"
+    return _printed(f"exec {py_executable()} {program} {' '.join(arguments)}", folder)
+
+
+def _printed(command: str, folder: Path | None) -> str:
     done = subprocess.run(
         ["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S, cwd=folder
     )
@@ -124,6 +132,10 @@ def test_no_process_runs_for_a_client_that_has_died_before_it_says_go() -> None:
 
 def test_ray_runs_the_client_with_its_own_program() -> None:
     assert USAGE in run(ray_program(), "--help")
+
+
+def test_ray_runs_the_client_in_place_of_its_own_program() -> None:
+    assert USAGE in run_alone("--help")
 
 
 def test_modules_in_the_users_folder_are_not_taken_for_pythons_own(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from raytrain.launch.ray.own_cluster import LocalCluster, lean_imports
 from raytrain.launch.ray.private_api import (
     ANSWER_AT_ONCE,
     CURRENT_CLUSTER_FILE,
-    FORKED_PROCESSES,
-    LATE_VARIABLES,
     LOOPBACK_ENVIRONMENT,
+    can_fork,
     check_version,
     head_answers,
     messages_in_log,
@@ -88,7 +87,7 @@ class OwnRay:
             self._opened.enter_context(variables_set(LOOPBACK_ENVIRONMENT))
             self._opened.enter_context(messages_in_log())
             self._is_spoilt = True  # until it is joined
-            _init(self._address)
+            _init(self._address, None)
             self._is_spoilt = False
 
     def spoil(self) -> bool:
@@ -198,7 +197,7 @@ class Connection(AbstractContextManager["Connection"]):
         assert self._address is not None
         _check_answers(self._address)
         self._opened.enter_context(messages_in_log())
-        _init(self._address)
+        _init(self._address, _runtime_environment())
         self._opened.callback(_leave)
 
     def close(self) -> None:
@@ -236,12 +235,12 @@ def is_connected() -> bool:
     return ray is not None and ray.is_initialized() and not (_own is not None and _own.is_joined)
 
 
-def _init(address: str) -> None:
+def _init(address: str, runtime_environment: dict[str, str] | None) -> None:
     import ray
 
     check_version()
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_environment())
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=runtime_environment)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise version_error(address, str(error)) or _no_cluster(address, str(error)) from None
 
@@ -249,8 +248,7 @@ def _init(address: str) -> None:
 def _runtime_environment() -> dict[str, str] | None:
     """That of this process's job: its processes are forked, unless the job has a Python or a container of its own."""
     job = json.loads(os.environ.get(_JOB_SETTINGS, "{}")).get("runtime_env") or {}
-    can_fork = job.keys() <= _SAME_PYTHON and FORKED_PROCESSES.find() and LATE_VARIABLES.find()
-    command = py_executable() if can_fork else None
+    command = py_executable() if job.keys() <= _SAME_PYTHON and can_fork() else None
     return None if command is None else {"py_executable": command}
 
 

@@ -1,20 +1,25 @@
 """Worker program that asks the fork server for a process.
 
-A runtime environment names it as ``py_executable``, so that it serves every Ray that a run joins or starts. It runs
-once for each process, so it imports Python's own modules only. If anything is amiss, it runs Ray's own program. The
-protocol is in ``fork_server.py``.
+A Ray that a run starts runs it as its worker program. A Ray that a run joins finds it as ``py_executable`` in the
+runtime environment of the run's job, which takes a third of a second more for each process. It runs once for each
+process, so it imports Python's own modules only. If anything is amiss, it runs Ray's own program. The protocol is in
+``fork_server.py``.
 """
+
+import os
+import sys
+
+if __name__ == "__main__":  # this folder's modules are not Python's own
+    sys.path[:] = [each for each in sys.path if each != os.path.dirname(__file__)]
 
 import contextlib
 import hashlib
 import json
-import os
 import resource
 import shlex
 import socket
 import struct
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,9 +40,14 @@ _STARTED: list[subprocess.Popen[bytes]] = []  # Python warns of a process that n
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
+def worker_program() -> str | None:
+    """The Python program that a Ray is to run for each process; None if this system has no fork."""
+    return __file__ if sys.platform == "linux" else None  # the system libraries of macOS do not survive a fork
+
+
 def py_executable() -> str | None:
-    """The shell command that Ray is to start for each process; None if this system has no fork."""
-    if sys.platform != "linux":  # the system libraries of macOS do not survive a fork
+    """The shell command that a Ray is to run instead of Python, for its own worker program; None as above."""
+    if worker_program() is None:
         return None
     python, client = shlex.quote(sys.executable), shlex.quote(__file__)
     script = (
@@ -165,4 +175,5 @@ def run_program(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    given = sys.argv[1:]
+    main([ray_program(), *given] if given[0].startswith("-") else given)

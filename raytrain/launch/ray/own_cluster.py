@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.errors import UsageError
-from raytrain.launch.ray.private_api import loopback_environment, start_head, variables_set
+from raytrain.launch.ray.fork_client import worker_program
+from raytrain.launch.ray.private_api import can_fork, loopback_environment, start_head, variables_set
 
 _LEFT_OUT = "rfc3987_syntax"
 _STAND_INS = Path(__file__).with_name("stand_ins")
@@ -157,7 +158,7 @@ def hold() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    print(start_head(), flush=True)
+    print(start_head(worker_program() if can_fork() else None), flush=True)
     sys.stdin.read()
 
 

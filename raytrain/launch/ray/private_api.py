@@ -193,9 +193,8 @@ def set_variables(variables: Mapping[str, str]) -> None:
 def read_variables() -> None:
     """Have Ray read this process's variables, which it otherwise does only when it is imported."""
     if found := LATE_VARIABLES.find():
-        read, constants, _ = found
-        read("")
-        importlib.reload(constants)
+        found[0]("")
+        importlib.reload(found[1])
         hook = importlib.import_module("ray._private.auto_init_hook")
         hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"  # pyright: ignore
 
@@ -218,18 +217,21 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         set_variables({name: value for name, value in before.items() if value is not None})
 
 
+def can_fork() -> bool:
+    """Whether this Ray's processes can be forked from one that has imported what they need."""
+    return bool(FORKED_PROCESSES.find() and LATE_VARIABLES.find())
+
+
 @contextmanager
 def messages_in_log() -> Iterator[None]:
     """While open, Ray's messages to this driver, which are long and name no run, are logged instead of printed."""
     found = MESSAGES.find()
-    module: Any = importlib.import_module("ray._private.worker") if found else None
-    if found:
-        module.print_to_stdstream = _log_message
+    module: Any = importlib.import_module("ray._private.worker") if found else SimpleNamespace()
+    module.print_to_stdstream = _log_message
     try:
         yield
-    finally:
-        if found:  # the user may join another Ray afterwards, and want to see what its workers print
-            module.print_to_stdstream = found[0]
+    finally:  # the user may join another Ray afterwards, and want to see what its workers print
+        module.print_to_stdstream = found and found[0]
 
 
 def _log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
@@ -246,21 +248,20 @@ def unseeded_ids() -> Iterator[None]:
     found = FORKED_PROCESSES.find()
     if found is None:
         raise ImportError(FORKED_PROCESSES.lost)
-    module, (_, id_type) = importlib.import_module("ray.actor"), found
-    module.ActorClassID = SimpleNamespace(  # pyright: ignore
-        from_random=lambda: id_type(os.urandom(id_type.size()))
-    )
+    module: Any = importlib.import_module("ray.actor")
+    module.ActorClassID = SimpleNamespace(from_random=lambda: found[1](os.urandom(found[1].size())))
     try:
         yield
     finally:
-        module.ActorClassID = id_type  # pyright: ignore
+        module.ActorClassID = found[1]
 
 
-def start_head() -> str:
+def start_head(program: str | None) -> str:
     """Start a cluster on this machine, which ends with this process; returns its address.
 
-    ``ray.init`` starts three more Python processes: a server for a dashboard even without a dashboard, one that sends
-    logs to drivers, and an autoscaler. Each takes two to four seconds of a core.
+    ``program`` runs in place of Ray's own for each of its processes. ``ray.init`` starts three more Python
+    processes, each of which takes two to four seconds of a core: a server for a dashboard even without a dashboard, one
+    that sends logs to drivers, and an autoscaler.
     """
     found = SMALL_HEAD.find()
     if found is None:
@@ -274,7 +275,7 @@ def start_head() -> str:
         def start_api_server(self, **_: Any) -> None:
             """Start none."""
 
-    parameters = found[1](include_dashboard=False, include_log_monitor=False, no_monitor=True)
+    parameters = found[1](include_dashboard=False, include_log_monitor=False, no_monitor=True, worker_path=program)
     return Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True).gcs_address
 
 
