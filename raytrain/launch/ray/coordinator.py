@@ -38,6 +38,7 @@ _WAITS_PER_WORKER = 2  # for training images, and meanwhile for test images
 _OTHER_WAITS = 8  # for a stop request, and until the history is written
 _ASKERS = 8
 _TRAINS_WITHIN_S = 15.0
+WATCHER, PRINT_PATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_ENABLE_PRINT_PATCH"
 
 
 class RayCoordinator(Coordinator):
@@ -90,10 +91,15 @@ class RayCoordinator(Coordinator):
     @ray.method(concurrency_group=WAIT)
     def control(self, kind: type, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
         """Be Ray Train's controller, which would otherwise have a process of its own: start the workers, watch them."""
+        # Workers would get these in a runtime environment, which takes each a third of a second: only the controller
+        # reads the first, and workers inherit the second, as this process does, from a Ray that raytrain has started.
+        needless = [WATCHER] + [PRINT_PATCH] * (os.environ.get(PRINT_PATCH) == environment.get(PRINT_PATCH))
         os.environ.update(environment)
         this: CoordinatorHandle = ray.get_runtime_context().current_actor
         delay_barrier(this.after_start.remote)
         self._controller = _interruptible(kind)(**arguments)
+        for name in needless:
+            os.environ.pop(name, None)
         try:
             self._loop.run_until_complete(self._controller.run())
         finally:

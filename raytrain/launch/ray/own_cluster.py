@@ -50,6 +50,7 @@ WITHOUT_EXTRAS = {
 }
 _OF_THE_CLUSTER = {
     **WITHOUT_EXTRAS,
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a loop prints would be in both logs of its worker
     # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
     # CPUs.
     "RAY_idle_worker_killing_time_threshold_ms": "60000",

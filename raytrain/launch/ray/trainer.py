@@ -26,7 +26,7 @@ from ray.util import remove_placement_group
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.launch.placement import Placement
-from raytrain.launch.ray.coordinator import CoordinatorHandle
+from raytrain.launch.ray.coordinator import WATCHER, CoordinatorHandle
 from raytrain.launch.ray.nodes import worker_resources
 from raytrain.launch.ray.private_api import CONTROLLER
 from raytrain.monitor.events import WorkerFailed
@@ -78,7 +78,7 @@ _ENDS_WITHIN_S = 10.0
 _WORKERS_START_WITHIN_S = 180.0
 _SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # of Ray Train, which the workers get from their controller
 # The process that tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
-_WITHOUT_WATCHER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+_WITHOUT_WATCHER = {WATCHER: "0"}
 
 
 def check_elastic(placement: Placement) -> None:
