@@ -317,5 +317,6 @@ def test_the_suffix_does_not_matter(tmp_path: Path) -> None:
         store.put(name, encoded(photo(), format))
     images, bad = ImageReader(store, SHAPE).read(build_manifest(store))
     assert bad == {3: "the file is TIFF, which is not read; convert it to PNG or JPEG"}
+    assert not images[3].any()
     assert_close(images[0], photo(), 30)
     assert_close(images[1], photo(), 0)

@@ -65,13 +65,13 @@ class ImageReader(AbstractContextManager["ImageReader"]):
     ) -> tuple[Pixels, dict[int, str]]:
         """Decode each image as it arrives, while others are on their way."""
         shape, crops = self.shape, crops or [self.cropping.crop] * len(manifest)
-        images = np.zeros((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
+        images = np.empty((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
         bad: dict[int, str] = {}
         for index, data in _each_content(self.store, manifest):
             try:
                 images[index] = decode_one(require_bytes(data), crops[index])
             except BadImage as error:
-                bad[index] = str(error)
+                images[index], bad[index] = 0, str(error)
         return images, dict(sorted(bad.items()))
 
 
