@@ -97,7 +97,7 @@ BARRIER = Improvement(
     ("ray.train.v2._internal.execution.worker_group.worker_group:SynchronizationActor",),
 )
 PAUSE = Improvement(
-    "streaming takes a whole core of the driver's machine",
+    "streaming takes a whole core of the driver's machine, and reads with half as many tasks",
     (
         "ray.data._internal.execution.execution_callback:ExecutionCallback",
         "ray.data:DataContext.custom_execution_callback_classes",

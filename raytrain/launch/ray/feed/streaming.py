@@ -72,9 +72,11 @@ class StreamFeeder:
         ranks = list(orders)
         depth = images.within(_AHEAD_BLOCKS, _AHEAD_BYTES)
         try:
-            for which, ref in block_refs(images, list(orders.values()), self._cpus):
+            for number, (which, ref) in enumerate(block_refs(images, list(orders.values()), self._cpus)):
                 if not self._queues.push(stream, ranks[which], ref, depth):
                     return
+                if number >= depth * len(ranks):  # more than wait for the workers
+                    _IS_TAKEN.set()
         except Exception as error:
             self._queues.fail(stream, root_cause(error))
 
@@ -130,6 +132,7 @@ def _taken(feeders: Sequence[FeederHandle], stream: Stream, images: ImageSet, pa
 _HEAD_BLOCKS, _HEAD_BYTES = 4, 64 << 20  # per order, read by plain tasks while a pipeline starts, which takes seconds
 _TURN_S = 0.01
 _TASKS_PER_CPU = 2  # one fetches while another decodes, and Ray Data hears up to 0.1 s late that a task has ended
+_IS_TAKEN = threading.Event()  # workers train; until then, half as many processes leave them more of the cores to start
 _BLOCKS_PER_EXECUTION = 1024  # Ray Data plans every task of an execution before the first one starts
 
 
@@ -164,7 +167,7 @@ def _pipeline(
 
     # The buffer limit: two blocks per CPU and two per order.
     room = (2 * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
-    configure(DataContext.get_current(), cpus.all, room)
+    configure(DataContext.get_current(), cpus.all / _TASKS_PER_CPU, room)
     items = [{"which": which, "number": number} for which, number in turns]
     # Rows that exist already: those of a range are read by tasks.
     rows = ray.data.from_items(items, override_num_blocks=len(items))
@@ -177,13 +180,22 @@ _ExecutionCallback: Any = _found[0] if _found else object
 
 
 class _Pause(_ExecutionCallback):
-    """Keeps Ray Data's scheduling loop from spinning while there is nothing to do, which takes a whole core."""
+    """Keeps Ray Data's scheduling loop from spinning while there is nothing to do, which takes a whole core.
+
+    From the time at which workers take blocks, it lets Ray Data use all CPUs that there are for reading.
+    """
 
     def __init__(self) -> None:
         self._last = 0.0
+        self._is_raised = False
 
     def on_execution_step(self, executor: Any) -> None:
         """Called by Ray Data after each turn of its loop."""
+        if _IS_TAKEN.is_set() and not self._is_raised:
+            self._is_raised = True
+            if (options := getattr(executor, "_options", None)) is not None:  # see PAUSE in private_api.py
+                limits: ExecutionResources = options.resource_limits
+                options.resource_limits = limits.copy(cpu=limits.cpu * _TASKS_PER_CPU)
         time.sleep(max(0.0, self._last + _TURN_S - time.monotonic()))
         self._last = time.monotonic()
 
