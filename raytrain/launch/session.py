@@ -102,10 +102,12 @@ class RunSession:
         """
         signals = self._prepared.signals
         ending = self._monitor.ending()
-        is_known = self._prepared.restarting  # then a stop request may lie there already
+        if self._prepared.restarting and (stored := self._recorder.stop_request()) is not None:
+            signals.request_stop(stored)
+            self._monitor.request_stop(stored)  # what is left of the run may take less than a second
         while not ending.has_come and not self._launch.wait(LOOK_EVERY_S):
             snapshot = self._look()
-            stored = self._documents(snapshot) if ending.is_checked or is_known else None
+            stored = self._documents(snapshot) if ending.is_checked else None
             if (request := snapshot.stop_request or stored) is not None:
                 signals.request_stop(request)
             if signals.stop_request is not None and snapshot.stop_request is None:
