@@ -83,7 +83,7 @@ class SharedBlocks:
 
 
 def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
-    remaining = memoryview(np.ascontiguousarray(values)).cast("B")
+    remaining = np.ascontiguousarray(values).data.cast("B")
     while remaining:
         written = os.pwrite(file, remaining, offset)
         remaining, offset = remaining[written:], offset + written

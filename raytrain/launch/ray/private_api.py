@@ -70,7 +70,7 @@ LATE_VARIABLES = Improvement(
     ("ray._raylet:Config.initialize", "ray._private:ray_constants", "ray._private.auto_init_hook:enable_auto_connect"),
 )
 SMALL_HEAD = Improvement(
-    "a Ray that raytrain starts has processes that no run needs, and starts seconds later",
+    "a Ray that raytrain starts has processes that no run needs, forks none, and starts seconds later",
     ("ray._private.node:Node", "ray._private.parameter:RayParams"),
 )
 PREEMPTION = Improvement(
