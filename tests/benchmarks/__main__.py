@@ -35,16 +35,7 @@ _ALL: tuple[Name, ...] = ("ingest", "packed", "step", "startup", "memory", "plan
 
 
 def main(
-    benchmarks: Positional[tuple[Name, ...]] = (
-        "ingest",
-        "packed",
-        "step",
-        "startup",
-        "memory",
-        "plan",
-        "switches",
-        "watch",
-    ),
+    benchmarks: Positional[tuple[Name, ...]] = _ALL,
     *,
     data: Annotated[Path, arg(help="Folder that holds CIFAR-10 as train/<class>/*.jpg.")],
     scale: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,14 +18,13 @@ from typing import Any, Literal
 
 from tests.benchmarks.ingest import Marks, read_through_raytrain
 from tests.benchmarks.packed import pack_both, read_through_litdata
-from tests.benchmarks.process_tree import CpuOfTree
+from tests.benchmarks.process_tree import cpu_until_end
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 from tests.helpers.photographs import write_photographs
 
 _NUM_PHOTOGRAPHS = 2048  # whole batches for each worker: LitData drops the rest
 _EPOCHS, _FIRST, _LAST = 12, 3, 10  # what is read ahead is as much at the end of the last one as of the first
-_LOOK_EVERY_S = 0.1
 _PIXELS = 224
 _READERS = {"raytrain": read_through_raytrain, "LitData": read_through_litdata}
 _QUANTITIES = {"cpu": "s of a core for 1,000 images", "rate": "images/s"}
@@ -82,13 +82,8 @@ def later_epochs(reader: Literal["raytrain", "LitData"], arguments: dict[str, An
     function, result = _READERS[reader], Path(folder, "result")
     given = json.dumps({**arguments, "epochs": _EPOCHS, "pixels": _PIXELS, "folder": folder})
     command = [sys.executable, "-m", "tests.benchmarks.alone", f"{function.__module__}:{function.__qualname__}", given]
-    process = subprocess.Popen([*command, str(result)])
-    tree, looks = CpuOfTree(process.pid), [(time.time(), 0.0)]
-    while process.poll() is None:
-        looks.append((time.time(), tree.look()))
-        time.sleep(_LOOK_EVERY_S)
-    if process.returncode:
-        raise RuntimeError(f"{reader} ended with {process.returncode}")
+    own_server = {"PYTHONHASHSEED": str(int(time.time()))}  # a fork server of another side is not in the tree
+    looks = cpu_until_end(subprocess.Popen([*command, str(result)], env={**os.environ, **own_server}))
     workers: list[Marks] = json.loads(result.read_text())
     first, last = (max(at for marks in workers for of, at, _ in marks if of == epoch) for epoch in (_FIRST, _LAST))
     num_images = sum(size for marks in workers for of, _, size in marks if _FIRST < of <= _LAST)

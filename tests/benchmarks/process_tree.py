@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from typing import Any
 
 import psutil
 
 _GONE_WITHIN_S = 30.0
+_LOOK_EVERY_S = 0.1
 
 
 def end_tree(process: subprocess.Popen[Any]) -> None:
@@ -27,6 +29,20 @@ def end_tree(process: subprocess.Popen[Any]) -> None:
             each.kill()
     psutil.wait_procs(alive, timeout=_GONE_WITHIN_S)
     process.wait()
+
+
+def cpu_until_end(process: subprocess.Popen[Any]) -> list[tuple[float, float]]:
+    """Wait for the end of a process. Returns the times of all looks, and the seconds of a core that the tree had used.
+
+    Raises RuntimeError if it fails.
+    """
+    looks, tree = [(time.time(), 0.0)], CpuOfTree(process.pid)
+    while process.poll() is None:
+        looks.append((time.time(), tree.look()))
+        time.sleep(_LOOK_EVERY_S)
+    if process.returncode:
+        raise RuntimeError(f"{process.args} ended with {process.returncode}")
+    return looks
 
 
 class CpuOfTree:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
-from tests.benchmarks.process_tree import CpuOfTree
+from tests.benchmarks.process_tree import cpu_until_end
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side, served
 from tests.benchmarks.started import NOTES
@@ -23,7 +23,6 @@ _IMAGES, _OF = 10_000, 50_000
 _OPTIONS = ["--test-fraction", "0.001", "--workers", "2", "--device", "cpu", "--epochs", "1", "--precision", "float32"]
 _PLAIN, _LOCAL, _RAY = "torchrun, ImageFolder", "raytrain, --backend local", "raytrain on Ray"
 _PHASES = "until the first step", "from the first to the last step", "after the last step"
-_LOOK_EVERY_S = 0.2
 
 
 def measure(bench: Bench) -> Report:
@@ -62,14 +61,7 @@ def whole(module: list[str], folder: str) -> dict[str, float]:
     notes, started = Path(folder, "notes"), time.time()
     own_server = {"PYTHONHASHSEED": str(int(started))}  # a fork server that an earlier command left is not in the tree
     environment = {**os.environ, NOTES: str(notes), **own_server}
-    command = subprocess.Popen([sys.executable, "-m", *module], env=environment, cwd=folder)
-    tree = CpuOfTree(command.pid)
-    looks = [(started, 0.0)]
-    while command.poll() is None:
-        looks.append((time.time(), tree.look()))
-        time.sleep(_LOOK_EVERY_S)
-    if command.returncode:
-        raise RuntimeError(f"{module} ended with {command.returncode}")
+    looks = cpu_until_end(subprocess.Popen([sys.executable, "-m", *module], env=environment, cwd=folder))
     steps = sorted(map(float, notes.read_text().split()))
     bounds = [started, steps[0], steps[-1], time.time()]
     used = [looks[min(bisect_left(looks, (bound, 0.0)), len(looks) - 1)][1] for bound in bounds]
