@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,8 +41,8 @@ class Block:
 
 def to_block(table: pa.Table, shape: ImageShape) -> Block:
     """A block out of a table as :func:`to_table` makes it, without a copy."""
-    column = table.column("image").combine_chunks()
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    table = table.combine_chunks()  # without a copy of the only chunk, as a column's own method makes
+    column = table.column("image").chunk(0)
     pixels = np.frombuffer(column.buffers()[1], np.uint8)
     start, stop = column.offset * shape.num_bytes, (column.offset + len(column)) * shape.num_bytes
     images = pixels[start:stop].reshape(-1, shape.height, shape.width, shape.channels)
@@ -55,6 +56,42 @@ def to_table(pixels: Pixels, labels: Int64s, samples: Int64s) -> pa.Table:
     return pa.table({"image": column, "label": number_array(labels), "sample": number_array(samples)})
 
 
+class Buffers:
+    """Arrays for images, each used again once nobody has it, or a part of it, any more.
+
+    The system clears the memory that it gives to a process, which for a large batch takes longer than to copy it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Pixels] = []
+
+    def take(self, shape: tuple[int, ...]) -> Pixels:
+        """An array of this shape, uint8, whose content is undefined."""
+        size = math.prod(shape)
+        with suppress(IndexError):  # none is free; asking first would race with other threads
+            if len(array := self._free.pop()) >= size:
+                return self._lend(array, shape)
+        return self._lend(np.empty(size, np.uint8), shape)
+
+    def _lend(self, array: Pixels, shape: tuple[int, ...]) -> Pixels:
+        return np.asarray(_Lent(array, self._free))[: math.prod(shape)].reshape(shape)
+
+
+class _Lent:
+    """Each array that is made of ``array`` refers to this: when the last one is gone, ``array`` is free again."""
+
+    def __init__(self, array: Pixels, free: list[Pixels]) -> None:
+        self._array, self._free = array, free
+        self.__array_interface__ = array.__array_interface__
+
+    def __del__(self) -> None:
+        if len(self._free) < _MAX_FREE:
+            self._free.append(self._array)
+
+
+_MAX_FREE = 2  # more than those that are in use keep memory from others
+
+
 class CachedBlocks:
     """A whole data set in the given order; ``block(i)`` waits until block ``i`` is there."""
 
@@ -62,6 +99,7 @@ class CachedBlocks:
         self._block = block
         self._rows_per_block = order.rows_per_block
         self._row_of_sample = order.row_of_sample()
+        self._buffers = Buffers()
 
     def gather(self, samples: Int64s) -> Block:
         """Copy the images of ``samples`` (see :meth:`BatchPlan.samples`) out of the blocks, in their order."""
@@ -74,7 +112,7 @@ class CachedBlocks:
             block = self._block(number)
             sources = rows[targets] - number * self._rows_per_block
             if images is None:
-                images = np.empty((len(samples), *block.images.shape[1:]), np.uint8)
+                images = self._buffers.take((len(samples), *block.images.shape[1:]))
             images[targets] = block.images[sources]
             labels[targets] = block.labels[sources]
         assert images is not None
@@ -125,10 +163,11 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
     """Cut the worker's blocks, which arrive in its order, into local batches from ``first_step`` to the plan's end."""
     source = iter(blocks)
     remaining: list[Block] = []
+    buffers = Buffers()
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         rows, remaining = _next_rows(sum(partition.part_sizes(batch)), remaining, source)
-        yield _local_batch(partition, batch, rows)
+        yield _local_batch(partition, batch, rows, buffers)
 
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
@@ -136,7 +175,7 @@ def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: i
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         samples = partition.local_samples(batch)
-        yield _local_batch(partition, batch, [blocks.gather(samples)] if len(samples) else [])
+        yield _local_batch(partition, batch, [blocks.gather(samples)] if len(samples) else [], Buffers())
 
 
 def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:
@@ -151,12 +190,15 @@ def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> t
     return rows, remaining
 
 
-def _local_batch(partition: Partition, batch: GlobalBatch, blocks: list[Block]) -> LocalBatch:
+def _local_batch(partition: Partition, batch: GlobalBatch, blocks: list[Block], buffers: Buffers) -> LocalBatch:
     part_sizes: Sequence[int] = partition.part_sizes(batch)
     if not blocks:
         empty = np.empty(0, np.int64)
         return LocalBatch(batch, np.empty((0, 0, 0, 0), np.uint8), empty, empty, empty, tuple(part_sizes))
-    images = np.concatenate([block.images for block in blocks]) if len(blocks) > 1 else blocks[0].images
+    images = blocks[0].images
+    if len(blocks) > 1:
+        images = buffers.take((sum(map(len, blocks)), *images.shape[1:]))
+        np.concatenate([block.images for block in blocks], out=images)
     labels = np.concatenate([block.labels for block in blocks])
     draws = np.concatenate([block.samples for block in blocks])
     readable = labels >= 0

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
+from raytrain.data.blocks import (
+    Block,
+    Buffers,
+    CachedBlocks,
+    LocalBatch,
+    batches_from_cache,
+    batches_from_stream,
+    to_block,
+    to_table,
+)
+from raytrain.data.images.decode import ImageShape
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
@@ -52,3 +64,33 @@ def test_workers_together_get_the_same_batches_as_one(
                 assert local.batch == plan.batch(step)
                 assert local.labels.tolist() == local.samples.tolist()
                 assert local.images.reshape(-1).tolist() == (local.samples % 256).tolist()
+
+
+def test_memory_of_a_batch_is_used_again_only_when_nobody_has_a_part_of_it() -> None:
+    buffers = Buffers()
+    first = buffers.take((4, 3))
+    address = first.ctypes.data
+    part, tensor = first[2:].reshape(-1)[1:], torch.from_numpy(first)[1:]
+    del first
+    assert buffers.take((4, 3)).ctypes.data != address
+    del part
+    assert buffers.take((4, 3)).ctypes.data != address
+    tensor.fill_(7)
+    del tensor
+    again = [buffers.take((3, 3)) for _ in range(2)]  # a smaller one fits into it
+    assert address in [each.ctypes.data for each in again]
+
+
+def test_a_streamed_batch_that_is_kept_does_not_change() -> None:
+    plan = BatchPlan(60, 16, 2, seed=0)
+    kept = all_streamed(Partition(plan, 0, [1]), 0, 5)  # each batch is made of several blocks
+    assert all(local.images.reshape(-1).tolist() == (local.samples % 256).tolist() for local in kept)
+
+
+def test_a_block_is_read_from_its_table_without_a_copy() -> None:
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
+    table = to_table(pixels, np.arange(2), np.arange(2))
+    assert np.shares_memory(to_block(table, ImageShape(2, 2, 3)).images, pixels)
+    joined = to_block(pa.concat_tables([table, table.slice(1)]), ImageShape(2, 2, 3))
+    assert joined.images.tolist() == [*pixels.tolist(), pixels[1].tolist()]
+    assert joined.labels.tolist() == [0, 1, 1]

@@ -50,6 +50,9 @@ WITHOUT_EXTRAS = {
 }
 _OF_THE_CLUSTER = {
     **WITHOUT_EXTRAS,
+    # Nobody asks this cluster for its tasks or its metrics, which each process reports every few seconds.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a loop prints would be in both logs of its worker
     # A process that reads data takes seconds to start. By default Ray ends it after one idle second if actors use all
     # CPUs.
