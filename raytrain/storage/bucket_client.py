@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +39,7 @@ T = TypeVar("T")
 
 INITIAL_WAIT_S = 0.1
 MAX_WAIT_S = 15.0
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,24 @@ def with_retries(operation: Callable[[], T], policy: RetryPolicy) -> T:
         except Exception as error:
             if not is_transient(error) or time.monotonic() >= give_up_at:
                 raise
-        _retried.append(None)
-        time.sleep(random.uniform(0.0, min(MAX_WAIT_S, INITIAL_WAIT_S * 2**number)))
+            _retried.append(None)
+            if not _waited(random.uniform(0.0, min(MAX_WAIT_S, INITIAL_WAIT_S * 2**number))):
+                raise
     return operation()
+
+
+def _waited(seconds: float) -> bool:
+    """Wait for so long; False if meanwhile this process is about to end, for which Python waits for all requests."""
+    until = time.monotonic() + seconds
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(left_s, _LOOK_EVERY_S))
+        try:
+            _probe().submit(int)
+        except RuntimeError:  # Python tells it in no other way that is public
+            return False
+    return True
+
+
+@cache
+def _probe() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)

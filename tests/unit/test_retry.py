@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -19,7 +21,12 @@ BUSY = GenericError(
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits in seconds, which are recorded instead of slept."""
     recorded: list[float] = []
-    monkeypatch.setattr(bucket_client.time, "sleep", recorded.append)
+
+    def record(seconds: float) -> bool:
+        recorded.append(seconds)
+        return True
+
+    monkeypatch.setattr(bucket_client, "_waited", record)
     return recorded
 
 
@@ -74,3 +81,25 @@ def test_errors_that_are_not_transient_are_raised_at_once(error: Exception, wait
     with pytest.raises(type(error)):
         with_retries(Fails(1, error), DEFAULT)
     assert not waits
+
+
+PENDING = """
+import threading
+from obstore.exceptions import GenericError
+from raytrain.storage.bucket_client import DEFAULT, with_retries
+from raytrain.storage.hedged_requests import threads
+
+begun = threading.Event()
+
+def busy():
+    begun.set()
+    raise GenericError("Error performing GET - Server returned non-2xx status code: 503 Service Unavailable")
+
+threads().submit(with_retries, busy, DEFAULT)
+begun.wait()
+"""
+
+
+@pytest.mark.not_quick
+def test_a_process_ends_while_a_request_of_it_is_retried() -> None:
+    subprocess.run([sys.executable, "-c", PENDING], check=True, timeout=60)  # a third of what retries may take
