@@ -167,7 +167,7 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         rows, remaining = _next_rows(sum(partition.part_sizes(batch)), remaining, source)
-        yield _local_batch(partition, batch, rows, buffers)
+        yield _local_batch(partition, batch, _joined(rows, buffers) if rows else None)
 
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
@@ -175,7 +175,7 @@ def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: i
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         samples = partition.local_samples(batch)
-        yield _local_batch(partition, batch, [blocks.gather(samples)] if len(samples) else [], Buffers())
+        yield _local_batch(partition, batch, blocks.gather(samples) if len(samples) else None)
 
 
 def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:
@@ -190,17 +190,22 @@ def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> t
     return rows, remaining
 
 
-def _local_batch(partition: Partition, batch: GlobalBatch, blocks: list[Block], buffers: Buffers) -> LocalBatch:
+def _joined(blocks: list[Block], buffers: Buffers) -> Block:
+    """The rows of all ``blocks``, copied unless there is only one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    images = buffers.take((sum(map(len, blocks)), *blocks[0].images.shape[1:]))
+    np.concatenate([block.images for block in blocks], out=images)
+    labels = np.concatenate([block.labels for block in blocks])
+    return Block(images, labels, np.concatenate([block.samples for block in blocks]))
+
+
+def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block | None) -> LocalBatch:
     part_sizes: Sequence[int] = partition.part_sizes(batch)
-    if not blocks:
+    if rows is None:
         empty = np.empty(0, np.int64)
         return LocalBatch(batch, np.empty((0, 0, 0, 0), np.uint8), empty, empty, empty, tuple(part_sizes))
-    images = blocks[0].images
-    if len(blocks) > 1:
-        images = buffers.take((sum(map(len, blocks)), *images.shape[1:]))
-        np.concatenate([block.images for block in blocks], out=images)
-    labels = np.concatenate([block.labels for block in blocks])
-    draws = np.concatenate([block.samples for block in blocks])
+    images, labels, draws = rows.images, rows.labels, rows.samples
     readable = labels >= 0
     if not readable.all():
         images, labels, draws = images[readable], labels[readable], draws[readable]

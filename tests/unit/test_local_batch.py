@@ -81,12 +81,6 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_has_a_part_of_it() -> 
     assert address in [each.ctypes.data for each in again]
 
 
-def test_a_streamed_batch_that_is_kept_does_not_change() -> None:
-    plan = BatchPlan(60, 16, 2, seed=0)
-    kept = all_streamed(Partition(plan, 0, [1]), 0, 5)  # each batch is made of several blocks
-    assert all(local.images.reshape(-1).tolist() == (local.samples % 256).tolist() for local in kept)
-
-
 def test_a_block_is_read_from_its_table_without_a_copy() -> None:
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
     table = to_table(pixels, np.arange(2), np.arange(2))
