@@ -195,17 +195,27 @@ def check_room(config: TrainConfig, found: Hardware) -> None:
             "or give a number of --workers and --wait-for-machines-s if an autoscaler starts such machines."
         )
     if device == "cuda" and not available:
-        raise UsageError(
-            f"--device is cuda, and the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another "
-            "--address, or give a number of --workers and --wait-for-machines-s if an autoscaler starts GPU machines."
-        )
+        raise UsageError(f"--device is {config.device}, and {_no_gpu(config, found)}")
     limit = available * (_WORKERS_PER_CPU if device == "cpu" and found.num_nodes == 1 else 1)
     if fewest > limit:
         kind = device_kind(config.accelerator_type, device)
+        place, more = ("this machine", "") if config.backend == "local" else ("the cluster", _AUTOSCALER)
         raise UsageError(
-            f"--workers is {config.workers}, and the cluster has {available} {kind}; ask for at most {limit}, or give "
-            "--wait-for-machines-s if an autoscaler starts more."
+            f"--workers is {config.workers}, and {place} has {available} {kind}; ask for at most {limit}{more}."
         )
+
+
+_AUTOSCALER = ", or give --wait-for-machines-s if an autoscaler starts more"
+
+
+def _no_gpu(config: TrainConfig, found: Hardware) -> str:
+    if config.backend == "local":
+        hidden = f" (of {len(gpus())}, CUDA_VISIBLE_DEVICES hides all)" if gpus() else ""
+        return f"this machine has no GPU{hidden}; use --device cpu."
+    return (
+        f"the cluster's {found.num_nodes} nodes have no GPU; use --device cpu or another --address, or give a number "
+        "of --workers and --wait-for-machines-s if an autoscaler starts GPU machines."
+    )
 
 
 def wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
+from raytrain.config import ResolvedConfig
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.helpers.reference_loop import small_net
@@ -43,12 +44,13 @@ class Plain:
 
     num_classes, rank, world_size = 4, 0, 1
 
-    def __init__(self, batches: list[PlainBatch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: list[PlainBatch], options: ResolvedConfig) -> None:
+        self._batches, self._options = batches, options
         self._steps_per_epoch = len(batches) // 2
 
     def prepare(self, thing: Any) -> Any:
-        return thing.double() if isinstance(thing, nn.Module) else thing
+        dtype = getattr(torch, self._options.precision)
+        return thing.to(self._options.device, dtype) if isinstance(thing, nn.Module) else thing
 
     def batches(self, evaluate: Callable[[], dict[str, float]] = dict) -> Iterator[PlainBatch]:
         for batch in self._batches:
@@ -414,10 +416,9 @@ def states(models: list[nn.Module]) -> list[Tensor]:
 Loops = tuple[Callable[[Any], list[nn.Module]], ...]
 
 
-def with_a_run(folder: str, loops: Loops, batch_norm: str = "sync") -> dict[str, list[Tensor]]:
+def with_a_run(folder: str, loops: Loops, options: ResolvedConfig = OPTIONS) -> dict[str, list[Tensor]]:
     found = {}
     for loop in loops:
-        options = dataclasses.replace(OPTIONS, batch_norm=batch_norm)
         run = make_run(options, images(NUM_IMAGES), f"{folder}/{loop.__name__}", Recorder())
         models = loop(run)
         assert run.finish().status == "finished"
@@ -425,8 +426,8 @@ def with_a_run(folder: str, loops: Loops, batch_norm: str = "sync") -> dict[str,
     return found
 
 
-def with_torch(folder: str, loops: Loops) -> dict[str, list[Tensor]]:
-    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+def with_torch(folder: str, loops: Loops, options: ResolvedConfig = OPTIONS) -> dict[str, list[Tensor]]:
+    run = make_run(options, images(NUM_IMAGES), folder, Recorder())
     model = run.prepare(linear())
     optimizer = sgd(run, model)
     batches = []
@@ -434,14 +435,15 @@ def with_torch(folder: str, loops: Loops) -> dict[str, list[Tensor]]:
         batches.append(PlainBatch(batch.images.clone(), batch.labels.clone(), batch.step, batch.num_used))
         run.backward(model(batch.images).sum())
         run.step(optimizer)
-    return {loop.__name__: states(loop(Plain(batches))) for loop in loops}
+    return {loop.__name__: states(loop(Plain(batches, options))) for loop in loops}
 
 
 def check(loops: Loops, folder: Path) -> None:
     """Assert that they end as plain PyTorch does: on one worker, also with its own batch norm, and on two."""
     wanted = with_torch(str(folder / "torch"), loops)
     both = run_in_processes(2, with_a_run, str(folder / "two"), loops)
-    one = with_a_run(str(folder / "one"), loops), with_a_run(str(folder / "own norm"), loops, "aggregate")
+    own_norm = dataclasses.replace(OPTIONS, batch_norm="aggregate")
+    one = with_a_run(str(folder / "one"), loops), with_a_run(str(folder / "own norm"), loops, own_norm)
     for found in (*one, *both):
         for name, ours in found.items():
             torch.testing.assert_close(

@@ -156,11 +156,11 @@ def centred(run: Any) -> list[nn.Module]:
     """A centre of the outputs, which the loop's own collective adds up over the workers between two of batch norm."""
     model = run.prepare(small())
     optimizer = sgd(run, model)
-    centre = torch.zeros(4, dtype=torch.float64)
+    centre = 0.0
     for batch in run.batches(evaluate=dict):
         logits = model(batch.images)
         used = logits[: batch.num_used].detach()
-        sums = torch.cat([used.sum(0), torch.tensor([len(used)], dtype=torch.float64)])
+        sums = torch.cat([used.sum(0), used.new_tensor([len(used)])])
         if dist.is_initialized():
             dist.all_reduce(sums)
         centre = 0.9 * centre + 0.1 * sums[:4] / sums[4]
@@ -185,16 +185,18 @@ def epoch_by_epoch(run: Any) -> list[nn.Module]:
     return [model]
 
 
+LOOPS = (
+    mean_teacher,
+    heads,
+    own_optimizer,
+    stopped_gradients,
+    bootstrap,
+    functional,
+    adversarial,
+    centred,
+    epoch_by_epoch,
+)
+
+
 def test_they_end_as_with_plain_pytorch(tmp_path: Path) -> None:
-    loops = (
-        mean_teacher,
-        heads,
-        own_optimizer,
-        stopped_gradients,
-        bootstrap,
-        functional,
-        adversarial,
-        centred,
-        epoch_by_epoch,
-    )
-    check(loops, tmp_path)
+    check(LOOPS, tmp_path)

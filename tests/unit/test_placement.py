@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain import TrainConfig, UsageError
-from raytrain.launch.placement import Hardware, place
+from raytrain.launch.placement import Gpu, Hardware, place
 from raytrain.launch.ray import nodes
 
 MIXED = Hardware(3, 64.0, 6.0, 10**9, gpu_types={"L4": 4.0, "T4": 2.0})
@@ -33,6 +33,17 @@ def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> 
         place(config(device="cuda:T4", workers=3), MIXED)
     with pytest.raises(UsageError, match="--device is cuda:A100, and the cluster has 4 L4, 2 T4; name a type"):
         place(config(device="cuda:A100"), MIXED)
+
+
+def test_without_a_cluster_a_refusal_speaks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Hardware(1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
+    with pytest.raises(UsageError, match="^--workers is 9, and this machine has 2 CPUs; ask for at most 8.$"):
+        place(config(backend="local", workers=9), alone)
+    with pytest.raises(UsageError, match="^--device is cuda, and this machine has no GPU; use --device cpu.$"):
+        place(config(backend="local", device="cuda"), alone)
+    monkeypatch.setattr("raytrain.launch.placement.gpus", lambda: (Gpu("T4", 16 * 10**9, "550", "7.5"),))
+    with pytest.raises(UsageError, match=r"has no GPU \(of 1, CUDA_VISIBLE_DEVICES hides all\); use --device cpu.$"):
+        place(config(backend="local", device="cuda"), alone)
 
 
 def test_the_types_are_those_of_rays_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

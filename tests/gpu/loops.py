@@ -1,0 +1,180 @@
+"""Loops of a user's own on a GPU: they end as plain PyTorch does there, also with what people write for GPUs alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.errors import UsageError
+from tests.gpu.trial import Trial
+from tests.integration import test_loops_of_others, test_loops_of_papers
+from tests.integration.test_loops_of_others import (
+    OPTIONS,
+    cross_entropy,
+    sgd,
+    small,
+    with_a_run,
+    with_torch,
+)
+
+
+def of_others(trial: Trial) -> None:
+    """The loops that two tests compare on CPUs, in float64."""
+    options = dataclasses.replace(OPTIONS, device=trial.device)
+    for loop in (*test_loops_of_others.LOOPS, *test_loops_of_papers.LOOPS):
+        _compare(trial, loop, options, at_most=1e-8)
+
+
+def on_cuda(run: Any) -> list[nn.Module]:
+    """Everything is moved by hand, and steps are timed with events."""
+    model = run.prepare(small().cuda().to(memory_format=torch.channels_last))  # pyright: ignore
+    criterion = nn.CrossEntropyLoss(reduction="sum").cuda()
+    optimizer = sgd(run, model)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for batch in run.batches(evaluate=dict):
+        began.record()
+        images, labels = batch.images.cuda(non_blocking=True), batch.labels.cuda(non_blocking=True)
+        loss = criterion(model(images), labels)
+        run.backward(loss)
+        run.step(optimizer)
+        ended.record()
+        torch.cuda.synchronize()
+        run.log(loss=loss.cpu(), seconds=began.elapsed_time(ended), right=0)
+    return [model]
+
+
+def in_autocast(run: Any) -> list[nn.Module]:
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = cross_entropy(model(batch.images), batch.labels)
+        run.backward(loss)
+        run.step(optimizer)
+    return [model]
+
+
+def in_a_stream(run: Any) -> list[nn.Module]:
+    """A stream of the loop's own, which waits for the batch, and is waited for."""
+    model, stream = run.prepare(small()), torch.cuda.Stream()
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run.backward(cross_entropy(model(batch.images), batch.labels))
+            run.step(optimizer)
+        torch.cuda.current_stream().wait_stream(stream)
+    return [model]
+
+
+def prefetched(run: Any) -> list[nn.Module]:
+    """The usual prefetcher: the batch after this one is changed in a stream while this one is used."""
+    model, stream = run.prepare(small()), torch.cuda.Stream()
+    optimizer = sgd(run, model)
+    for batch in run.batches(evaluate=dict):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            images = batch.images.mul(0.5).add(0.1)
+        torch.cuda.current_stream().wait_stream(stream)
+        images.record_stream(torch.cuda.current_stream())
+        run.backward(cross_entropy(model(images), batch.labels))
+        run.step(optimizer)
+    return [model]
+
+
+def compiled(run: Any) -> list[nn.Module]:
+    model = run.prepare(small())
+    optimizer, faster = sgd(run, model), torch.compile(model)
+    for batch in run.batches(evaluate=dict):
+        run.backward(cross_entropy(faster(batch.images), batch.labels))
+        run.step(optimizer)
+    return [model]
+
+
+def compiled_to_a_graph(run: Any) -> list[nn.Module]:
+    """torch.compile with CUDA graphs, whose outputs and gradients lie in memory of the graph's own."""
+    model = run.prepare(small())
+    optimizer, faster = sgd(run, model), torch.compile(model, mode="reduce-overhead")
+    for batch in run.batches(evaluate=dict):
+        torch.compiler.cudagraph_mark_step_begin()
+        run.backward(cross_entropy(faster(batch.images), batch.labels))
+        run.step(optimizer)
+    return [model]
+
+
+def compiled_loss(run: Any) -> list[nn.Module]:
+    """A loss that is compiled with its network, in evaluation, too."""
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
+
+    @torch.compile
+    def loss_of(images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1)
+
+    for batch in run.batches(evaluate=dict):
+        run.backward(loss_of(batch.images, batch.labels))
+        run.step(optimizer)
+        with torch.no_grad():
+            run.log(after=loss_of(batch.images, batch.labels))
+    return [model]
+
+
+_FOR_GPUS: dict[Callable[[Any], list[nn.Module]], float] = {  # and how far a weight may be from plain PyTorch's
+    on_cuda: 1e-4,
+    in_autocast: 1e-3,
+    in_a_stream: 1e-4,
+    prefetched: 1e-4,
+    compiled: 1e-3,
+    compiled_to_a_graph: 1e-3,
+    compiled_loss: 1e-3,
+}
+
+
+def for_gpus(trial: Trial) -> None:
+    options = dataclasses.replace(OPTIONS, device=trial.device, precision="float32")
+    for loop, limit in _FOR_GPUS.items():
+        _compare(trial, loop, options, at_most=limit)
+    _refuse_scaler(trial, options)
+
+
+def _compare(trial: Trial, loop: Callable[[Any], list[nn.Module]], options: Any, at_most: float) -> None:
+    """Note how far the weights end from plain PyTorch's; a loop that breaks doesn't end the others."""
+    name = loop.__name__
+    try:
+        wanted = with_torch(f"{trial.folder}/torch-{name}", (loop,), options)[name]
+        ours = with_a_run(f"{trial.folder}/run-{name}", (loop,), options)[name]
+    except Exception as error:  # whatever a GPU does to one of them
+        trial.says(f"{name}: {type(error).__name__}: {error}"[:600])
+        trial.holds(name, False)
+    else:
+        far = max((some.double() - other.double()).abs().max().item() for some, other in zip(ours, wanted, strict=True))
+        trial.check(f"{name}: largest difference of a weight", far, "", at_most=at_most)
+
+
+def scaled_by_hand(run: Any) -> list[nn.Module]:
+    """A scaler of the loop's own steps the optimizer, of which the run must know."""
+    model = run.prepare(small())
+    optimizer, scaler = sgd(run, model), torch.amp.GradScaler("cuda")  # pyright: ignore
+    for batch in run.batches(evaluate=dict):
+        with torch.autocast("cuda", torch.float16):
+            loss = cross_entropy(model(batch.images), batch.labels)
+        run.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [model]
+
+
+def _refuse_scaler(trial: Trial, options: Any) -> None:
+    said = "it was not refused"
+    try:
+        with_a_run(f"{trial.folder}/scaler", (scaled_by_hand,), options)
+    except UsageError as error:
+        said = str(error)
+    trial.says(f"a GradScaler of the loop's own: {said}")
+    trial.holds("a GradScaler of the loop's own is refused", "run.step" in said)
