@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,19 +75,27 @@ class Buffers:
         return self._lend(np.empty(size, np.uint8), shape)
 
     def _lend(self, array: Pixels, shape: tuple[int, ...]) -> Pixels:
-        return np.asarray(_Lent(array, self._free))[: math.prod(shape)].reshape(shape)
+        return lend(array, partial(self._keep, array))[: math.prod(shape)].reshape(shape)
+
+    def _keep(self, array: Pixels) -> None:
+        if len(self._free) < _MAX_FREE:
+            self._free.append(array)
+
+
+def lend(array: Pixels, give_back: Callable[[], None]) -> Pixels:
+    """The same array, uint8 (n,); ``give_back`` is called when nobody has it, or a part of it, any more."""
+    return np.asarray(_Lent(array, give_back))
 
 
 class _Lent:
-    """Each array that is made of ``array`` refers to this: when the last one is gone, ``array`` is free again."""
+    """Each array that is made of ``array`` refers to this."""
 
-    def __init__(self, array: Pixels, free: list[Pixels]) -> None:
-        self._array, self._free = array, free
+    def __init__(self, array: Pixels, give_back: Callable[[], None]) -> None:
+        self._array, self._give_back = array, give_back
         self.__array_interface__ = array.__array_interface__
 
     def __del__(self) -> None:
-        if len(self._free) < _MAX_FREE:
-            self._free.append(self._array)
+        self._give_back()
 
 
 _MAX_FREE = 2  # more than those that are in use keep memory from others

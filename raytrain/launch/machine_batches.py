@@ -1,14 +1,13 @@
-"""Batches from images that a machine's workers decode into shared memory."""
+"""Batches from images that processes beside a machine's workers decode into shared memory."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ import numpy.typing as npt
 
 from raytrain.data.blocks import Block, CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.dataset import Dataset
-from raytrain.data.images.decode import ImageShape
+from raytrain.data.images.decode import ImageShape, Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.data.plan.partition import CacheOrder, Partition, WorkerOrder
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.cache_choice import ImageCache
-from raytrain.launch.placement import cores
+from raytrain.launch.decoders import Decoders, num_decoders
 from raytrain.runs.metric_row import SkippedImage
 from raytrain.storage.bucket_client import take_num_retries
 from raytrain.storage.locks import acquire
@@ -90,11 +89,13 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 
 
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
-_MAX_THREADS = 8  # more of them would keep the loop from the interpreter
 
 
-class MachineBatches:
-    """A :class:`BatchSource` over images that threads of this process and its neighbours decode ahead."""
+class MachineBatches(AbstractContextManager["MachineBatches"]):
+    """A :class:`BatchSource` over images that processes of this worker and its neighbours decode ahead.
+
+    It forks them when it is made (see :class:`Decoders`), and ends them when it is closed.
+    """
 
     def __init__(
         self,
@@ -109,13 +110,27 @@ class MachineBatches:
     ) -> None:
         data = data.kept_on(cache.disk)
         test_plan = data.test_plan(len(loads))
-        train = _ImageSet(ImageReader(data.train_store, *data.train_format, isolated), data.train, reporter)
-        test = _ImageSet(ImageReader(data.test_store, *data.test_format, isolated), data.test, reporter)
+        readers = [
+            ImageReader(store, *format, isolated)
+            for store, format in ((data.train_store, data.train_format), (data.test_store, data.test_format))
+        ]
+        manifests = (data.train, data.test)
+        block_bytes = [
+            manifest.rows_per_block(reader.shape) * reader.shape.num_bytes
+            for reader, manifest in zip(readers, manifests, strict=True)
+        ]
+        self._decoders = Decoders(reporter, max(block_bytes))
+        train, test = (
+            _ImageSet(which, reader, manifest, self._decoders)
+            for which, (reader, manifest) in enumerate(zip(readers, manifests, strict=True))
+        )
         folder = Path(cache.folder)
         self._train = _Batches(train, Partition(plan, rank, loads), folder / "train", cache.train)
         self._test = _Batches(test, Partition(test_plan, rank, loads), folder / "test", cache.test)
-        for _ in range(num_decoders()):
-            threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
+        self._decoders.start([train.read, test.read], self._read_ahead)
+
+    def __exit__(self, *exception: object) -> None:
+        self._decoders.__exit__(*exception)
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return self._train.from_step(first_step)
@@ -128,31 +143,37 @@ class MachineBatches:
         self._test.read_ahead()
 
 
-def num_decoders() -> int:
-    """Threads that decode in each of this machine's workers."""
-    return max(1, min(_MAX_THREADS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 @dataclass(frozen=True)
 class _ImageSet:
-    """Images of one manifest; ``reporter`` hears of those that cannot be used, and of requests that were retried."""
+    """Images of one manifest, number ``which`` of the sets that ``decoders`` decode."""
 
+    which: int
     reader: ImageReader
     manifest: Manifest
-    reporter: Any
+    decoders: Decoders
 
-    def read(self, samples: Int64s, epoch: int) -> Block:
-        """The images of ``samples``, decoded for ``epoch``."""
+    def read(self, samples: Int64s, epoch: int, pixels: Pixels | None = None) -> Block:
+        """The images of ``samples``, decoded for ``epoch``, in this process; into the bytes ``pixels`` if given."""
         wanted = self.manifest.select(samples % len(self.manifest))
         crops = self.reader.cropping.crops(samples, epoch)
-        images, bad = self.reader.read(wanted, crops)
-        if retries := take_num_retries():
-            self.reporter.retried(retries)
+        images, bad = self.reader.read(wanted, crops, pixels)
         labels = wanted.labels.astype(np.int64)
         labels[list(bad)] = -1
-        if bad:
-            self.reporter.skip([SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()])
+        skipped = [SkippedImage(wanted.keys[index].as_py(), reason) for index, reason in bad.items()]
+        self.decoders.report(skipped, take_num_retries())
         return Block(images, labels, samples)
+
+    def stream(self, order: WorkerOrder) -> Iterator[Block]:
+        """The blocks of ``order``. A few of them are decoded ahead."""
+        block_bytes = order.rows_per_block * self.reader.shape.num_bytes
+        num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // block_bytes)
+        reading: deque[Future[Block]] = deque()
+        for number in range(len(order)):
+            reading.append(self.decoders.read(self.which, order.samples(number), order.epoch(number)))
+            if len(reading) > num_ahead:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
 
 
 class _Batches:
@@ -170,26 +191,11 @@ class _Batches:
     def from_step(self, first_step: int) -> Iterator[LocalBatch]:
         if self._cache is not None:
             return batches_from_cache(self._partition, self._cache, first_step)
-        return batches_from_stream(self._partition, self._blocks(first_step), first_step)
+        rows = self._images.manifest.rows_per_block(self._images.reader.shape)
+        blocks = self._images.stream(WorkerOrder(self._partition, first_step, rows))
+        return batches_from_stream(self._partition, blocks, first_step)
 
     def read_ahead(self) -> None:
         """Read what is kept."""
         if self._kept is not None:
             self._kept.read_ahead()
-
-    def _blocks(self, first_step: int) -> Iterator[Block]:
-        """This worker's blocks in their order. Threads read a few of them ahead."""
-        rows = self._images.manifest.rows_per_block(self._images.reader.shape)
-        order = WorkerOrder(self._partition, first_step, rows)
-        num_ahead = num_decoders() + min(_AHEAD_BLOCKS, _AHEAD_BYTES // (rows * self._images.reader.shape.num_bytes))
-        with ThreadPoolExecutor(num_decoders(), thread_name_prefix="decode") as decoders:
-            reading: deque[Future[Block]] = deque()
-            try:
-                for number in range(len(order)):
-                    reading.append(decoders.submit(self._images.read, order.samples(number), order.epoch(number)))
-                    if len(reading) > num_ahead:
-                        yield reading.popleft().result()
-                while reading:
-                    yield reading.popleft().result()
-            finally:
-                decoders.shutdown(cancel_futures=True)

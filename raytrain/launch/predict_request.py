@@ -19,14 +19,14 @@ from raytrain.data.images.decode import ImageFormat, Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Int64s
-from raytrain.launch.machine_batches import num_decoders
-from raytrain.launch.placement import Placement
+from raytrain.launch.placement import Placement, cores
 from raytrain.storage.store import Store
 
 T = TypeVar("T")
 
 _AHEAD = 1  # blocks of each thread, besides the one that it works at
 _CLOSE_S = 10.0
+_MAX_READERS = 8  # more of them would keep the network from the interpreter
 
 
 BlockPredictor = Callable[[Pixels, Int64s], pa.Table]
@@ -89,7 +89,7 @@ def predict_here(request: PredictRequest, placement: Placement) -> Iterator[pa.T
     those of the predictor, which mean nothing if there is an error.
     """
     workers = placement.num_workers
-    readers = max(1, num_decoders() // workers)
+    readers = max(1, min(_MAX_READERS, cores()) // workers)
     with ExitStack() as opened:
         yield from in_turn(
             [

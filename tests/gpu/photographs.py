@@ -20,7 +20,7 @@ import raytrain
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageShape, decode
 from raytrain.data.images.resize import fastest_resizer
-from raytrain.launch.machine_batches import num_decoders
+from raytrain.launch.decoders import num_decoders
 from raytrain.launch.placement import cores
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.runs.machine_history import MachineUse

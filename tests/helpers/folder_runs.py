@@ -76,9 +76,10 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     test = CacheOrder(spec.test_plan, 0, _ROWS_PER_BLOCK)
     cache = ImageCache(train, test, folder=tempfile.mkdtemp(dir=run.config.storage))
     recorder = recorder or Recorder(run.stop_after)
-    source = MachineBatches(data, spec.plan, rank, (1.0,) * world_size, cache, recorder, isolated=False)
-    part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
-    train_run(spec, part)
+    loads = (1.0,) * world_size
+    with MachineBatches(data, spec.plan, rank, loads, cache, recorder, isolated=False) as source:
+        part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
+        train_run(spec, part)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder
 
 

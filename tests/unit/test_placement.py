@@ -37,9 +37,9 @@ def test_too_few_gpus_of_the_type_and_a_type_that_is_not_there_are_refused() -> 
 
 def test_without_a_cluster_a_refusal_speaks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Hardware(1, cpus=2.0, gpus=0.0, object_store_bytes=10**9)
-    with pytest.raises(UsageError, match="^--workers is 9, and this machine has 2 CPUs; ask for at most 8.$"):
+    with pytest.raises(UsageError, match=r"^--workers is 9, and this machine has 2 CPUs; ask for at most 8.$"):
         place(config(backend="local", workers=9), alone)
-    with pytest.raises(UsageError, match="^--device is cuda, and this machine has no GPU; use --device cpu.$"):
+    with pytest.raises(UsageError, match=r"^--device is cuda, and this machine has no GPU; use --device cpu.$"):
         place(config(backend="local", device="cuda"), alone)
     monkeypatch.setattr("raytrain.launch.placement.gpus", lambda: (Gpu("T4", 16 * 10**9, "550", "7.5"),))
     with pytest.raises(UsageError, match=r"has no GPU \(of 1, CUDA_VISIBLE_DEVICES hides all\); use --device cpu.$"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -37,14 +38,19 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         while self._idle:
             self._idle.pop().close()
 
-    def read(self, manifest: Manifest, crops: Sequence[Crop] | None = None) -> tuple[Pixels, dict[int, str]]:
+    def read(
+        self, manifest: Manifest, crops: Sequence[Crop] | None = None, pixels: Pixels | None = None
+    ) -> tuple[Pixels, dict[int, str]]:
         """The images of ``manifest``, uint8 (n, H, W, C), and index and reason of each one that could not be read.
 
-        ``crops`` say what is seen of each image, in place of the reader's cropping. The pixels of an unreadable image
-        are 0. Raises StorageError if the store refuses or cannot be reached.
+        ``crops`` say what is seen of each image, in place of the reader's cropping. The images are put into the bytes
+        ``pixels``, uint8 (at least n·H·W·C,), if given. The pixels of an unreadable image are 0. Raises StorageError if
+        the store refuses or cannot be reached.
         """
+        shape = (len(manifest), self.shape.height, self.shape.width, self.shape.channels)
+        images = np.empty(shape, np.uint8) if pixels is None else pixels[: math.prod(shape)].reshape(shape)
         with self._decoder() as decode_one:
-            return self._read(manifest, crops, decode_one)
+            return images, self._read(manifest, crops or [self.cropping.crop] * len(manifest), decode_one, images)
 
     @contextmanager
     def _decoder(self) -> Iterator[_DecodeOne]:
@@ -61,18 +67,16 @@ class ImageReader(AbstractContextManager["ImageReader"]):
             self._idle.append(process)
 
     def _read(
-        self, manifest: Manifest, crops: Sequence[Crop] | None, decode_one: _DecodeOne
-    ) -> tuple[Pixels, dict[int, str]]:
-        """Decode each image as it arrives, while others are on their way."""
-        shape, crops = self.shape, crops or [self.cropping.crop] * len(manifest)
-        images = np.empty((len(manifest), shape.height, shape.width, shape.channels), np.uint8)
+        self, manifest: Manifest, crops: Sequence[Crop], decode_one: _DecodeOne, images: Pixels
+    ) -> dict[int, str]:
+        """Decode each image into ``images`` as it arrives, while others are on their way; why some cannot be."""
         bad: dict[int, str] = {}
         for index, data in _each_content(self.store, manifest):
             try:
                 images[index] = decode_one(require_bytes(data), crops[index])
             except BadImage as error:
                 images[index], bad[index] = 0, str(error)
-        return images, dict(sorted(bad.items()))
+        return dict(sorted(bad.items()))
 
 
 def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:

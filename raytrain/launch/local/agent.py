@@ -35,6 +35,7 @@ from raytrain.launch.machine_batches import MachineBatches
 from raytrain.launch.placement import cores
 from raytrain.runs.outcome import Outcome
 from raytrain.training.assembly import load_initial_weights, make_run, train_run
+from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
@@ -109,7 +110,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     rank = int(os.environ["RANK"])
     call = Caller(here.calls)
     try:
-        outcome = _train(spec.with_functions(), here, rank, SocketReporter(here.calls, watch=rank == 0))
+        outcome = _train(spec.with_functions(), here, rank, SocketReporter(here.calls))
     except RaytrainError as error:
         if not call("give_up", error, trace_of(error)):
             os._exit(1)
@@ -123,19 +124,21 @@ def work(spec: RunSpec, here: Surroundings) -> None:
 
 def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: Any) -> Outcome:
     """Train as one of the workers, or as the only one. Worker 0 knows the checkpoint of the outcome."""
-    config, device = spec.config, _device(spec.config)
-    if here.num_workers > 1:
-        store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
-        dist.init_process_group(backend, store, rank=rank, world_size=here.num_workers)
-    loads = config.worker_load or (1.0,) * here.num_workers
+    loads = spec.config.worker_load or (1.0,) * here.num_workers
     was_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-    isolated = config.resume or was_restarted  # an image may have ended the run, or its workers, before
-    source = MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter, isolated=isolated)
-    weights = load_initial_weights(spec, here.first_step)
-    if rank == 0:
-        reporter.checked()
-    return train_run(spec, make_run(spec, source, reporter, device, weights))
+    isolated = spec.config.resume or was_restarted  # an image may have ended the run, or its workers, before
+    keep_freed_memory()  # in the processes that decode, too
+    with MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter, isolated=isolated) as source:
+        device = _device(spec.config)
+        if here.num_workers > 1:
+            store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
+            dist.init_process_group(backend, store, rank=rank, world_size=here.num_workers)
+        weights = load_initial_weights(spec, here.first_step)
+        if rank == 0:
+            reporter.watch()
+            reporter.checked()
+        return train_run(spec, make_run(spec, source, reporter, device, weights))
 
 
 def _device(config: TrainConfig) -> torch.device:
@@ -150,14 +153,17 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 class SocketReporter:
-    """Calls the coordinator in the process that started the run; with ``watch``, it waits there for a stop request."""
+    """Calls the coordinator in the process that started the run."""
 
-    def __init__(self, calls: CallAddress, *, watch: bool) -> None:
+    def __init__(self, calls: CallAddress) -> None:
+        self._calls = calls
         self._call = Caller(calls)
         self._call_slowly = Caller(calls)  # storage may hang, and a step must not wait for it
         self._stop_requested = threading.Event()
-        if watch:
-            threading.Thread(target=self._watch, args=(Caller(calls),), daemon=True, name="stop-watch").start()
+
+    def watch(self) -> None:
+        """Wait for a stop request from now on, in a thread."""
+        threading.Thread(target=self._watch, args=(Caller(self._calls),), daemon=True, name="stop-watch").start()
 
     def __getattr__(self, name: str) -> Any:
         """The coordinator's method of this name: what a worker reports itself, and what is told of its images."""

@@ -1,0 +1,214 @@
+"""Processes beside a worker, whose threads fetch and decode its images: in the worker they would slow its loop.
+
+After each of the hundreds of calls that are a step of a network on a GPU, a thread that decodes may take the
+interpreter's lock. Eight of them made a step of ResNet-50 on an H100 2.5 times as long.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import count, cycle
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from raytrain.data.blocks import Block, lend
+from raytrain.data.images.decode import Pixels
+from raytrain.data.plan.permutation import Int64s
+from raytrain.launch.placement import cores
+from raytrain.runs.metric_row import SkippedImage
+
+ReadBlock = Callable[[Int64s, int, Pixels | None], Block]
+"""Reads some samples and decodes them for an epoch, into an array of bytes if there is one."""
+
+_THREADS = 8  # of a process: more of them would wait for the interpreter
+
+
+def num_decoders() -> int:
+    """Threads that decode for each of this machine's workers."""
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class Decoders(AbstractContextManager["Decoders"]):
+    """Decodes blocks in processes that are forked from this one, and end with it.
+
+    ``reporter`` hears, in this process, of images that cannot be used and of requests that were retried.
+    """
+
+    def __init__(self, reporter: Any, block_bytes: int) -> None:
+        self._reporter = reporter
+        self._memory = SharedMemory(block_bytes)
+        self._numbers = count()
+        self._waiting: dict[int, tuple[Future[Block], Pixels, Int64s]] = {}
+        self._broken: Exception | None = None
+        self._connections: list[Connection] = []
+        self._answers: Connection | None = None  # to the worker; None in the worker
+        self._sending = threading.Lock()
+
+    def __exit__(self, *exception: object) -> None:
+        self._broken = RuntimeError("the processes that decode have been closed")
+        for connection in self._connections:
+            connection.close()
+
+    def start(self, reads: Sequence[ReadBlock], read_ahead: Callable[[], None]) -> None:
+        """Fork the processes, in each of which as many threads call ``read_ahead`` beside those that do what is asked.
+
+        Called before this process uses a GPU, and, as far as it can, before it has threads.
+        """
+        processes = [self._fork(reads, read_ahead, num_threads) for num_threads in _shares(num_decoders())]
+        for connection, process in zip(self._connections, processes, strict=True):
+            threading.Thread(target=self._receive, args=(connection, process), daemon=True, name="decoded").start()
+        self._next = cycle(self._connections)
+
+    def read(self, which: int, samples: Int64s, epoch: int) -> Future[Block]:
+        """The block that ``reads[which]`` makes of ``samples``."""
+        part, pixels = self._memory.take()
+        number, future = next(self._numbers), Future[Block]()
+        self._waiting[number] = future, pixels, samples
+        try:
+            next(self._next).send((number, which, samples, epoch, part))
+        except OSError as error:  # it has ended
+            self._broken = self._broken or error
+        if self._broken and self._waiting.pop(number, None):
+            future.set_exception(self._broken)
+        return future
+
+    def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
+        """Tell the reporter, from any of the processes."""
+        if self._answers is not None:
+            self._answer(None, None, skipped, num_retries)
+            return
+        if num_retries:
+            self._reporter.retried(num_retries)
+        if skipped:
+            self._reporter.skip(skipped)
+
+    def _fork(self, reads: Sequence[ReadBlock], read_ahead: Callable[[], None], num_threads: int) -> BaseProcess:
+        ours, theirs = Pipe()
+        self._connections.append(ours)
+        arguments = (theirs, ours, reads, read_ahead, num_threads)
+        process = get_context("fork").Process(target=self._serve, args=arguments, daemon=True, name="decode")
+        process.start()
+        theirs.close()
+        return process
+
+    def _receive(self, connection: Connection, process: BaseProcess) -> None:
+        """Take the answers of a process; if a signal ends it, such as that of an image, it ends this process, too."""
+        try:
+            while True:
+                self._take(*connection.recv())
+        except (EOFError, OSError):
+            if self._broken is None:  # it has not been closed here
+                process.join()
+                if process.exitcode is not None and process.exitcode < 0:
+                    os.kill(os.getpid(), -process.exitcode)
+                self._fail(RuntimeError(f"a process that decodes has ended with {process.exitcode}"))
+        except Exception as error:  # what the reporter raises
+            self._fail(error)
+
+    def _take(self, number: int | None, answer: Any, skipped: list[SkippedImage], num_retries: int) -> None:
+        self.report(skipped, num_retries)
+        if number is not None:
+            future, pixels, samples = self._waiting.pop(number)
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                shape, labels = answer
+                future.set_result(Block(pixels[: int(np.prod(shape))].reshape(shape), labels, samples))
+
+    def _fail(self, error: Exception) -> None:
+        self._broken = error
+        while self._waiting:
+            _, (future, _, _) = self._waiting.popitem()
+            future.set_exception(error)
+
+    def _serve(
+        self,
+        connection: Connection,
+        others_end: Connection,
+        reads: Sequence[ReadBlock],
+        read_ahead: Callable[[], None],
+        num_threads: int,
+    ) -> None:
+        """Answer until the worker closes its end, or ends."""
+        others_end.close()
+        self._answers = connection
+        for _ in range(num_threads):
+            threading.Thread(target=read_ahead, daemon=True, name="decode").start()
+        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+        with suppress(EOFError, OSError):
+            while True:
+                number, which, *rest = connection.recv()
+                threads.submit(self._read, number, reads[which], *rest)
+        os._exit(0)  # without waiting for threads
+
+    def _read(self, number: int, read: ReadBlock, samples: Int64s, epoch: int, part: int) -> None:
+        try:
+            block = read(samples, epoch, self._memory.part(part))
+        except Exception as error:
+            self._answer(number, _portable(error), [], 0)
+        else:
+            self._answer(number, (block.images.shape, block.labels), [], 0)
+
+    def _answer(self, *answer: Any) -> None:
+        assert self._answers is not None
+        with self._sending, suppress(OSError):  # the worker has ended
+            self._answers.send(answer)
+
+
+def _shares(num_threads: int) -> list[int]:
+    """The threads of each process."""
+    num_processes = -(-num_threads // _THREADS)
+    return [(num_threads + index) // num_processes for index in range(num_processes)]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text if it is of a type that cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        traceback.print_exception(error)
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class SharedMemory:
+    """Memory of this process and those that it forks, in parts of one size. Each is used again once nobody has it."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = -(-max(part_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        # Not a file in /dev/shm, which is small in containers. macOS has no such memory.
+        in_memory = hasattr(os, "memfd_create")
+        self._file = os.fdopen(os.memfd_create("images"), "r+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+        self._parts: dict[int, Pixels] = {}
+        self._free: list[int] = []
+
+    def take(self) -> tuple[int, Pixels]:
+        """A part's number, and its bytes, uint8 (n,), whose content is undefined."""
+        try:
+            number = self._free.pop()
+        except IndexError:
+            number = len(self._parts)
+            self._file.truncate((number + 1) * self._part_bytes)
+        return number, lend(self.part(number), partial(self._free.append, number))
+
+    def part(self, number: int) -> Pixels:
+        """The bytes of a part that this process or another one has taken."""
+        if number not in self._parts:
+            offset = number * self._part_bytes
+            self._parts[number] = np.frombuffer(
+                mmap.mmap(self._file.fileno(), self._part_bytes, offset=offset), np.uint8
+            )
+        return self._parts[number]
