@@ -140,8 +140,8 @@ class ConvertedBatchNorm(_BatchNorm):
     """The base of all kinds. Layers get their class from ``convert`` or ``freeze``, never from a constructor."""
 
     kinds: tuple[type[ConvertedBatchNorm], type[_BatchNorm]]  # what its class is made of
-    placeholder: bool = False  # whether this rank's images don't count
-    repeats: bool = False  # whether a forward repeats an earlier one
+    placeholder: bool  # whether this rank's images don't count
+    repeats: bool  # whether a forward repeats an earlier one
 
     def prepare(self) -> None: ...
 
@@ -270,7 +270,9 @@ def _become(layer: _BatchNorm, kind: type[ConvertedBatchNorm]) -> None:
     if plain_class is nn.SyncBatchNorm:  # which has a forward of its own
         plain_class = _OfAnyShape
     layer.__class__ = _joined(kind, plain_class)
-    cast(ConvertedBatchNorm, layer).prepare()
+    converted = cast(ConvertedBatchNorm, layer)
+    converted.placeholder = converted.repeats = False  # torch.compile would compile again if it had them later
+    converted.prepare()
 
 
 @cache

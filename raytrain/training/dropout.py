@@ -76,7 +76,8 @@ class _SampledDropout(nn.Module):
         shape = self.mask_shape(input)
         if self.keys is None or shape[0] % len(self.keys):
             return torch.rand(shape, dtype=torch.float64, device=input.device)
-        positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device)
+        # torch.compile takes arange for an index, with which it computes in too few bits, or fails; but not this.
+        positions = torch.arange(math.prod(shape) // len(self.keys), device=input.device) ^ self.key ^ self.key
         return (splitmix64(self.keys[:, None] ^ self.key, positions).double() * 2.0**-_BITS).view(shape)
 
 

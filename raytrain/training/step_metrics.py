@@ -167,7 +167,7 @@ class StepMetrics:
 
     def _contribution(self, own: StepTotals) -> Tensor:
         """The totals, a digest of the names, and what was logged."""
-        head = torch.tensor([*dataclasses.astuple(own), *digest_of(self._names)], dtype=torch.float64)
+        head = torch.tensor([*vars(own).values(), *digest_of(self._names)], dtype=torch.float64)
         return torch.cat([head.to(self._worker.device, non_blocking=True), self._logged])
 
     def _totals(self, values: list[float]) -> StepTotals:

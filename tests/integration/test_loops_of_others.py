@@ -313,7 +313,7 @@ def momentum_contrast(run: Any) -> list[nn.Module]:
 
 
 def all_rows(run: Any, rows: Tensor) -> Tensor:
-    return torch.from_numpy(run.gather(rows)) if isinstance(run, Run) else rows
+    return torch.from_numpy(run.gather(rows)).to(rows) if isinstance(run, Run) else rows
 
 
 class OwnNorm(nn.BatchNorm2d):
