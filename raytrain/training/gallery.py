@@ -45,8 +45,11 @@ class _Examples:
         losses = F.cross_entropy(logits, batch.labels, reduction="none").nan_to_num(torch.inf)
         return cls(batch.images, batch.labels, logits, batch.samples, losses)
 
-    def take(self, places: Tensor) -> _Examples:
+    def take(self, places: Tensor | slice) -> _Examples:
         return _Examples(*(column[places] for column in vars(self).values()))
+
+    def on_host(self) -> _Examples:
+        return _Examples(*(column.cpu() for column in vars(self).values()))
 
     def worst(self, other: _Examples | None = None) -> _Examples:
         """The worst of these and of the ``other`` ones."""
@@ -115,10 +118,11 @@ class Gallery:
         if self._latest is None or not self._latest[0].num_used:
             return []
         examples = _Examples.of(*self._latest)
-        return self._described(examples.take(torch.arange(min(_NUM_IMAGES, len(examples.labels)))))
+        return self._described(examples.take(slice(_NUM_IMAGES)))
 
     def _described(self, examples: _Examples) -> list[dict[str, Any]]:
         """The examples on the host: pixels as uint8 (H, W, C), and plain numbers."""
+        examples = examples.on_host()  # on a GPU, each of the calls that follow would wait for it
         probabilities, predictions = examples.logits.softmax(dim=1).max(dim=1)
         columns = {
             "image": list(screen_pixels(examples.images, self._config, _MAX_SIDE)),
@@ -134,9 +138,9 @@ class Gallery:
         """Label, prediction and count of each cell that is not empty."""
         if self._confusions is None:
             return []
-        places = self._confusions.nonzero()[:, 0]
-        num_classes = len(self._classes)
-        return torch.stack([places // num_classes, places % num_classes, self._confusions[places]], dim=1).tolist()
+        counts, num_classes = self._confusions.cpu(), len(self._classes)
+        places = counts.nonzero()[:, 0]
+        return torch.stack([places // num_classes, places % num_classes, counts[places]], dim=1).tolist()
 
 
 def screen_pixels(images: Tensor, config: ResolvedConfig, max_side: int) -> Pixels:

@@ -26,7 +26,7 @@ from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment, seed_torch
 from raytrain.training.autocast import full_precision
-from raytrain.training.batch import Batch, mix_batch, to_batch
+from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
 from raytrain.training.checkpoint import CheckpointState, Stateful
 from raytrain.training.evaluation import Network, with_views
 from raytrain.training.gallery import Gallery
@@ -146,7 +146,9 @@ class Run:
         self._adapt_scale()
         if self.steps.are_over(self.evaluate):
             return
-        local_batches = Prefetch(self.source.train(self.progress.step), self.config.prefetch)
+        read = self.source.train(self.progress.step)
+        ready = partial(on_host, augment=self.augment, device=self.device)
+        local_batches = Prefetch(((local, ready(local)) for local in read), self.config.prefetch)
         try:
             for _ in range(self.progress.step, self.plan.num_steps):
                 batch = self._begin_step(local_batches)
@@ -312,14 +314,14 @@ class Run:
     def _built_in_evaluation(self) -> dict[str, float]:
         return self.evaluation(self, with_views(self.models.evaluated, self.config.test_views))
 
-    def _begin_step(self, local_batches: Iterator[LocalBatch]) -> Batch:
+    def _begin_step(self, local_batches: Iterator[tuple[LocalBatch, HostTensors]]) -> Batch:
         started = time.perf_counter()
         with record_function(WAIT_FOR_DATA):
-            local = next(local_batches)
+            local, tensors = next(local_batches)
         self.steps.begin(local, time.perf_counter() - started)
         self._seed_generators(mix(self.config.seed, local.batch.step, self.rank))  # the same after a resume
         mixup, cutmix, sets = self.config.mixup, self.config.cutmix, self.label_sets
-        batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets)
+        batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
         if mixup or cutmix:
             batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
         self._part = batch

@@ -54,7 +54,7 @@ PARTS = (
     Part("two workers on one device", "tests.gpu.same:two_workers", 60),
     Part("loops of others", "tests.gpu.loops:of_others", 60),
     Part("loops for GPUs", "tests.gpu.loops:for_gpus", 90, needs="a GPU"),
-    Part("precisions", "tests.gpu.options:precisions", 60),
+    Part("precisions", "tests.gpu.options:precisions", 90),
     Part("loss scale of float16", "tests.gpu.options:loss_scale", 30),
     Part("what the host waits for", "tests.gpu.options:waits", 45, needs="a GPU"),
     Part("commands", "tests.gpu.commands:run_and_use", 90),

@@ -33,10 +33,11 @@ _NO_MORE: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": ()}
 
 def precisions(trial: Trial) -> None:
     """Each precision learns, keeps its weights in the type that it promises, and starts where float64 does."""
-    model, num_steps = ("resnet18", 24) if trial.on_gpu else ("tests.integration.test_exact:network", 12)
+    wide, small = ("raytrain.models:cifar10", 0.01, 32), ("tests.integration.test_exact:network", 0.05, 12)
+    model, rate, num_steps = wide if trial.on_gpu else small
     firsts: dict[str, float] = {}
     for precision, channels_last in itertools.product(_PRECISIONS, (False, True)):
-        chosen: dict[str, Any] = {"channels_last": channels_last, "image_size": (32, 32), "learning_rate": 0.05}
+        chosen: dict[str, Any] = {"channels_last": channels_last, "image_size": (32, 32), "learning_rate": rate}
         options = _options(trial, precision=precision, model=model, batch_size=32, max_steps=num_steps, **chosen)
         recorder = Recorder()
         run = make_run(options, images(128), f"{trial.folder}/{precision}-{channels_last}", recorder)
@@ -44,7 +45,7 @@ def precisions(trial: Trial) -> None:
         run.finish()
         losses = [row.loss or math.nan for row in recorder.rows if row.kind == "step"]
         name = f"{precision}{', channels last' if channels_last else ''}"
-        trial.check(f"{name}: last loss in terms of the first", losses[-1] / losses[0], "×", at_most=0.8)
+        trial.check(f"{name}: last losses in terms of the first", np.mean(losses[-4:]) / losses[0], "×", at_most=0.8)
         firsts.setdefault("float64", losses[0])
         far = abs(losses[0] - firsts["float64"]) / firsts["float64"]
         trial.check(f"{name}: how far the first loss is from float64's", far, "×", at_most=_far(precision))
@@ -113,7 +114,7 @@ def waits(trial: Trial) -> None:
         for place, number in places.items():
             trial.says(f"{name}: {number} waits in {_LAST - _FIRST} steps at {place}")
     places = _places_of_waits(lambda: (torch.cuda.set_sync_debug_mode("warn"), run.evaluate()))
-    trial.check("an evaluation of 11 batches: waits", places.total(), "", at_most=4)
+    trial.check("an evaluation of 11 batches: waits, all at its end", places.total(), "", at_most=12)
     for place, number in places.items():
         trial.says(f"evaluation: {number} waits at {place}")
 

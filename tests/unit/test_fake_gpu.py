@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain import recipes
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import first_and_full_size
+from raytrain.data.blocks import LocalBatch
 from raytrain.recipes import RECIPES
 from raytrain.training.augment import Augment
-from raytrain.training.batch import Batch, mix_batch
+from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host
 from raytrain.training.model import build_model
 from raytrain.training.optimisation import Loss
 from raytrain.training.prepared_models import PreparedModels
@@ -171,14 +172,19 @@ def test_what_a_loop_logs_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         assert call(step).device == GPU
 
 
+def not_pinned(local: LocalBatch, augment: Augment, device: torch.device) -> HostTensors:
+    return on_host(local, augment, torch.device("cpu"))
+
+
 @pytest.fixture
 def run_on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     """Makes a run whose network is made on the GPU, to which fake weights cannot be moved, and images are copied."""
 
-    def copied(arrays: Any, device: torch.device) -> list[Tensor]:
-        return [torch.from_numpy(np.require(each, requirements=["W"])).to(device, non_blocking=True) for each in arrays]
+    def copied(tensors: HostTensors, device: torch.device) -> HostTensors:
+        return [each.to(device, non_blocking=True) for each in tensors]
 
     monkeypatch.setattr("raytrain.training.batch._to_device", copied)
+    monkeypatch.setattr("raytrain.training.batch.on_host", not_pinned)
     monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None})())
     monkeypatch.setattr(PreparedModels, "_move", lambda self, model: None)
 
@@ -200,7 +206,7 @@ def test_a_step_with_any_option_waits_for_nothing_but_for_the_backward(
 ) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = run_on_gpu(**OPTIONS[name])
-        batches = run.source.train(0)
+        batches = ((local, not_pinned(local, run.augment, GPU)) for local in run.source.train(0))
         steps = [HostWaits() for _ in range(3)]
         for number, waits in enumerate(steps):
             with waits, run.models.computing():
