@@ -36,6 +36,9 @@ class Batch:
 
     def parts(self) -> Iterator[Batch]:
         """This worker's slice of each part of the global batch, in order; a placeholder if a slice is empty."""
+        if len(self.part_sizes) == 1:
+            yield self
+            return
         start = 0
         for size in self.part_sizes:
             rows = slice(start, start + size) if size else slice(0, 1)

@@ -10,14 +10,14 @@
 ``freeze`` makes layers that keep their running statistics and normalise with them, whatever mode the model is in.
 timm's ``BatchNormAct2d`` is converted, too, and stays followed by its activation, and so are subclasses.
 
-Local batches may differ in size, and a rank without images in a step (``set_num_used(model, 0)``) counts as nothing.
+Local batches may differ in size, and a rank without images in a step (``set_num_used(layers, 0)``) counts as nothing.
 Parameters, buffers and state_dict keys are those of ``nn.BatchNorm``. Only the class of a layer changes, in place (as
 with torch's lazy modules), so that hooks and references to it stay valid. The new class is a subclass of the old one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, cast
@@ -57,32 +57,32 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def set_num_used(model: nn.Module, num_used: int) -> None:
+def set_num_used(layers: Iterable[nn.Module], num_used: int) -> None:
     """Set, before a forward, how many images of this rank's batch count: all of them, or 0 if they are a placeholder.
 
     A placeholder (any finite images) takes part in the collectives of the step, and changes nothing.
     """
-    for layer in model.modules():
-        if isinstance(layer, ConvertedBatchNorm):
+    for layer in layers:
+        if isinstance(layer, ConvertedBatchNorm) and layer.placeholder != (num_used == 0):
             layer.placeholder = num_used == 0
 
 
 @contextmanager
-def keep_statistics(model: nn.Module) -> Iterator[None]:
+def keep_statistics(layers: Iterable[nn.Module]) -> Iterator[None]:
     """In this context a forward in training mode changes no statistics: it repeats one, for gradient checkpointing."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ConvertedBatchNorm)]
-    for layer in layers:
+    converted = [layer for layer in layers if isinstance(layer, ConvertedBatchNorm)]
+    for layer in converted:
         layer.repeats = True
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in converted:
             layer.repeats = False
 
 
 @torch.no_grad()
-def update_running_statistics(model: nn.Module) -> None:
-    """Update the running statistics of all aggregated layers over all ranks: once after each forward and backward.
+def update_running_statistics(layers: Iterable[nn.Module]) -> None:
+    """Update the running statistics of aggregated ``layers`` over all ranks: once after each forward and backward.
 
     With m_j values per channel on worker j and M of them in all, mean_c = Σ m_j·mean_j / M and var_c = Σ m_j·[var_j +
     (mean_j - mean_c)²] / M: the formula of MATLAB's "Train Network in Parallel with Custom Training Loop". There it is
@@ -93,10 +93,10 @@ def update_running_statistics(model: nn.Module) -> None:
     One all-reduce serves all layers, and a second one what was before their last calls. They are in float64, in which
     Σ m_j·(var_j + mean_j²) / M - mean_c² loses nothing to cancellation.
     """
-    layers = [each for each in model.modules() if isinstance(each, AggregatedBatchNorm) and each.updates_statistics]
-    if not layers:
+    aggregated = [each for each in layers if isinstance(each, AggregatedBatchNorm) and each.updates_statistics]
+    if not aggregated:
         return
-    calls = [(layer, layer.take_calls()) for layer in layers]
+    calls = [(layer, layer.take_calls()) for layer in aggregated]
     earlier = [(layer, call) for layer, of_layer in calls for call in of_layer[:-1]]
     last = _updates([(layer, of_layer[-1]) for layer, of_layer in calls], [len(of_layer) for _, of_layer in calls])
     for layer, *update in [*(_updates(earlier) if earlier else ()), *last]:

@@ -10,6 +10,7 @@ another number of workers.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -33,12 +34,12 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
-def begin(model: nn.Module, samples: Tensor, seed: int, step: int) -> None:
-    """Tell the layers that a forward of ``samples``, int64 (m,), follows in ``step``."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _SampledDropout)]
-    if layers:
+def begin(layers: Iterable[nn.Module], samples: Tensor, seed: int, step: int) -> None:
+    """Tell the ``layers`` that a forward of ``samples``, int64 (m,), follows in ``step``."""
+    converted = [layer for layer in layers if isinstance(layer, _SampledDropout)]
+    if converted:
         keys = splitmix64(mix(seed, step, _KEY), samples) << (64 - _BITS)
-        for layer in layers:
+        for layer in converted:
             layer.keys = keys
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -135,6 +136,8 @@ class PreparedModels:
         self._state = state
         self._gradients = JoinedGradients(worker)
         self._is_last_part = True
+        self._layers: list[list[nn.Module]] = []  # of each network, as they were when a part or its backward began
+        self._parameters: list[Tensor] = []  # of them all, each once
 
     def add(self, model: nn.Module) -> nn.Module:
         """Prepare ``model``, in place, and return it."""
@@ -158,14 +161,18 @@ class PreparedModels:
 
     def check_trained_by(self, optimizer: Optimizer) -> None:
         """Raise UsageError if ``optimizer`` trains what is in no prepared network, which no checkpoint would hold."""
-        known = {id(parameter) for parameter in self.parameters()}
-        for parameter in parameters_of(optimizer):
-            if parameter.requires_grad and id(parameter) not in known:
-                raise UsageError(
-                    f"The optimizer trains a parameter of the shape {tuple(parameter.shape)} that is in no prepared "
-                    "network, so no checkpoint would hold it: give its network to run.prepare, or "
-                    "nn.ParameterList([...]) of single ones."
-                )
+        if self._unknown(optimizer):
+            self._look()  # the loop may have put it into a network just now
+        for parameter in self._unknown(optimizer):
+            raise UsageError(
+                f"The optimizer trains a parameter of the shape {tuple(parameter.shape)} that is in no prepared "
+                "network, so no checkpoint would hold it: give its network to run.prepare, or nn.ParameterList([...]) "
+                "of single ones."
+            )
+
+    def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
+        known = set(map(id, self._parameters))
+        return [each for each in parameters_of(optimizer) if each.requires_grad and id(each) not in known]
 
     @property
     def evaluated(self) -> nn.Module:
@@ -225,22 +232,22 @@ class PreparedModels:
     def begin_part(self, part: Batch, *, is_last: bool) -> None:
         """A forward and backward of ``part`` follows. In the last one the gradients are joined."""
         self._is_last_part = is_last
-        for number, model in enumerate(self.trained):
-            batchnorm.set_num_used(model, part.num_used)
-            dropout.begin(model, part.samples, mix(self._config.seed, number), part.step)
+        self._look()
+        for number, layers in enumerate(self._layers):
+            batchnorm.set_num_used(layers, part.num_used)
+            dropout.begin(layers, part.samples, mix(self._config.seed, number), part.step)
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate ``loss``; what gradient checkpointing computes again changes no statistics."""
-        with ExitStack() as stack:
-            stack.enter_context(full_precision(self._worker.device))
-            for model in self.trained:
-                stack.enter_context(batchnorm.keep_statistics(model))
+        self._look()  # the loop may have changed layers since it got its batch
+        layers = chain.from_iterable(self._layers)
+        with full_precision(self._worker.device), batchnorm.keep_statistics(layers):
             self._gradients.backward(loss, self.parameters(), joins=self._is_last_part)
 
     def end_part(self) -> None:
         """Update the running statistics of batch norm from all workers' images in the forwards since the last time."""
-        for model in self.trained:
-            batchnorm.update_running_statistics(model)
+        for layers in self._layers:
+            batchnorm.update_running_statistics(layers)
 
     def end_step(self, step: int) -> None:
         """Add the weights after ``step`` (counted from 0) to their averages."""
@@ -248,8 +255,14 @@ class PreparedModels:
             average.update(step)
 
     def parameters(self) -> list[Tensor]:
-        """All parameters that are trained now, some more than once."""
-        return [each for model in self.trained for each in model.parameters() if each.requires_grad]
+        """All parameters that are trained now, each once."""
+        return [each for each in self._parameters if each.requires_grad]
+
+    def _look(self) -> None:
+        """Walk through all networks, which takes a part of a step of a small one: so each time for all that need it."""
+        self._layers = [list(model.modules()) for model in self.trained]
+        owners = (layer._parameters for layers in self._layers for layer in layers)  # pyright: ignore[reportPrivateUsage]
+        self._parameters = list(dict.fromkeys(each for owner in owners for each in owner.values() if each is not None))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Weights and buffers, also those that are in no checkpoint, by name."""

@@ -164,14 +164,14 @@ class Run:
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """The parts of ``batch`` that ``--accumulate`` asks for: backpropagate each, then step once.
 
-        The gradients are the whole global batch's. Batch norm treats each part as a batch, the same on any number of
-        workers.
+        The gradients are the whole global batch's. Batch norm treats each part as a batch, on any number of workers.
         """
+        last = len(batch.part_sizes)
         for number, self._part in enumerate(batch.parts(), start=1):
-            is_last = number == len(batch.part_sizes)
-            self.models.begin_part(self._part, is_last=is_last)
+            if last > 1:  # otherwise it has begun with its step
+                self.models.begin_part(self._part, is_last=number == last)
             yield self._part
-            if not is_last:
+            if number < last:
                 self.models.end_part()
 
     def backward(self, loss: Tensor) -> None:

@@ -82,13 +82,13 @@ def train_slice(case: Case) -> Outcome:
         if used == 0:
             images, labels = torch.full_like(whole[:2], 7.0), torch.zeros(2, dtype=torch.long)
         images = images.detach().requires_grad_()
-        batchnorm.set_num_used(model, used)
+        batchnorm.set_num_used(model.modules(), used)
         logits = model(images)
         loss = F.cross_entropy(logits, labels, reduction="sum") / len(whole)
         model.zero_grad()
         (loss if used else loss * 0).backward()
         sum_gradients(model)
-        batchnorm.update_running_statistics(model)
+        batchnorm.update_running_statistics(model.modules())
         descend(model)
         assert images.grad is not None
         outputs.append(logits.detach()[:used])
@@ -220,20 +220,20 @@ def run_corners() -> dict[str, Any]:
     for mode in MODES:
         layer = batchnorm.convert(nn.BatchNorm1d(2), mode)
         for name, used in (("nothing used", 0), ("one value", int(dist.get_rank() == 0))):
-            batchnorm.set_num_used(layer, used)
+            batchnorm.set_num_used(layer.modules(), used)
             images = torch.full((1, 2), 5.0, requires_grad=True)
             output = layer(images)
             output.sum().backward()
-            batchnorm.update_running_statistics(layer)
+            batchnorm.update_running_statistics(layer.modules())
             found[f"{mode}, {name}"] = (output.detach(), images.grad, copy.deepcopy(layer.state_dict()))
         compiled = batchnorm.convert(network(Case(())), mode)
         model = torch.compile(compiled, backend="aot_eager")
-        batchnorm.set_num_used(compiled, 1)
+        batchnorm.set_num_used(compiled.modules(), 1)
         images, _ = batch(Case((6,)), 0)
         own = images[dist.get_rank() * 3 :][:3]
         output = model(own)
         output.square().sum().backward()
-        batchnorm.update_running_statistics(compiled)
+        batchnorm.update_running_statistics(compiled.modules())
         found[f"{mode}, compiled"] = (output.detach(), copy.deepcopy(compiled.state_dict()))
         frozen = batchnorm.convert(nn.BatchNorm2d(2), mode).eval()
         found[f"{mode}, frozen"] = (frozen(own.float()).detach(), own.float(), copy.deepcopy(frozen.state_dict()))
@@ -247,7 +247,7 @@ def run_corners() -> dict[str, Any]:
 def input_gradients() -> Tensor:
     """Of a backward of a loop's own, for rank 0's images; rank 1 has a placeholder, which its loss counts."""
     layer = batchnorm.convert(nn.BatchNorm2d(2), "sync").double()
-    batchnorm.set_num_used(layer, 0 if dist.get_rank() else 3)
+    batchnorm.set_num_used(layer.modules(), 0 if dist.get_rank() else 3)
     images = batch(Case((6,)), 0)[0][: 1 if dist.get_rank() else 3].double().requires_grad_()
     (gradients,) = torch.autograd.grad(layer(images).pow(3).sum(), images)
     return gradients
@@ -257,12 +257,12 @@ def called_twice(updates_between: bool) -> dict[str, Tensor]:
     """The state of aggregated layers after two steps of two forwards each; rank 1 has a placeholder in the second."""
     model = batchnorm.convert(network(Case(())), "aggregate")
     for step in range(2):
-        batchnorm.set_num_used(model, 0 if step and dist.get_rank() else 3)
+        batchnorm.set_num_used(model.modules(), 0 if step and dist.get_rank() else 3)
         for view in (1, -2):
             model(view * batch(Case((6,)), step)[0][dist.get_rank() * 3 :][:3])
             if updates_between:
-                batchnorm.update_running_statistics(model)
-        batchnorm.update_running_statistics(model)
+                batchnorm.update_running_statistics(model.modules())
+        batchnorm.update_running_statistics(model.modules())
     return copy.deepcopy(model.state_dict())
 
 
@@ -272,7 +272,7 @@ def called_unequally() -> str:
     for _ in range(1 + dist.get_rank()):
         model(batch(Case((6,)), 0)[0][:3])
     with pytest.raises(UsageError) as error:
-        batchnorm.update_running_statistics(model)
+        batchnorm.update_running_statistics(model.modules())
     return str(error.value)
 
 
@@ -303,7 +303,7 @@ def test_torchs_update_bn_measures_the_layers_anew(mode: Literal["sync", "aggreg
     views = [factor * batch(Case((6,)), 0)[0].float() for factor in (1, -3, 2)]
     for model in (ours, theirs):
         update_bn(views, model)
-    batchnorm.update_running_statistics(ours)
+    batchnorm.update_running_statistics(ours.modules())
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
@@ -323,7 +323,7 @@ def test_two_calls_in_a_step_count_as_in_torch(mode: Literal["sync", "aggregate"
     for step in range(2):
         for view in (images.float() + step, images.float() * -3):
             torch.testing.assert_close(ours(view), theirs(view))
-        batchnorm.update_running_statistics(ours)
+        batchnorm.update_running_statistics(ours.modules())
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
@@ -368,7 +368,7 @@ def test_mixed_precision_keeps_the_statistics_in_float32(
     images = (torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(0)) + 10).to(dtype)
     plain, ours = nn.BatchNorm2d(3), batchnorm.convert(nn.BatchNorm2d(3), mode)
     torch.testing.assert_close(ours(images), plain(images))
-    batchnorm.update_running_statistics(ours)
+    batchnorm.update_running_statistics(ours.modules())
     torch.testing.assert_close(ours.state_dict(), plain.state_dict())
     assert ours.state_dict()["running_mean"].dtype == torch.float32
 

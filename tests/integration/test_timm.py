@@ -209,7 +209,7 @@ def test_batch_norm_stays_followed_by_its_activation(kind: Literal["sync", "aggr
     ours = batchnorm.freeze(plain) if kind == "frozen" else batchnorm.convert(plain, kind)
     images = torch.randn(8, 4, 3, 3) + 1
     torch.testing.assert_close(ours.train()(images), copied(images))
-    batchnorm.update_running_statistics(ours)
+    batchnorm.update_running_statistics(ours.modules())
     torch.testing.assert_close(ours.state_dict(), copied.state_dict())
 
 

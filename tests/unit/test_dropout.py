@@ -24,7 +24,7 @@ def dropped(
     layer: nn.Module, shape: tuple[int, ...], samples: Tensor = SAMPLES, seed: int = 0, step: int = 0
 ) -> Tensor:
     model = dropout.convert(nn.Sequential(layer)).train()
-    dropout.begin(model, samples, seed, step)
+    dropout.begin(model.modules(), samples, seed, step)
     return model(torch.ones(shape))
 
 
@@ -54,23 +54,23 @@ def test_a_sample_is_treated_alike_in_any_batch(kind: str) -> None:
 @pytest.mark.not_quick
 def test_layers_draw_different_numbers() -> None:
     layers = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
-    dropout.begin(dropout.convert(layers), SAMPLES, 0, 0)
+    dropout.begin(dropout.convert(layers).modules(), SAMPLES, 0, 0)
     first, second = (layer(torch.ones(600, 64)) for layer in layers)
     assert ((first == 0) & (second == 0)).float().mean() == pytest.approx(0.25, abs=0.02)
 
 
 def test_windows_of_an_image_belong_to_its_sample() -> None:
     model = dropout.convert(nn.Dropout(0.5)).train()
-    dropout.begin(model, SAMPLES[:6], 0, 0)
+    dropout.begin(model.modules(), SAMPLES[:6], 0, 0)
     whole = model(torch.ones(6 * 4, 10)).view(6, 4, 10)
-    dropout.begin(model, SAMPLES[4:6], 0, 0)
+    dropout.begin(model.modules(), SAMPLES[4:6], 0, 0)
     assert (model(torch.ones(2 * 4, 10)).view(2, 4, 10) == whole[4:]).all()
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout(0.0), nn.Dropout(1.0)], ids=str)
 def test_rates_and_modes_are_those_of_pytorch(layer: Any) -> None:
     model = dropout.convert(layer)
-    dropout.begin(model, SAMPLES, 0, 0)
+    dropout.begin(model.modules(), SAMPLES, 0, 0)
     ones = torch.ones(600, 5, requires_grad=True)
     assert (model.eval()(ones) == 1).all()
     kept = model.train()(ones)
