@@ -120,7 +120,17 @@ def apply_options(model: nn.Module, config: TrainConfig) -> None:
         checkpoint_gradients(model)
     prepare_for_autocast(model, config.precision)
     if config.compile:
-        model.compile()
+        _compile(model)
+
+
+def _compile(model: nn.Module) -> None:
+    """Like ``nn.Module.compile``, which in torch 2.11 leaves out what is torch's own, such as nn.Sequential."""
+    call = model._call_impl  # pyright: ignore[reportPrivateUsage]
+
+    def call_all(*args: Any, **options: Any) -> Any:
+        return call(*args, **options)
+
+    model._compiled_call_impl = torch.compile(call_all)
 
 
 class PreparedModels:

@@ -1,0 +1,117 @@
+"""The processes that decode for a worker: blocks, errors and reports come from them, and their memory is used again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from raytrain.data.blocks import Block
+from raytrain.data.images.decode import Pixels
+from raytrain.data.plan.permutation import Int64s
+from raytrain.errors import UsageError
+from raytrain.launch.decoders import Decoders
+from raytrain.runs.metric_row import SkippedImage
+
+pytestmark = pytest.mark.not_quick
+ROWS, ROW_BYTES = 3, 4
+FAILS, FAILS_STRANGELY = 100, 200
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.skipped: list[SkippedImage] = []
+        self.retries = 0
+
+    def skip(self, images: list[SkippedImage]) -> None:
+        self.skipped += images
+
+    def retried(self, num_requests: int) -> None:
+        self.retries += num_requests
+
+
+class Strange(Exception):
+    """An error that cannot be sent to another process."""
+
+    def __init__(self, text: str, lock: threading.Lock) -> None:
+        super().__init__(text, lock)
+
+
+class Reading:
+    """Reads blocks whose pixels are the samples' numbers, and whose labels tell which process has read them."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.decoders = Decoders(self.recorder, ROWS * ROW_BYTES)
+
+    def read(self, samples: Int64s, epoch: int, pixels: Pixels | None) -> Block:
+        if samples[0] == FAILS:
+            raise UsageError("no such image")
+        if samples[0] == FAILS_STRANGELY:
+            raise Strange("out of order", threading.Lock())
+        assert pixels is not None
+        images = pixels[: len(samples) * ROW_BYTES].reshape(len(samples), 2, 2, 1)
+        images[:] = samples[:, None, None, None] + epoch
+        self.decoders.report([SkippedImage("a.jpg", "it is empty")], num_retries=2)
+        return Block(images, np.full(len(samples), os.getpid()), samples)
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    reading = Reading()
+    with reading.decoders:
+        reading.decoders.start([reading.read], lambda: None)
+        yield reading
+
+
+def block(reading: Reading, first: int, epoch: int = 0) -> Future[Block]:
+    return reading.decoders.read(0, np.arange(first, first + ROWS), epoch)
+
+
+def test_blocks_are_read_in_another_process_for_their_epoch(reading: Reading) -> None:
+    futures = [block(reading, first, epoch=first) for first in range(10)]
+    for first, future in enumerate(futures):
+        found = future.result(60)
+        np.testing.assert_array_equal(found.images[:, 0, 0, 0], np.arange(first, first + ROWS) + first)
+        assert os.getpid() not in found.labels
+
+
+def test_memory_is_used_again_once_nobody_has_it(reading: Reading) -> None:
+    kept = block(reading, 0).result(60).images[1:]
+    for first in range(1, 40):
+        block(reading, first).result(60)
+    np.testing.assert_array_equal(kept[:, 0, 0, 0], [1, 2])
+    assert len(reading.decoders._memory._parts) <= 3
+
+
+def test_errors_arrive_and_the_next_block_is_read(reading: Reading) -> None:
+    with pytest.raises(UsageError, match="no such image"):
+        block(reading, FAILS).result(60)
+    with pytest.raises(RuntimeError, match=r"Strange: .*out of order"):
+        block(reading, FAILS_STRANGELY).result(60)
+    assert len(block(reading, 0).result(60)) == ROWS
+
+
+def test_reports_arrive_before_their_block(reading: Reading) -> None:
+    block(reading, 0).result(60)
+    assert [image.key for image in reading.recorder.skipped] == ["a.jpg"] and reading.recorder.retries == 2
+
+
+def test_an_error_of_the_reporter_ends_what_waits(reading: Reading) -> None:
+    def refuse(images: list[SkippedImage]) -> None:
+        raise UsageError("too many images are skipped")
+
+    reading.recorder.skip = refuse
+    for _ in range(2):
+        with pytest.raises(UsageError, match="too many"):
+            block(reading, 0).result(60)
+
+
+def test_nothing_waits_for_what_is_closed(reading: Reading) -> None:
+    reading.decoders.__exit__()
+    with pytest.raises((RuntimeError, OSError)):
+        block(reading, 0).result(60)
