@@ -34,11 +34,13 @@ ReadBlock = Callable[[Int64s, int, Pixels | None], Block]
 """Reads some samples and decodes them for an epoch, into an array of bytes if there is one."""
 
 _THREADS = 8  # of a process: more of them would wait for the interpreter
+_END = None
+_MOST = 32  # for a worker: they decode more photographs than a GPU can take
 
 
 def num_decoders() -> int:
     """Threads that decode for each of this machine's workers."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, min(_MOST, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 class Decoders(AbstractContextManager["Decoders"]):
@@ -55,12 +57,14 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._broken: Exception | None = None
         self._connections: list[Connection] = []
         self._answers: Connection | None = None  # to the worker; None in the worker
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # of several threads that ask, or answer
 
     def __exit__(self, *exception: object) -> None:
         self._broken = RuntimeError("the processes that decode have been closed")
-        for connection in self._connections:
-            connection.close()
+        with self._sending:
+            for connection in self._connections:
+                with suppress(OSError):  # it has ended
+                    connection.send(_END)
 
     def start(self, reads: Sequence[ReadBlock], read_ahead: Callable[[], None]) -> None:
         """Fork the processes, in each of which as many threads call ``read_ahead`` beside those that do what is asked.
@@ -74,13 +78,12 @@ class Decoders(AbstractContextManager["Decoders"]):
 
     def read(self, which: int, samples: Int64s, epoch: int) -> Future[Block]:
         """The block that ``reads[which]`` makes of ``samples``."""
-        part, pixels = self._memory.take()
         number, future = next(self._numbers), Future[Block]()
-        self._waiting[number] = future, pixels, samples
-        try:
-            next(self._next).send((number, which, samples, epoch, part))
-        except OSError as error:  # it has ended
-            self._broken = self._broken or error
+        with self._sending:
+            part, pixels = self._memory.take()
+            self._waiting[number] = future, pixels, samples
+            with suppress(OSError):  # it has ended, which the thread that waits for its answers knows, too
+                next(self._next).send((number, which, samples, epoch, part))
         if self._broken and self._waiting.pop(number, None):
             future.set_exception(self._broken)
         return future
@@ -106,22 +109,25 @@ class Decoders(AbstractContextManager["Decoders"]):
 
     def _receive(self, connection: Connection, process: BaseProcess) -> None:
         """Take the answers of a process; if a signal ends it, such as that of an image, it ends this process, too."""
-        try:
-            while True:
-                self._take(*connection.recv())
-        except (EOFError, OSError):
-            if self._broken is None:  # it has not been closed here
-                process.join()
-                if process.exitcode is not None and process.exitcode < 0:
-                    os.kill(os.getpid(), -process.exitcode)
-                self._fail(RuntimeError(f"a process that decodes has ended with {process.exitcode}"))
-        except Exception as error:  # what the reporter raises
-            self._fail(error)
+        while True:
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError):
+                break
+            try:
+                self._take(*answer)
+            except Exception as error:  # what the reporter raises
+                self._fail(error)
+        process.join()
+        if self._broken is None:  # it has not been told to end
+            if process.exitcode is not None and process.exitcode < 0:
+                os.kill(os.getpid(), -process.exitcode)
+            self._fail(RuntimeError(f"a process that decodes has ended with {process.exitcode}"))
 
     def _take(self, number: int | None, answer: Any, skipped: list[SkippedImage], num_retries: int) -> None:
         self.report(skipped, num_retries)
-        if number is not None:
-            future, pixels, samples = self._waiting.pop(number)
+        if number is not None and (asked := self._waiting.pop(number, None)):
+            future, pixels, samples = asked
             if isinstance(answer, Exception):
                 future.set_exception(answer)
             else:
@@ -149,8 +155,8 @@ class Decoders(AbstractContextManager["Decoders"]):
             threading.Thread(target=read_ahead, daemon=True, name="decode").start()
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
         with suppress(EOFError, OSError):
-            while True:
-                number, which, *rest = connection.recv()
+            while (asked := connection.recv()) is not _END:
+                number, which, *rest = asked
                 threads.submit(self._read, number, reads[which], *rest)
         os._exit(0)  # without waiting for threads
 
@@ -196,7 +202,7 @@ class SharedMemory:
         self._free: list[int] = []
 
     def take(self) -> tuple[int, Pixels]:
-        """A part's number, and its bytes, uint8 (n,), whose content is undefined."""
+        """A part's number, and its bytes, uint8 (n,), whose content is undefined. For one thread at a time."""
         try:
             number = self._free.pop()
         except IndexError:

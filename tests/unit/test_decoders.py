@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 
 from raytrain.data.blocks import Block
@@ -16,6 +20,7 @@ from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.launch.decoders import Decoders
 from raytrain.runs.metric_row import SkippedImage
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.not_quick
 ROWS, ROW_BYTES = 3, 4
@@ -88,6 +93,16 @@ def test_memory_is_used_again_once_nobody_has_it(reading: Reading) -> None:
     assert len(reading.decoders._memory._parts) <= 3
 
 
+def test_threads_that_ask_at_once_get_what_they_asked_for(reading: Reading) -> None:
+    def ask(first: int) -> bool:
+        found = [block(reading, first, epoch).result(60) for epoch in range(50)]
+        wanted = [np.arange(first, first + ROWS) + epoch for epoch in range(50)]
+        return all((each.images[:, 0, 0, 0] == pixels).all() for each, pixels in zip(found, wanted, strict=True))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(ask, range(0, 80, 10)))
+
+
 def test_errors_arrive_and_the_next_block_is_read(reading: Reading) -> None:
     with pytest.raises(UsageError, match="no such image"):
         block(reading, FAILS).result(60)
@@ -115,3 +130,40 @@ def test_nothing_waits_for_what_is_closed(reading: Reading) -> None:
     reading.decoders.__exit__()
     with pytest.raises((RuntimeError, OSError)):
         block(reading, 0).result(60)
+
+
+_DIES = """
+import os, signal
+from tests.unit.test_decoders import Reading, block
+reading = Reading()
+reading.decoders.start([lambda *given: os.kill(os.getpid(), signal.SIGSEGV)], lambda: None)
+block(reading, 0).result(60)
+"""
+
+
+def test_a_signal_that_ends_one_ends_its_worker_so_that_the_agent_sees_why() -> None:
+    assert subprocess.run([sys.executable, "-c", _DIES], timeout=60).returncode == -signal.SIGSEGV
+
+
+_IS_KILLED = """
+import os, signal
+from tests.unit.test_decoders import Reading, block
+reading = Reading()
+reading.decoders.start([reading.read], lambda: None)
+print(*block(reading, 0).result(60).labels, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_they_end_with_a_worker_that_is_killed() -> None:
+    killed = subprocess.run([sys.executable, "-c", _IS_KILLED], capture_output=True, text=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    decodes = int(killed.stdout.split()[0])
+    wait_for(lambda: has_ended(decodes), "it lives on")
