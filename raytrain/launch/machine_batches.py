@@ -110,19 +110,12 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
     ) -> None:
         data = data.kept_on(cache.disk)
         test_plan = data.test_plan(len(loads))
-        readers = [
-            ImageReader(store, *format, isolated)
-            for store, format in ((data.train_store, data.train_format), (data.test_store, data.test_format))
-        ]
-        manifests = (data.train, data.test)
-        block_bytes = [
-            manifest.rows_per_block(reader.shape) * reader.shape.num_bytes
-            for reader, manifest in zip(readers, manifests, strict=True)
-        ]
+        sets = ((data.train_store, data.train_format, data.train), (data.test_store, data.test_format, data.test))
+        block_bytes = [manifest.rows_per_block(format.shape) * format.shape.num_bytes for _, format, manifest in sets]
         self._decoders = Decoders(reporter, max(block_bytes))
         train, test = (
-            _ImageSet(which, reader, manifest, self._decoders)
-            for which, (reader, manifest) in enumerate(zip(readers, manifests, strict=True))
+            _ImageSet(which, ImageReader(store, *format, isolated), manifest, self._decoders)
+            for which, (store, format, manifest) in enumerate(sets)
         )
         folder = Path(cache.folder)
         self._train = _Batches(train, Partition(plan, rank, loads), folder / "train", cache.train)

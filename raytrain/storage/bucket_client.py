@@ -200,12 +200,12 @@ def _waited(seconds: float) -> bool:
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(min(left_s, _LOOK_EVERY_S))
         try:
-            _probe().submit(int)
+            _probe(os.getpid()).submit(int)
         except RuntimeError:  # Python tells it in no other way that is public
             return False
     return True
 
 
 @cache
-def _probe() -> ThreadPoolExecutor:
+def _probe(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1)

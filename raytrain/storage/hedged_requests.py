@@ -7,6 +7,7 @@ slow is hedged: it is sent a second time, and the answer that comes first counts
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -157,7 +158,12 @@ class _Fetch:
             self._enough.set()
 
 
-@cache
 def threads() -> ThreadPoolExecutor:
     """This process's thread pool for requests. Started once, because calls are many and short."""
+    return _threads_of(os.getpid())
+
+
+@cache
+def _threads_of(process: int) -> ThreadPoolExecutor:
+    """A pool for each process: one that is forked has the pool of its parent, but none of its threads."""
     return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="storage")

@@ -110,7 +110,7 @@ def work(spec: RunSpec, here: Surroundings) -> None:
     rank = int(os.environ["RANK"])
     call = Caller(here.calls)
     try:
-        outcome = _train(spec.with_functions(), here, rank, SocketReporter(here.calls))
+        outcome = _train(spec, here, rank, SocketReporter(here.calls))
     except RaytrainError as error:
         if not call("give_up", error, trace_of(error)):
             os._exit(1)
@@ -129,6 +129,7 @@ def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: Any) -> Outco
     isolated = spec.config.resume or was_restarted  # an image may have ended the run, or its workers, before
     keep_freed_memory()  # in the processes that decode, too
     with MachineBatches(here.data, spec.plan, rank, loads, here.cache, reporter, isolated=isolated) as source:
+        spec = spec.with_functions()  # not before: what a user's file starts when it is imported must not be forked
         device = _device(spec.config)
         if here.num_workers > 1:
             store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
