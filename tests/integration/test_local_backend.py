@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 import raytrain
+from raytrain.datasets.upload import upload
 from raytrain.demo.demo import render_digits
+from raytrain.demo.s3_server import S3Server
 from raytrain.errors import UsageError
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.recipes import digits
@@ -240,3 +243,23 @@ def test_a_run_moves_between_the_backends_and_keeps_its_weights(data: Path, tmp_
     assert [begun.steps, moved.steps, back.steps] == [2, 5, whole.steps]
     assert (back.status, back.samples_seen) == ("finished", 3 * 180)
     torch.testing.assert_close(weights(back), weights(whole), rtol=0, atol=1e-10)
+
+
+_READS_WHEN_IMPORTED = """
+from raytrain.storage.open import open_store
+from raytrain.training.loop import train as loop
+
+store = open_store({url!r})
+found = [each.path for each in store.list("")]
+assert len(list(store.get_each(found[:5]))) == 5
+"""
+
+
+def test_the_file_of_a_loop_may_read_the_bucket_when_it_is_imported(data: Path, tmp_path: Path, s3: S3Server) -> None:
+    url = "s3://tests/read-when-imported"
+    upload(str(data / "train"), url)
+    (tmp_path / "reads.py").write_text(_READS_WHEN_IMPORTED.format(url=url))
+    loop = f"{tmp_path / 'reads.py'}:loop"
+    for cache in ("none", "memory"):
+        config = options(data, tmp_path, epochs=1, cache=cache, loop=loop, name=cache)
+        assert raytrain.train(replace(config, data=url)).status == "finished"
