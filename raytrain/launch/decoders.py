@@ -34,7 +34,7 @@ ReadBlock = Callable[[Int64s, int, Pixels | None], Block]
 """Reads some samples and decodes them for an epoch, into an array of bytes if there is one."""
 
 _THREADS = 8  # of a process: more of them would wait for the interpreter
-_END = None
+_END, _HEARD = "end", "heard"
 _MOST = 32  # for a worker: they decode more photographs than a GPU can take
 
 
@@ -58,6 +58,7 @@ class Decoders(AbstractContextManager["Decoders"]):
         self._connections: list[Connection] = []
         self._answers: Connection | None = None  # to the worker; None in the worker
         self._sending = threading.Lock()  # of several threads that ask, or answer
+        self._reporting, self._heard = threading.Lock(), threading.Event()
 
     def __exit__(self, *exception: object) -> None:
         self._broken = RuntimeError("the processes that decode have been closed")
@@ -89,9 +90,13 @@ class Decoders(AbstractContextManager["Decoders"]):
         return future
 
     def report(self, skipped: list[SkippedImage], num_retries: int) -> None:
-        """Tell the reporter, from any of the processes."""
+        """Tell the reporter, from any of the processes; returns when it knows: only then may others use the images."""
         if self._answers is not None:
-            self._answer(None, None, skipped, num_retries)
+            if skipped or num_retries:
+                with self._reporting:
+                    self._heard.clear()
+                    self._answer(None, None, skipped, num_retries)
+                    self._heard.wait()
             return
         if num_retries:
             self._reporter.retried(num_retries)
@@ -118,6 +123,9 @@ class Decoders(AbstractContextManager["Decoders"]):
                 self._take(*answer)
             except Exception as error:  # what the reporter raises
                 self._fail(error)
+            if answer[0] is None:
+                with self._sending, suppress(OSError):
+                    connection.send(_HEARD)
         process.join()
         if self._broken is None:  # it has not been told to end
             if process.exitcode is not None and process.exitcode < 0:
@@ -155,9 +163,12 @@ class Decoders(AbstractContextManager["Decoders"]):
             threading.Thread(target=read_ahead, daemon=True, name="decode").start()
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
         with suppress(EOFError, OSError):
-            while (asked := connection.recv()) is not _END:
-                number, which, *rest = asked
-                threads.submit(self._read, number, reads[which], *rest)
+            while (asked := connection.recv()) != _END:
+                if asked == _HEARD:
+                    self._heard.set()
+                else:
+                    number, which, *rest = asked
+                    threads.submit(self._read, number, reads[which], *rest)
         os._exit(0)  # without waiting for threads
 
     def _read(self, number: int, read: ReadBlock, samples: Int64s, epoch: int, part: int) -> None:
