@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -92,9 +91,6 @@ def _write_at(file: int, values: npt.NDArray[Any], offset: int) -> None:
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that are read ahead of a worker, besides those in its threads
 
 
-_MAX_THREADS = 8  # more of them would keep the loop from the interpreter
-
-
 class MachineBatches(AbstractContextManager["MachineBatches"]):
     """A :class:`BatchSource` over images that processes of this worker and its neighbours decode ahead.
 
@@ -131,8 +127,7 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
 
     def read_ahead(self) -> None:
         """Read what is kept from now on: once a start of the run has begun, of which reports are no part before."""
-        for _ in range(min(_MAX_THREADS, num_decoders())):
-            threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
+        self._decoders.read_ahead()
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return self._train.from_step(first_step)
