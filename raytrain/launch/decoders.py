@@ -68,7 +68,7 @@ class Decoders(AbstractContextManager["Decoders"]):
                     connection.send(_END)
 
     def start(self, reads: Sequence[ReadBlock], read_ahead: Callable[[], None]) -> None:
-        """Fork the processes. Once told, as many threads in each call ``read_ahead``, beside those that do what is asked.
+        """Fork the processes. Once told, as many threads in each call ``read_ahead`` as do what is asked.
 
         Called before this process uses a GPU, and, as far as it can, before it has threads.
         """
