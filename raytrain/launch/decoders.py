@@ -34,7 +34,7 @@ ReadBlock = Callable[[Int64s, int, Pixels | None], Block]
 """Reads some samples and decodes them for an epoch, into an array of bytes if there is one."""
 
 _THREADS = 8  # of a process: more of them would wait for the interpreter
-_END, _HEARD, _AHEAD = "end", "heard", "ahead"
+_END, _HEARD = "end", "heard"
 _MOST = 32  # for a worker: they decode more photographs than a GPU can take
 
 
@@ -68,7 +68,7 @@ class Decoders(AbstractContextManager["Decoders"]):
                     connection.send(_END)
 
     def start(self, reads: Sequence[ReadBlock], read_ahead: Callable[[], None]) -> None:
-        """Fork the processes. Once told, as many threads in each call ``read_ahead`` as do what is asked.
+        """Fork the processes, in each of which as many threads call ``read_ahead`` beside those that do what is asked.
 
         Called before this process uses a GPU, and, as far as it can, before it has threads.
         """
@@ -76,13 +76,6 @@ class Decoders(AbstractContextManager["Decoders"]):
         for connection, process in zip(self._connections, processes, strict=True):
             threading.Thread(target=self._receive, args=(connection, process), daemon=True, name="decoded").start()
         self._next = cycle(self._connections)
-
-    def read_ahead(self) -> None:
-        """Let them read ahead from now on."""
-        with self._sending:
-            for connection in self._connections:
-                with suppress(OSError):  # it has ended
-                    connection.send(_AHEAD)
 
     def read(self, which: int, samples: Int64s, epoch: int) -> Future[Block]:
         """The block that ``reads[which]`` makes of ``samples``."""
@@ -166,14 +159,13 @@ class Decoders(AbstractContextManager["Decoders"]):
         """Answer until the worker closes its end, or ends."""
         others_end.close()
         self._answers = connection
+        for _ in range(num_threads):
+            threading.Thread(target=read_ahead, daemon=True, name="decode").start()
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
         with suppress(EOFError, OSError):
             while (asked := connection.recv()) != _END:
                 if asked == _HEARD:
                     self._heard.set()
-                elif asked == _AHEAD:
-                    for _ in range(num_threads):
-                        threading.Thread(target=read_ahead, daemon=True, name="decode").start()
                 else:
                     number, which, *rest = asked
                     threads.submit(self._read, number, reads[which], *rest)

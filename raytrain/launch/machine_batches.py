@@ -125,10 +125,6 @@ class MachineBatches(AbstractContextManager["MachineBatches"]):
     def __exit__(self, *exception: object) -> None:
         self._decoders.__exit__(*exception)
 
-    def read_ahead(self) -> None:
-        """Read what is kept from now on: once a start of the run has begun, of which reports are no part before."""
-        self._decoders.read_ahead()
-
     def train(self, first_step: int) -> Iterator[LocalBatch]:
         return self._train.from_step(first_step)
 

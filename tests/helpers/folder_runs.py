@@ -78,7 +78,6 @@ def train_here(run: FolderRun, recorder: Recorder | None = None) -> tuple[Weight
     recorder = recorder or Recorder(run.stop_after)
     loads = (1.0,) * world_size
     with MachineBatches(data, spec.plan, rank, loads, cache, recorder, isolated=False) as source:
-        source.read_ahead()
         part = make_run(spec, source, recorder, torch.device("cpu"), load_initial_weights(spec, 0))
         train_run(spec, part)
     return {name.removeprefix("module."): value.clone() for name, value in weights_of(part).items()}, recorder

@@ -135,7 +135,6 @@ def _train(spec: RunSpec, here: Surroundings, rank: int, reporter: Any) -> Outco
             store = f"file://{here.folder}/workers-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
             backend = dist.Backend.NCCL if device.type == "cuda" else dist.Backend.GLOO
             dist.init_process_group(backend, store, rank=rank, world_size=here.num_workers)
-        source.read_ahead()
         weights = load_initial_weights(spec, here.first_step)
         if rank == 0:
             reporter.watch()

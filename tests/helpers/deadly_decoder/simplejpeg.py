@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import signal
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
@@ -22,7 +22,7 @@ _decode_jpeg = _real.decode_jpeg
 def decode_jpeg(data: bytes, *arguments: Any, **options: Any) -> Any:
     """Decode an image, or die of what is written in its comment."""
     if b"deadly:segfault" in data:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        ctypes.string_at(0)  # not os.kill: another thread might get that signal, and this one go on meanwhile
     if b"deadly:exit" in data:
         os._exit(0)
     if b"deadly:memory" in data:
