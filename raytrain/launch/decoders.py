@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from raytrain.config.user_error import describe
 from raytrain.data.blocks import Block, lend
 from raytrain.data.images.decode import Pixels
 from raytrain.data.plan.permutation import Int64s
@@ -197,7 +198,7 @@ def _portable(error: Exception) -> Exception:
         pickle.loads(pickle.dumps(error))
     except Exception:
         traceback.print_exception(error)
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(describe(error))
     return error
 
 

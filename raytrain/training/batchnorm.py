@@ -172,9 +172,9 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
 
     batch_mean: Tensor
     batch_var: Tensor
-    count: int | None = None  # values per channel in the last call, if its statistics wait to be joined
-    weight_of_batch: float = 0.0  # of that call in the running statistics
-    earlier: tuple[_Call, ...] = ()  # the calls before that one
+    count: int | None  # values per channel in the last call, if its statistics wait to be joined
+    weight_of_batch: float  # of that call in the running statistics
+    earlier: tuple[_Call, ...]  # the calls before that one
 
     @property
     def updates_statistics(self) -> bool:
@@ -182,6 +182,7 @@ class AggregatedBatchNorm(ConvertedBatchNorm):
         return self.training and self.track_running_stats
 
     def prepare(self) -> None:
+        self.count, self.weight_of_batch, self.earlier = None, 0.0, ()
         for name, running in zip(OWN_BUFFERS, (self.running_mean, self.running_var), strict=True):
             self.register_buffer(name, None if running is None else torch.zeros_like(running), persistent=False)
 

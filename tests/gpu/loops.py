@@ -49,14 +49,11 @@ def on_cuda(run: Any) -> list[nn.Module]:
 
 
 def in_autocast(run: Any) -> list[nn.Module]:
-    model = run.prepare(small())
-    optimizer = sgd(run, model)
-    for batch in run.batches(evaluate=dict):
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = cross_entropy(model(batch.images), batch.labels)
-        run.backward(loss)
-        run.step(optimizer)
-    return [model]
+            return cross_entropy(model(batch.images), batch.labels)
+
+    return _trained(run, loss_of)
 
 
 def in_a_stream(run: Any) -> list[nn.Module]:
@@ -73,54 +70,52 @@ def in_a_stream(run: Any) -> list[nn.Module]:
 
 
 def prefetched(run: Any) -> list[nn.Module]:
-    """The usual prefetcher: the batch after this one is changed in a stream while this one is used."""
-    model, stream = run.prepare(small()), torch.cuda.Stream()
-    optimizer = sgd(run, model)
-    for batch in run.batches(evaluate=dict):
+    """The usual prefetcher: images are changed in a stream, and used in another one."""
+    stream = torch.cuda.Stream()
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             images = batch.images.mul(0.5).add(0.1)
         torch.cuda.current_stream().wait_stream(stream)
         images.record_stream(torch.cuda.current_stream())
-        run.backward(cross_entropy(model(images), batch.labels))
-        run.step(optimizer)
-    return [model]
+        return cross_entropy(model(images), batch.labels)
+
+    return _trained(run, loss_of)
 
 
 def compiled(run: Any) -> list[nn.Module]:
-    model = run.prepare(small())
-    optimizer, faster = sgd(run, model), torch.compile(model)
-    for batch in run.batches(evaluate=dict):
-        run.backward(cross_entropy(faster(batch.images), batch.labels))
-        run.step(optimizer)
-    return [model]
+    faster: Any = torch.compile(lambda model, batch: model(batch))
+    return _trained(run, lambda model, batch: cross_entropy(faster(model, batch.images), batch.labels))
 
 
 def compiled_to_a_graph(run: Any) -> list[nn.Module]:
     """torch.compile with CUDA graphs, whose outputs and gradients lie in memory of the graph's own."""
-    model = run.prepare(small())
-    optimizer, faster = sgd(run, model), torch.compile(model, mode="reduce-overhead")
-    for batch in run.batches(evaluate=dict):
+    faster: Any = torch.compile(lambda model, batch: model(batch), mode="reduce-overhead")
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        run.backward(cross_entropy(faster(batch.images), batch.labels))
-        run.step(optimizer)
-    return [model]
+        return cross_entropy(faster(model, batch.images), batch.labels)
+
+    return _trained(run, loss_of)
 
 
 def compiled_loss(run: Any) -> list[nn.Module]:
-    """A loss that is compiled with its network, in evaluation, too."""
-    model = run.prepare(small())
-    optimizer = sgd(run, model)
+    """A loss that is compiled with its network."""
 
     @torch.compile
-    def loss_of(images: Tensor, labels: Tensor) -> Tensor:
+    def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1)
 
+    return _trained(run, lambda model, batch: loss(model, batch.images, batch.labels))
+
+
+def _trained(run: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> list[nn.Module]:
+    model = run.prepare(small())
+    optimizer = sgd(run, model)
     for batch in run.batches(evaluate=dict):
-        run.backward(loss_of(batch.images, batch.labels))
+        run.backward(loss_of(model, batch))
         run.step(optimizer)
-        with torch.no_grad():
-            run.log(after=loss_of(batch.images, batch.labels))
     return [model]
 
 

@@ -61,7 +61,7 @@ def _options(trial: Trial, photographs: Path, cache: Any) -> raytrain.TrainConfi
         flip="random",
         batch_size=trial.scaled(256, on_cpu=8),
         epochs=1000,
-        max_time=f"{trial.scaled(18, on_cpu=12)}s",
+        max_time=f"{trial.scaled(35, on_cpu=12)}s",
         evaluate_every=0,
         checkpoint_every=(),
         channels_last=True,

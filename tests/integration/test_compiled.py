@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def losses(folder: Path, *, compile: bool) -> list[float | None]:
+def losses(folder: Path, **chosen: Any) -> list[float | None]:
     recorder = Recorder()
-    options = config(model="tests.gpu.same:network", max_steps=3, evaluate_every=0, compile=compile)
+    options = config(model="tests.gpu.same:network", max_steps=3, evaluate_every=0, **chosen)
     run = make_run(options, images(48), str(folder), recorder)
     train(run)
     run.finish()
@@ -38,9 +39,12 @@ def test_a_network_with_dropout_trains_as_it_does_otherwise(tmp_path: Path) -> N
     assert losses(tmp_path / "compiled", compile=True) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_it_compiles_once_to_train_and_once_to_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch_norm", ["sync", "aggregate"])
+def test_it_compiles_once_to_train_and_once_to_evaluate(
+    batch_norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    losses(tmp_path, compile=True)
+    losses(tmp_path, compile=True, batch_norm=batch_norm)
     assert counters["stats"]["unique_graphs"] == 2
 
 
