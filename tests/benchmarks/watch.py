@@ -1,7 +1,8 @@
-"""What watching costs: a run with three viewers of its page and two trackers, beside the same run with none.
+"""What watching costs: a run that in turn is watched and is not, by three viewers of its page and two trackers.
 
-The workers' speed differs by several percent from run to run. What the driver, its page and its viewers take from the
-workers is told more precisely by their CPU time.
+The workers' speed differs by several percent from run to run, and within a run over minutes. So both are measured in
+one run, in short windows: each watched one is compared with those before and after it. What the driver, its page and
+its viewers take from the workers is told more precisely by their CPU time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -24,13 +29,16 @@ import psutil
 import raytrain
 from raytrain.display.page.server import TOKEN_HEADER, PageServer
 from raytrain.display.page.watched_runs import WatchedRuns
+from raytrain.trackers import tracking
 from tests.benchmarks.report import Check, Figure, Report
 from tests.benchmarks.runner import Bench, Side
 
 _BATCH, _LOG_EVERY = 128, 10
 _NUM_CORES = 2  # of the machine; one worker on each
-_WARM_UP_S = 60.0
-"""From the first step on. Trackers open in this time: imports and MLflow's new database take 10 s of a core, once."""
+_WARM_UP_S = 90.0
+"""From the start on. Trackers open in this time: imports and MLflow's new database take 10 s of a core, once."""
+_WINDOW_S, _SETTLE_S = 20.0, 6.0
+"""Of each window, the first seconds count for neither side: trackers send what they have gathered before it."""
 _NUM_VIEWERS, _TRACKERS = 3, ("tensorboard", "mlflow")
 _VIEWER = """
 import sys, urllib.request
@@ -40,46 +48,59 @@ for line in urllib.request.urlopen(urllib.request.Request(sys.argv[1], headers={
 
 
 def measure(bench: Bench) -> Report:
-    arguments = {"images": str(bench.images), "timed_s": bench.scaled(60, least=10)}
-    sides = {
-        "nobody watches": Side(train_alone, arguments),
-        "three viewers and two trackers": Side(train_watched, arguments),
-    }
-    text = "{0[rate]:,.1f} images/s, {0[cores]:.4f} cores beside the workers".format
-    results = bench.alternate(sides, bench.scaled(6), text)
-    rates = [Figure(name, "images/s", [each["rate"] for each in values]) for name, values in results.items()]
-    cores = [
-        Figure(f"{name}: driver, page and viewers", "cores", [each["cores"] for each in values])
-        for name, values in results.items()
-    ]
+    arguments = {"images": str(bench.images), "num_watched": bench.scaled(12, least=2)}
+    result = bench.alone(Side(train, arguments))
+    alone, watched = result["rates"][::2], result["rates"][1::2]
+    ratios = [2 * rate / sum(beside) for rate, beside in zip(watched, pairwise(alone), strict=True)]
+    cores = [median(result["cores"][::2]), median(result["cores"][1::2])]
     return Report(
         f"watch: cifar10's network, --backend local, 2 workers, a row every {_LOG_EVERY} steps",
-        rates + cores,
         [
-            Check("watched : alone", rates[1].median / rates[0].median, at_least=0.99),
-            Check("cores left by watching : all", 1 - (cores[1].median - cores[0].median) / _NUM_CORES, at_least=0.99),
+            Figure("nobody watches", "images/s", alone),
+            Figure("three viewers and two trackers", "images/s", watched),
+            Figure("watched : alone, beside each other", "×", ratios),
+            Figure("nobody watches: driver, page and viewers", "cores", result["cores"][::2]),
+            Figure("watched: driver, page and viewers", "cores", result["cores"][1::2]),
+        ],
+        [
+            Check("watched : alone", median(ratios), at_least=0.99),
+            Check("cores left by watching : all", 1 - (cores[1] - cores[0]) / _NUM_CORES, at_least=0.99),
         ],
     )
 
 
-def train_alone(images: str, timed_s: int, folder: str) -> dict[str, float]:
-    return _train(images, timed_s, folder, None, ())
+def train(images: str, num_watched: int, folder: str) -> dict[str, list[float]]:
+    """The images per second of all workers, and the cores that other processes use, in each window.
 
-
-def train_watched(images: str, timed_s: int, folder: str) -> dict[str, float]:
+    The first window is not watched, and every other one is.
+    """
     os.chdir(folder)  # where MLflow keeps files of its own
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     runs = WatchedRuns(folder, ["run"])
-    with PageServer(runs, port=0) as server, ExitStack() as viewers:
+    watching = threading.Event()
+    send_rows = tracking.Tracking.update
+    with PageServer(runs, port=0) as server, ExitStack() as open_until_end:
         for _ in range(_NUM_VIEWERS):
-            viewers.enter_context(_viewer(server))
-        return _train(images, timed_s, folder, runs, _TRACKERS)
+            open_until_end.enter_context(_viewer(server))
+        starts = open_until_end.enter_context(_windows(watching, 2 * num_watched + 1))
+        cpu_times = open_until_end.enter_context(_cpu_times())
+        # More often than trackers get rows by themselves, so that they are sent in the window that they are of.
+        open_until_end.enter_context(patch.object(tracking, "_MAX_GATHER_S", _SETTLE_S - 1))
+        open_until_end.enter_context(patch.object(tracking.Tracking, "update", _only_if(watching, send_rows)))
+        _train(images, folder, _only_if(watching, runs.update), (2 * num_watched + 1) * _WINDOW_S)
+    times = np.array(json.loads(Path(folder, "times").read_text()))
+    clock, cpu = np.array(cpu_times).T
+    result: dict[str, list[float]] = {"rates": [], "cores": []}
+    for start in starts:
+        begin, end = start + _SETTLE_S, start + _WINDOW_S
+        timed = times[(times >= begin) & (times < end)]
+        result["rates"].append(_BATCH * (len(timed) - 1) / (timed[-1] - timed[0]))
+        used = np.interp([begin, end], clock, cpu)
+        result["cores"].append(float(used[1] - used[0]) / (end - begin))
+    return result
 
 
-def _train(
-    images: str, timed_s: int, folder: str, runs: WatchedRuns | None, trackers: tuple[str, ...]
-) -> dict[str, float]:
-    """After the warm-up: the images per second of all workers, and the cores that other processes use."""
+def _train(images: str, folder: str, view: Callable[..., None], timed_s: float) -> None:
     config = raytrain.recipes.cifar10(
         name="run",
         data=images,
@@ -96,15 +117,43 @@ def _train(
         checkpoint_every=(),
         log_every=_LOG_EVERY,
     )
-    loop = partial(_timed_loop, folder=folder)
-    with _cpu_times() as cpu_times:
-        raytrain.train(config, loop=loop, view=runs.update if runs else None, trackers=trackers)
-    times = json.loads(Path(folder, "times").read_text())
-    timed = [end for end in times if end > times[0] + _WARM_UP_S]
-    clock, cpu = np.array(cpu_times).T
-    used = np.interp([timed[0], timed[-1]], clock, cpu)
-    seconds = timed[-1] - timed[0]
-    return {"rate": _BATCH * (len(timed) - 1) / seconds, "cores": float(used[1] - used[0]) / seconds}
+    raytrain.train(config, loop=partial(_timed_loop, folder=folder), view=view, trackers=_TRACKERS)
+
+
+def _only_if(watching: threading.Event, call: Callable[..., None]) -> Callable[..., None]:
+    """``call`` while somebody watches, and nothing otherwise."""
+
+    def view(*arguments: Any) -> None:
+        if watching.is_set():
+            call(*arguments)
+
+    return view
+
+
+@contextmanager
+def _windows(watching: threading.Event, number: int) -> Iterator[list[float]]:
+    """Watch in every other window; yield the times at which they start. Until the first, all is watched."""
+    starts: list[float] = []
+    ended = threading.Event()
+    watching.set()
+
+    def alternate() -> None:
+        pause_s = _WARM_UP_S
+        while len(starts) < number and not ended.wait(pause_s):
+            pause_s = _WINDOW_S
+            starts.append(time.perf_counter())
+            if len(starts) % 2:
+                watching.clear()
+            else:
+                watching.set()
+
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    try:
+        yield starts
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
