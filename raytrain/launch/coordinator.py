@@ -106,10 +106,13 @@ class Coordinator(RunMonitor):
         _logger.debug("worker %d failed: %s", rank, redact(trace))
         self._told = self._told or f"worker {rank} failed: {reason}"
 
-    def workers_lost(self, killed: dict[int, str]) -> None:
-        """All workers have ended, and start again unless they have failed too often; signals have ``killed`` some."""
-        dead = [f"worker {rank} was killed by {name}" for rank, name in killed.items()]
-        lost = " and ".join(dead) or self._told or "the workers exited without an error message"
+    def workers_lost(self, dead: dict[int, str]) -> None:
+        """All workers have ended, and start again unless they have failed too often; ``dead`` says how, by rank."""
+        lost = (
+            " and ".join(f"worker {rank} {how}" for rank, how in dead.items())
+            or self._told
+            or "the workers exited without an error message"
+        )
         self._ending.lost, self._told = lost, None
         self.event(WorkerFailed(lost))
 

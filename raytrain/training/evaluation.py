@@ -118,7 +118,7 @@ def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
     """
     try:
         numbers = {name: float(value) for name, value in measured.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"The loop's evaluation must return numbers by name, and returned something else: {error}."
         ) from None

@@ -207,15 +207,30 @@ def test_a_collective_of_the_loops_own_with_other_shapes_on_a_worker_is_told_wit
     assert driver.text.count("worker_failed") == 1, "the second start said it"
 
 
-def dying(run: Run) -> None:
+def killed(run: Run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_nothing_but_the_sentence_is_printed_if_workers_are_killed(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def leaving(run: Run, code: int, num_workers: int) -> None:
+    if run.rank < num_workers:
+        os._exit(code)
+    for _ in train_on(run):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        (killed, "was killed by SIGKILL"),
+        (partial(leaving, code=0, num_workers=2), "worker [01] exited with code 0 before its loop had returned"),
+        (partial(leaving, code=3, num_workers=1), "worker 0 exited with code 3 before its loop had returned"),
+    ],
+)
+def test_nothing_but_the_sentence_is_printed_if_workers_are_killed_or_leave(
+    loop: Callable[[Run], None], expected: str, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(raytrain.TrainingFailed, match="was killed by SIGKILL"):
-        raytrain.train(options(data, tmp_path, max_failures=0), loop=dying)
+    with pytest.raises(raytrain.TrainingFailed, match=expected):
+        raytrain.train(options(data, tmp_path, max_failures=0), loop=loop)
     assert "leak" not in capfd.readouterr().err, "the process that starts workers has torn down what they need"
 
 

@@ -205,7 +205,7 @@ def test_workers_that_end_without_a_word_fail_the_run_with_what_is_known(images:
     def train(coordinator: Coordinator) -> None:
         coordinator.checked()
         coordinator.started(2, 0)
-        coordinator.workers_lost({1: "SIGKILL"})
+        coordinator.workers_lost({1: "was killed by SIGKILL"})
 
     with session(images, tmp_path, train) as (opened, launch):
         launch.wait = lambda timeout_s: launch.coordinator.ending().lost is not None  # pyright: ignore

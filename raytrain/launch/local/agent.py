@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -40,6 +40,7 @@ from raytrain.training.run_spec import RunSpec
 
 _SHUTDOWN_S = 5
 _POLL_S = 20.0
+_FAILED = 1  # the code of a worker that has told the coordinator why
 
 
 def main() -> None:
@@ -82,26 +83,30 @@ class _Agent(LocalElasticAgent):
         self._call = Caller(here.calls)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        killed = _killed(worker_group.workers)  # before the agent takes note of them
+        dead = _dead(worker_group.workers)  # before the agent takes note of them
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] ; it is decorated
+        if dead and not result.is_failed():  # a worker that has ended well is there until the agent knows of all
+            result = RunResult(WorkerState.FAILED)
         if result.is_failed():
-            self._call("workers_lost", killed)
-            if "SIGABRT" in killed.values():  # gloo ends a process that gets a tensor of another size
+            self._call("workers_lost", dead)
+            if any("SIGABRT" in how for how in dead.values()):  # gloo ends a process that gets a tensor of another size
                 dist.set_debug_level(dist.DebugLevel.DETAIL)  # pyright: ignore ; the next workers say which one
         return result
 
 
-def _killed(workers: list[Worker]) -> dict[int, str]:
-    """Rank of each worker that a signal has killed, and the signal's name."""
-    killed: dict[int, str] = {}
+def _dead(workers: list[Worker]) -> dict[int, str]:
+    """Rank of each worker that a signal has killed, or that has exited in its loop, and which signal or code."""
+    dead: dict[int, str] = {}
     for worker in workers if hasattr(os, "waitid") else []:  # macOS has it since Python 3.13
         try:
             state = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             continue
         if state is not None and state.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
-            killed[worker.global_rank] = signal.Signals(state.si_status).name
-    return killed
+            dead[worker.global_rank] = f"was killed by {signal.Signals(state.si_status).name}"
+        elif state is not None and state.si_status != _FAILED:
+            dead[worker.global_rank] = f"exited with code {state.si_status} before its loop had returned"
+    return dead
 
 
 def work(spec: RunSpec, here: Surroundings) -> None:
@@ -113,11 +118,11 @@ def work(spec: RunSpec, here: Surroundings) -> None:
         outcome = _train(spec, here, rank, SocketReporter(here.calls))
     except RaytrainError as error:
         if not call("give_up", error, trace_of(error)):
-            os._exit(1)
+            os._exit(_FAILED)
         return
     except Exception as error:
         call("worker_failed", rank, describe(error), traceback.format_exc())
-        os._exit(1)  # the agent starts all workers again
+        os._exit(_FAILED)  # the agent starts all workers again
     if rank == 0:
         call("conclude", outcome)
 
