@@ -633,15 +633,19 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
     assert run.progress.step == 0
 
 
+def train_measured(run: Run, evaluate: Callable[[], dict[str, float]]) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches(evaluate):
+        run.backward(run.loss(model(batch.images), batch.targets))
+        run.step(optimizer)
+
+
 @pytest.mark.parametrize("measured", [None, 0.5, {"accuracy": {"top 5": 0.5}}, {"accuracy": "high"}])
 def test_an_evaluation_of_a_loops_own_that_returns_no_numbers_by_name_is_refused(measured: Any, tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
-    model = run.prepare(run.build_model())
-    optimizer = run.prepare(run.build_optimizer(model))
     with pytest.raises(UsageError, match="evaluation must return numbers by name"):
-        for batch in run.batches(evaluate=lambda: measured):
-            run.backward(run.loss(model(batch.images), batch.targets))
-            run.step(optimizer)
+        train_measured(run, lambda: measured)
 
 
 LossOf = Callable[[nn.Sequential, Any], Tensor]
