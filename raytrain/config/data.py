@@ -27,6 +27,8 @@ class DataOptions:
     """Fraction of each class that is held out for testing if --test-data is not given."""
     labels: str | None = None
     """Label file (.csv, .tsv, .txt, .json, .jsonl, .parquet), also in a bucket: rows of images; column split splits."""
+    test_labels: str | None = None
+    """Label file of the images to test on, if --labels has none of them; those are below --test-data, or --data."""
     key_column: str | None = None
     """Column of --labels with the path of the image below --data; by default key, path, file_name, file or image."""
     label_column: tuple[str, ...] = ()
@@ -57,8 +59,13 @@ class DataOptions:
 def check_data(config: TrainConfig) -> None:
     """Raise UsageError if options of labels do not fit together."""
     for name in ("key_column", "label_column", "label_separator", "group_by"):
-        if getattr(config, name) not in (None, ()) and config.labels is None:
+        if getattr(config, name) not in (None, ()) and config.labels is None and config.test_labels is None:
             raise UsageError(f"{flag(name)} is for the label file; give that with --labels.")
+    if config.test_labels is not None and config.labels is None and config.test_data is None:
+        raise UsageError(
+            "--test-labels says which images are tested on, and nothing which are trained on; give --labels or "
+            "--test-data, too."
+        )
     if config.label_separator is not None and len(config.label_column) > 1:
         raise UsageError(
             "--label-separator is for one column with several classes; name one --label-column, or omit it."

@@ -16,8 +16,9 @@ from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
-from raytrain.data.labels.label_file import LabelColumns, read_label_file
-from raytrain.data.labels.labelled_images import self_described_images, training_and_test_images
+from raytrain.data.labels.label_columns import LabelColumns
+from raytrain.data.labels.label_file import read_label_file
+from raytrain.data.labels.labelled_images import training_and_test_images
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan, ClassBalance
 from raytrain.data.plan.permutation import Int64s
@@ -99,15 +100,19 @@ def open_dataset(config: TrainConfig, run_store: Store) -> Dataset:
     train_store = open_store(config.data)
     test_store = open_store(config.test_data) if config.test_data else train_store
     urls = [train_store.url, test_store.url]
-    labels = read_label_file(config.labels, label_columns(config), urls) if config.labels else None
+    table, test_table = (
+        read_label_file(file, label_columns(config), urls) if file else None
+        for file in (config.labels, config.test_labels)
+    )
+    if table is not None and test_table is not None and not config.test_data:
+        table, test_table = table.tested_on(test_table), None
     stored = _stored_manifests(run_store)
-    places = train_store.url, test_store.url, labels.digest if labels else ""
-    if stored is not None and (stored[0].url, stored[1].url, stored[0].labels_digest) == places:
+    digests = [each.digest if each else "" for each in (table, test_table or table)]
+    places = [(train_store.url, digests[0]), (test_store.url, digests[1])]
+    if stored is not None and [(each.url, each.labels_digest) for each in stored] == places:
         train, test = stored  # a run that resumes need not list them again
-    elif labels is not None:
-        train, test = training_and_test_images(config, labels, train_store, test_store)
     else:
-        train, test = self_described_images(config, train_store, test_store)
+        train, test = training_and_test_images(config, table, test_table, train_store, test_store)
     test_format = evaluation_format(config)
     mean, std = config.mean, config.std
     if mean is None or std is None:

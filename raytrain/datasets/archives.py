@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain.data.labels.folders import read_folders
-from raytrain.data.labels.label_file import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, as_text, find_column
+from raytrain.data.labels.label_columns import KEY_COLUMNS, LABEL_COLUMNS, NO_LABELS, LabelColumns, as_text, find_column
 from raytrain.data.labels.listing import SUFFIXES, is_hidden, why_left_out
 from raytrain.errors import UsageError
 

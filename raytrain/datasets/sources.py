@@ -17,14 +17,8 @@ import fsspec
 import numpy as np
 
 from raytrain.data.labels.folders import is_test, is_training
-from raytrain.data.labels.label_file import (
-    JOINED,
-    METADATA,
-    LabelColumns,
-    LabelTable,
-    own_label_table,
-    read_label_file,
-)
+from raytrain.data.labels.label_columns import JOINED, LabelColumns
+from raytrain.data.labels.label_file import METADATA, LabelTable, own_label_table, read_label_file
 from raytrain.data.labels.labelled_images import check_keys, labelled
 from raytrain.data.labels.listing import is_hidden, lost_files, refuse_file
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, build_manifest, list_images

@@ -70,7 +70,7 @@ def job_files(config: TrainConfig, include: Sequence[str] = ()) -> JobFiles:
 
 def check_places(config: TrainConfig) -> None:
     """Raise UsageError if the options name a place that only this machine has."""
-    for option in ("data", "test_data", "labels", "weights", "storage"):
+    for option in ("data", "test_data", "labels", "test_labels", "weights", "storage"):
         place: str | None = getattr(config, option)
         if place in (None, "", "DEFAULT") or "://" in place or Path(place).is_absolute():
             continue

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain.config import TrainConfig
-from raytrain.data.dataset import open_dataset
+from raytrain.data.dataset import open_dataset, write_manifests
 from raytrain.data.labels.manifest import Manifest, build_manifest
 from raytrain.datasets.pack import pack
 from raytrain.datasets.sources import Labelling
@@ -106,6 +106,65 @@ def test_a_column_says_what_is_tested_on(images: Path, tmp_path: Path, caplog: p
     assert "Rows of" in caplog.text and "with other splits (22 val) are not used" in caplog.text
     rows["split"] = ["a"] * 90
     assert "has the values 'a'; it must have train, and test or val" in refused(images, rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "before", ["C:\\photos\\images\\", "/home/me/images/", "s3://other/images/", "images/", "./images/"]
+)
+def test_keys_of_another_place_lead_through_a_folder_of_the_same_name(
+    before: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images)
+    wanted = dict(zip(rows["path"], rows["label"], strict=True))
+    rows["path"] = [before + (key.replace("/", "\\") if "\\" in before else key) for key in rows["path"]]
+    train, test = opened(images, write(tmp_path / "labels.csv", rows), tmp_path)
+    assert by_key(train, test) == wanted
+    assert caplog.text.count("names are elsewhere: ") == 1
+    rows["path"][1] = rows["path"][0].replace("images", "older/images")  # of two, nobody knows which
+    assert "keys of" in refused(images, rows, tmp_path)
+    rows["path"] = [key.replace("images", "others") for key in rows["path"]]
+    assert "have no image below" in refused(images, rows, tmp_path)
+
+
+def test_those_to_test_on_may_have_a_label_file_of_their_own(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rows_of(images, label=lambda number: "ab"[number % 2])
+    apart = [{name: values[start::3] for name, values in rows.items()} for start in (0, 1)]
+    labels, tested = (
+        write(tmp_path / f"{name}.csv", each) for name, each in zip(("train", "test"), apart, strict=True)
+    )
+    train, test = opened(images, labels, tmp_path, test_labels=str(tested))
+    assert [by_key(each) for each in (train, test)] == [
+        dict(zip(each["path"], each["label"], strict=True)) for each in apart
+    ]
+    assert "30 images below" in caplog.text, "those in neither"
+    with pytest.raises(UsageError, match=r"both have 30 images, such as '.*'; leave each in one"):
+        opened(images, labels, tmp_path, test_labels=str(labels))
+    split = write(tmp_path / "split.csv", {**rows, "split": ["train", "test"] * 45})
+    with pytest.raises(UsageError, match=r"split.csv says itself which images are tested on; omit --test-labels"):
+        opened(images, split, tmp_path, test_labels=str(tested))
+    with pytest.raises(UsageError, match=r"nothing which are trained on; give --labels or --test-data"):
+        opened(images, None, tmp_path, test_labels=str(tested))
+
+
+def test_class_folders_are_tested_on_images_of_a_label_file(images: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "val"
+    flat.mkdir()
+    for number, file in enumerate(sorted(images.rglob("*.png"))[::30]):
+        (flat / f"{number}.png").write_bytes(file.read_bytes())
+    tested = tmp_path / "val.txt"
+    tested.write_text("0.png blue\n1.png green\n2.png red\n")
+    options: dict[str, Any] = {"test_data": str(flat), "test_labels": str(tested)}
+    train, test = opened(images, None, tmp_path, **options)
+    assert (len(train), by_key(test)) == (90, {"0.png": "blue", "1.png": "green", "2.png": "red"})
+    write_manifests(open_store(str(tmp_path / "run")), train, test)
+    assert opened(images, None, tmp_path, **options)[0].digest == train.digest
+    tested.write_text("0.png blue\n1.png green\n2.png blue\n")
+    assert list(by_key(opened(images, None, tmp_path, **options)[1]).values()) == ["blue", "green", "blue"]
+    tested.write_text("0.png blue\n1.png green\n2.png mauve\n")
+    with pytest.raises(UsageError, match="has 1 classes that the training images lack: mauve"):
+        opened(images, None, tmp_path, **options)
 
 
 def test_a_split_without_labels_is_named(images: Path, tmp_path: Path) -> None:

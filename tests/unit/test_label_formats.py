@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain.data.labels.label_file import JOINED, LabelColumns, read_label_file
+from raytrain.data.labels.label_columns import JOINED, LabelColumns
+from raytrain.data.labels.label_file import read_label_file
 from raytrain.errors import UsageError
 
 LABELS = {"a b.jpg": "007", "c.jpg": "7", "d/e.png": "007"}
@@ -41,6 +42,24 @@ def test_lists_whose_keys_have_no_suffix_and_those_that_begin_with_the_label(tmp
     assert read(tmp_path, "train.txt", "a, b.jpg 3\nc.jpg 4\n") == {"a, b.jpg": "3", "c.jpg": "4"}
 
 
+def test_lists_of_more_columns_between_blanks_and_remarks_before_them(tmp_path: Path) -> None:
+    pets = "#Image CLASS-ID SPECIES\n# 1:Cat 2:Dog\nAbyssinian_100 1 1\nbeagle_7 5 2\n"
+    assert read(tmp_path, "list.txt", pets, label=("column 2",)) == {"Abyssinian_100": "1", "beagle_7": "5"}
+    with pytest.raises(UsageError, match="among its columns key, column 2, column 3; name the right one"):
+        read(tmp_path, "list.txt", pets)
+    assert read(tmp_path, "a.csv", "# mine\r\n# too\r\npath,label\r\na.jpg,1\r\n") == {"a.jpg": "1"}
+    assert read(tmp_path, "a.csv", "#1.jpg,1\n#2.jpg,0\n") == {"#1.jpg": "1", "#2.jpg": "0"}
+    assert read(tmp_path, "a.csv", "#,path,label\n0,a.jpg,1\n") == {"a.jpg": "1"}
+
+
+@pytest.mark.parametrize("content", ["cat/1\ndog/2\n", "cat/1.jpg\ndog/2 b.jpg\n", "path\ncat/1.jpg\ndog/2.jpg\n"])
+def test_a_list_of_images_alone_has_classes_by_its_folders(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(read(tmp_path, "train.txt", content).values()) == ["cat", "dog"]
+    assert "train.txt has no labels: the folders in it are the classes" in caplog.text
+
+
 @pytest.mark.parametrize(("name", "between"), [("labels.csv", ","), ("labels.csv", ";"), ("labels.tsv", "\t")])
 def test_a_first_line_that_names_an_image_is_no_header(name: str, between: str, tmp_path: Path) -> None:
     assert read(tmp_path, name, lines(LABELS, between)) == LABELS
@@ -51,7 +70,7 @@ def test_a_first_line_that_names_an_image_is_no_header(name: str, between: str, 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("cat\ndog\n", r"\(line 1 is 'cat', and 2 columns are expected\)"),
+        ("cat\ndog\n", r"has one column, such as 'cat', with neither labels nor folders"),
         ("a.jpg 1\nb.jpg\n", r"\(line 2 is 'b.jpg', and 2 columns are expected\)"),
         ("", "cannot be read as a table"),
     ],

@@ -73,7 +73,7 @@ def pack(
 
     Example: raytrain pack s3://bucket/train s3://bucket/train-shards
     """
-    from raytrain.data.labels.label_file import LabelColumns
+    from raytrain.data.labels.label_columns import LabelColumns
     from raytrain.data.labels.manifest import Shrinking
     from raytrain.datasets.pack import pack as pack_shards
     from raytrain.datasets.sources import Labelling

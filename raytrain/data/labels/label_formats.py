@@ -22,6 +22,7 @@ _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 _BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
 _BLANKS = re.compile(r"\s*")
+_BETWEEN_WORDS = re.compile(r"[\s,;|]+")
 _CLASS_NAMES = "classes", "class_names", "categories", "names"
 _Record = dict[str, Any]
 
@@ -71,6 +72,7 @@ def _text_of(url: str, content: bytes) -> str:
 
 def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     """Columns between commas, semicolons, tabs or bars, or else between blanks, in which case keys may contain some."""
+    text = _without_remarks(text, key_names)
     lines = [line for line in _LINES.split(text.strip()) if line.strip()]
     header = re.sub('"[^"]*"', "", lines[0] if lines else "")
     delimiter = max(",;\t|", key=header.count)
@@ -78,6 +80,17 @@ def _read_lines(text: str, suffix: str, key_names: Set[str]) -> pa.Table:
     if lines and not all(delimiter in line for line in everywhere):
         return _read_spaced(lines, key_names)
     return _read_csv(text, delimiter, suffix, key_names)
+
+
+def _without_remarks(text: str, key_names: Set[str]) -> str:
+    """The text from the first line on that does not begin with #, or that names a column or an image."""
+    while text.startswith("#"):
+        line, *rest = _LINES.split(text, maxsplit=1)
+        words = _BETWEEN_WORDS.split(line)
+        if _is_header(words, key_names) or any(map(_is_image, words)):
+            break
+        text = "".join(rest)
+    return text
 
 
 def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa.Table:
@@ -96,12 +109,21 @@ def _read_csv(text: str, delimiter: str, suffix: str, key_names: Set[str]) -> pa
 def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
     names = lines[0].split()
     has_header = _is_header(names, key_names)
-    num_columns = len(names) if has_header else 2
+    num_columns = len(names) if has_header else _num_spaced_columns(lines)
     rows = [line.rsplit(None, num_columns - 1) for line in lines]
     for number, row in enumerate(rows, 1):
         if len(row) != num_columns:
             raise ValueError(f"line {number:,} is {lines[number - 1][:80]!r}, and {num_columns} columns are expected")
     return _from_rows(rows[1:], rows[0]) if has_header else _from_rows(rows)
+
+
+def _num_spaced_columns(lines: Sequence[str]) -> int:
+    """One for a list of images, two if the path of an image may contain blanks, else the number of words in a line."""
+    num_words = {len(line.split()) for line in lines}
+    before_last = [line.rsplit(None, 1)[0] for line in lines]
+    if len(num_words) == 1 and (num_words == {1} or not any(map(_is_image, before_last))):
+        return num_words.pop()
+    return 1 if len(num_words) > 1 and all(map(_is_image, lines)) else 2
 
 
 def _is_header(names: Sequence[str], key_names: Set[str]) -> bool:

@@ -24,7 +24,8 @@ from raytrain.data.labels.folders import (
     test_names,
     top_folders,
 )
-from raytrain.data.labels.label_file import JOINED, Int64s, LabelTable, own_label_table
+from raytrain.data.labels.label_columns import JOINED
+from raytrain.data.labels.label_file import Int64s, LabelTable, own_label_table
 from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests, list_images
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
@@ -33,21 +34,6 @@ _log = logging.getLogger("raytrain")
 
 _NUM_SHOWN = 3
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
-
-
-def self_described_images(config: TrainConfig, train_store: Store, test_store: Store) -> tuple[Manifest, Manifest]:
-    """The images of a run, labelled by the label files that lie beside them, or else by their folders."""
-    if config.test_data:
-        train = described_images(train_store, "train", config.max_bad_fraction)
-        return train, described_images(test_store, "test", config.max_bad_fraction, train.classes)
-    if table := own_label_table(train_store):
-        train, test = training_and_test_images(config, table, train_store, test_store)
-        return replace(train, labels_digest=""), replace(test, labels_digest="")  # not read again
-    train, test = build_manifests(train_store)
-    if test is not None:
-        return train, test
-    check_can_split(train, config.test_fraction)
-    return train_test_split(train, config.test_fraction, config.seed)
 
 
 def described_images(
@@ -61,6 +47,41 @@ def described_images(
 
 
 def training_and_test_images(
+    config: TrainConfig, table: LabelTable | None, test_table: LabelTable | None, train_store: Store, test_store: Store
+) -> tuple[Manifest, Manifest]:
+    """The images of a run, labelled by ``table``, or else by what lies beside them.
+
+    With ``test_table``, this one labels those that are tested on, which are in a place of their own.
+    """
+    if test_table is not None:
+        most_bad = config.max_bad_fraction
+        train = (
+            described_images(train_store, "train", most_bad)
+            if table is None
+            else images_of_part(train_store, table, "train", most_bad)
+        )
+        return train, images_of_part(test_store, test_table, "test", most_bad, train.classes)
+    if table is not None:
+        return _images_of_table(config, table, train_store, test_store)
+    return _self_described_images(config, train_store, test_store)
+
+
+def _self_described_images(config: TrainConfig, train_store: Store, test_store: Store) -> tuple[Manifest, Manifest]:
+    """The images of a run, labelled by the label files that lie beside them, or else by their folders."""
+    if config.test_data:
+        train = described_images(train_store, "train", config.max_bad_fraction)
+        return train, described_images(test_store, "test", config.max_bad_fraction, train.classes)
+    if table := own_label_table(train_store):
+        train, test = _images_of_table(config, table, train_store, test_store)
+        return replace(train, labels_digest=""), replace(test, labels_digest="")  # not read again
+    train, test = build_manifests(train_store)
+    if test is not None:
+        return train, test
+    check_can_split(train, config.test_fraction)
+    return train_test_split(train, config.test_fraction, config.seed)
+
+
+def _images_of_table(
     config: TrainConfig, table: LabelTable, train_store: Store, test_store: Store
 ) -> tuple[Manifest, Manifest]:
     """The images of a run that the label file ``table`` labels.
@@ -161,6 +182,14 @@ def _with_several_classes(
     )
 
 
+def _tell_elsewhere(table: LabelTable, images: Manifest, rows: Int64s) -> None:
+    """Log that keys are of another place, such as C:/photos/cat/1.jpg, and lead through a folder of the same name."""
+    place = int((rows >= 0).argmax()) if len(rows) else 0
+    if len(rows) and rows[place] >= 0 and len(key := table.keys[rows[place]]) > len(own := images.keys[place].as_py()):
+        sentence = "The images that %s names are elsewhere: %s is taken for %s below %s."
+        _log.warning(sentence, table.url, key, own, images.url)
+
+
 def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: float) -> None:
     """Warn of keys and images without the other; UsageError if more than ``max_bad_fraction`` have no image."""
     has_image = np.zeros(len(table.keys), bool)
@@ -169,6 +198,7 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
             sentence = "The folders %s below %s do not say which images are tested on; a column split in %s would."
             _log.warning(sentence, first_names(parts), images.url, table.url)
         rows = table.rows_of(images)
+        _tell_elsewhere(table, images, rows)
         has_image[rows[rows >= 0]] = True
         if num_again := int((np.bincount(rows[rows >= 0]) > 1).sum()):
             raise UsageError(
