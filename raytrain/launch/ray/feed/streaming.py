@@ -165,8 +165,9 @@ def _pipeline(
     def read_row(row: Any) -> Any:
         return read_block(images, orders[int(row["which"][0])], int(row["number"][0]))
 
-    # The buffer limit: two blocks per CPU and two per order.
-    room = (2 * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
+    # Two blocks for each task and each order: Ray Data starts no task while those that have ended wait for their turn
+    # and fill the room. With half of it, cores were idle 6 % of the time that photographs were read.
+    room = (2 * _TASKS_PER_CPU * cpus.num_tasks + 2 * len(orders)) * images.rows_per_block * images.shape.num_bytes
     configure(DataContext.get_current(), cpus.all / _TASKS_PER_CPU, room)
     items = [{"which": which, "number": number} for which, number in turns]
     # Rows that exist already: those of a range are read by tasks.
