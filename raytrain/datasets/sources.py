@@ -133,8 +133,10 @@ def _archives_in(files: AbstractFileSystem, folder: str, tables: Set[str]) -> Se
         return []
     found = _archives_among(entry for name, entry in entries.items() if name not in tables)
     others = [name for name in entries if not name.endswith(ARCHIVE_SUFFIXES) and not _is_plain(name)]
-    if not found and "data" in others and len(others) < len(entries) and entries["data"]["type"] == "directory":
+    is_repository = "data" in others and (len(others) == 1 or len(others) < len(entries))
+    if not found and is_repository and entries["data"]["type"] == "directory":
         found = _archives_among(files.ls(entries["data"]["name"], detail=True))
+        folder = f"{folder.rstrip('/')}/data"
     elif found and others:
         _log.warning("Left out of %s: %s that are no archives, such as %s.", folder, f"{len(others):,}", min(others))
     _refuse_splits(folder, found)

@@ -386,11 +386,18 @@ def test_archives_of_training_and_test_images_are_refused(names: tuple[str, str]
             packed(source, tmp_path / "packed")
 
 
-def test_a_repository_of_the_hub_has_its_archives_in_data(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [[], ["README.md"], ["README.md", "images.zip"]])
+def test_a_repository_of_the_hub_has_its_archives_in_data(beside: list[str], images: Path, tmp_path: Path) -> None:
     (tmp_path / "in" / "data").mkdir(parents=True)
-    (tmp_path / "in" / "README.md").write_text("x")
+    for name in beside:
+        (tmp_path / "in" / name).write_text("x")
     parquet(tmp_path / "in" / "data" / "train-00000-of-00001.parquet", [], image=unique(images, 2), label=["a", "b"])
     assert packed(tmp_path / "in", tmp_path / "packed").num_images == 2
+    parquet(tmp_path / "in" / "data" / "test-00000-of-00001.parquet", [], image=unique(images, 2), label=["a", "b"])
+    with pytest.raises(UsageError, match="pack each by a pattern, such as (.*)") as refused:
+        packed(tmp_path / "in", tmp_path / "packed")
+    pattern = str(refused.value).rpartition("such as ")[2].rstrip(".")
+    assert packed(pattern, tmp_path / "packed").num_images == 2
 
 
 def test_a_table_with_splits_is_packed_split_by_split(images: Path, tmp_path: Path) -> None:
