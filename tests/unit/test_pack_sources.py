@@ -394,7 +394,7 @@ def test_a_repository_of_the_hub_has_its_archives_in_data(beside: list[str], ima
     parquet(tmp_path / "in" / "data" / "train-00000-of-00001.parquet", [], image=unique(images, 2), label=["a", "b"])
     assert packed(tmp_path / "in", tmp_path / "packed").num_images == 2
     parquet(tmp_path / "in" / "data" / "test-00000-of-00001.parquet", [], image=unique(images, 2), label=["a", "b"])
-    with pytest.raises(UsageError, match="pack each by a pattern, such as (.*)") as refused:
+    with pytest.raises(UsageError, match="pack each by a pattern") as refused:
         packed(tmp_path / "in", tmp_path / "packed")
     pattern = str(refused.value).rpartition("such as ")[2].rstrip(".")
     assert packed(pattern, tmp_path / "packed").num_images == 2

@@ -19,9 +19,7 @@ _OTHER_FORMATS = (".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2", ".jxl", ".
 _CONTAINERS = {
     **dict.fromkeys((".zip", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".rar", ".7z"), "unpack it and give the folder"),
     ".tgz": "pack it with `raytrain pack`, or unpack it and give the folder",
-    **dict.fromkeys(
-        (".tar", ".parquet"), "give the folder that it is in to `raytrain pack`, and train on the packed one"
-    ),
+    **dict.fromkeys((".tar", ".parquet"), "give its folder to `raytrain pack`, and train on the packed one"),
     ".dvc": "fetch the images with `dvc pull`",
     ".arrow": "write it as Parquet (`Dataset.to_parquet` of datasets), and pack that with `raytrain pack`",
     **dict.fromkeys(
