@@ -17,7 +17,8 @@ from raytrain.runs.outcome import Outcome
 from raytrain.training import auto_accumulate as memory
 from raytrain.training import loop, transfer
 from raytrain.training.augment import Augment, build_transforms
-from raytrain.training.checkpoint import Checkpoints, CheckpointState
+from raytrain.training.checkpoint import Checkpoints
+from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
 from raytrain.training.machine_meter import keep_freed_memory

@@ -8,15 +8,13 @@ import json
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.monitor.events import CheckpointDamaged, CheckpointSkipped, CheckpointWritten, Event
@@ -30,97 +28,11 @@ from raytrain.runs.checkpoint_files import (
 from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
+from raytrain.training.checkpoint_state import StateDict
 from raytrain.training.weights_source import check_unpacked_size
 
-StateDict = dict[str, Any]
 _LATE = "storage has not taken the one before yet"
 _PATIENCE_S = 5.0  # that training waits for a checkpoint to be written before it leaves one out
-_ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
-
-
-class Stateful(Protocol):
-    """A network, an optimizer, a moving average of weights, or anything else with the two methods."""
-
-    def state_dict(self) -> StateDict: ...
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-class CheckpointState:
-    """The prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added."""
-
-    def __init__(self, restored: Mapping[str, StateDict]) -> None:
-        self._objects: dict[str, Stateful] = {}
-        self._restored = dict(restored)
-        self._resumes = bool(restored)
-        self._groups: dict[Optimizer, list[StateDict]] = {}
-
-    def add(self, kind: str, thing: Stateful) -> str:
-        """Keep ``thing`` under a name, which is returned, and load it; UsageError if the checkpoint does not fit it."""
-        number = 1 + sum(name.partition("-")[0] == kind for name in self._objects)
-        name = kind if number == 1 else f"{kind}-{number}"
-        self._objects[name] = thing
-        asked = [_options_of(group) for group in thing.param_groups] if isinstance(thing, Optimizer) else []
-        if self._resumes:
-            self._load(name, thing)
-        if isinstance(thing, Optimizer):
-            for options, group in zip(asked, thing.param_groups, strict=True):
-                _apply_changes(options, group)
-            self._groups[thing] = [_options_of(group) for group in thing.param_groups]
-        optimizer = getattr(thing, "optimizer", None)
-        if self._resumes and isinstance(optimizer, Optimizer):  # a scheduler, which set the rates of a first step
-            for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
-                group.update(options)
-        return name
-
-    def check_complete(self) -> None:
-        """Raise UsageError if the checkpoint holds something that the loop did not prepare."""
-        if self._restored:
-            raise UsageError(
-                f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
-                "another loop, or prepares that after run.batches(); prepare the same things in the same order before "
-                "it, or start a new run under another --name."
-            )
-
-    def state_dict(self) -> dict[str, StateDict]:
-        """The state of every prepared object, by name."""
-        return {name: thing.state_dict() for name, thing in self._objects.items()}
-
-    def _load(self, name: str, thing: Stateful) -> None:
-        if name not in self._restored:
-            raise UsageError(
-                f"The checkpoint holds no {name}: it was made by another loop; prepare the same things in the same "
-                "order, or start a new run under another --name."
-            )
-        state = self._restored.pop(name)
-        if isinstance(thing, Optimizer):
-            _check_same_kind(thing, state)
-        try:
-            thing.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError) as error:
-            what, difference = "network" if isinstance(thing, nn.Module) else name, " ".join(str(error).split())[:300]
-            raise UsageError(f"The checkpoint's {what} is not the one that the loop prepares: {difference}") from None
-
-
-def _options_of(group: StateDict) -> StateDict:
-    return {name: value for name, value in group.items() if name not in ("params", _ASKED)}
-
-
-def _apply_changes(asked: StateDict, group: StateDict) -> None:
-    """Give a group of a checkpoint the options that changed; others stay: a scheduler may have changed them."""
-    before = group.get(_ASKED, asked)
-    group.update({name: value for name, value in asked.items() if name in before and before[name] != value})
-    group[_ASKED] = asked
-
-
-def _check_same_kind(optimizer: Optimizer, state: StateDict) -> None:
-    """Raise UsageError if the ``state`` of a checkpoint is that of another optimizer, told by the options it has."""
-    own, stored = (set(_options_of(groups[0])) for groups in (optimizer.param_groups, state["param_groups"]))
-    if own - stored and stored - own:
-        raise UsageError(
-            f"The checkpoint's optimizer has the options {', '.join(sorted(stored - own))}, and the loop prepares "
-            f"{type(optimizer).__name__}, which has {', '.join(sorted(own - stored))} in their place: take the same "
-            "optimizer, or start a new run under another --name."
-        )
 
 
 @dataclass(frozen=True)

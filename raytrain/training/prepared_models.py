@@ -21,7 +21,7 @@ from raytrain.errors import UsageError
 from raytrain.training import batchnorm, dropout
 from raytrain.training.autocast import full_precision, mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
-from raytrain.training.checkpoint import CheckpointState, StateDict
+from raytrain.training.checkpoint_state import CheckpointState, StateDict
 from raytrain.training.gradients import JoinedGradients, broadcast_weights, differing
 from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of

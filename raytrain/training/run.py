@@ -27,7 +27,7 @@ from raytrain.training import transfer
 from raytrain.training.augment import Augment, seed_torch
 from raytrain.training.autocast import full_precision
 from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
-from raytrain.training.checkpoint import CheckpointState, Stateful
+from raytrain.training.checkpoint_state import CheckpointState, Stateful
 from raytrain.training.evaluation import Network, with_views
 from raytrain.training.gallery import Gallery
 from raytrain.training.optimisation import (

@@ -24,7 +24,8 @@ from raytrain.runs.documents import TRACE
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.outcome import Outcome, Progress, StopReason
 from raytrain.storage.store import Store
-from raytrain.training.checkpoint import Checkpoint, Checkpoints, CheckpointState
+from raytrain.training.checkpoint import Checkpoint, Checkpoints
+from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import agreed
 from raytrain.training.gradients import digest_of, digests_agree
 from raytrain.training.loop_checks import LoopChecks

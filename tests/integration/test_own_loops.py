@@ -190,7 +190,39 @@ def sharpness_aware(run: Run) -> None:
         run.step(optimizer)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Goes back half of the way every third step, and shares groups with the optimizer that it wraps."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        super().__init__(wrapped.param_groups, {})
+        self.wrapped = wrapped
+        wrapped.param_groups = self.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        self.wrapped.step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                slow = self.state[each].setdefault("slow", each.clone())
+                if group["count"] % 3 == 0:
+                    each.copy_(slow.lerp_(each, 0.5))
+
+
+def wraps_an_optimizer(run: Run) -> None:
+    """A class that wraps another optimizer, whose state is its own, under a scheduler."""
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    optimizer = run.prepare(Wrapping(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+    scheduler = run.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=run.plan.num_steps))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        scheduler.step()
+
+
 SAME_ON_ANY_WORKERS = (
+    wraps_an_optimizer,
     clipping,
     own_schedule,
     methods_and_layers_left_out,

@@ -1,0 +1,117 @@
+"""The state that checkpoints hold: of networks, optimizers and whatever else a loop prepares, by kind and order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import is_
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from raytrain.errors import UsageError
+
+StateDict = dict[str, Any]
+_ASKED = "asked"  # what a group of an optimizer keeps the options of its start under, before a scheduler changes them
+
+
+class Stateful(Protocol):
+    """A network, an optimizer, a moving average of weights, or anything else with the two methods."""
+
+    def state_dict(self) -> StateDict: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class CheckpointState:
+    """The prepared objects by kind and order (model, model-2, optimizer …), loaded from ``restored`` when added."""
+
+    def __init__(self, restored: Mapping[str, StateDict]) -> None:
+        self._objects: dict[str, Stateful] = {}
+        self._restored = dict(restored)
+        self._resumes = bool(restored)
+        self._groups: dict[Optimizer, list[StateDict]] = {}
+
+    def add(self, kind: str, thing: Stateful) -> str:
+        """Keep ``thing`` under a name, which is returned, and load it; UsageError if the checkpoint does not fit it."""
+        number = 1 + sum(name.partition("-")[0] == kind for name in self._objects)
+        name = kind if number == 1 else f"{kind}-{number}"
+        if isinstance(thing, Optimizer):
+            self._add_optimizer(name, thing)
+        else:
+            self._add(name, thing)
+        optimizer = getattr(thing, "optimizer", None)
+        if self._resumes and isinstance(optimizer, Optimizer):  # a scheduler, which set the rates of a first step
+            for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
+                group.update(options)
+        return name
+
+    def check_complete(self) -> None:
+        """Raise UsageError if the checkpoint holds something that the loop did not prepare."""
+        if self._restored:
+            raise UsageError(
+                f"The checkpoint holds {', '.join(self._restored)}, which this loop does not prepare: it was made by "
+                "another loop, or prepares that after run.batches(); prepare the same things in the same order before "
+                "it, or start a new run under another --name."
+            )
+
+    def state_dict(self) -> dict[str, StateDict]:
+        """The state of every prepared object, by name."""
+        return {name: thing.state_dict() for name, thing in self._objects.items()}
+
+    def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        """Also one that it wraps, whose state its own lacks: sharpness-aware minimisation and Lookahead have such."""
+        asked = [_options_of(group) for group in optimizer.param_groups]
+        wrapped = {attribute: each for attribute, each in vars(optimizer).items() if isinstance(each, Optimizer)}
+        sharing = [each for each in wrapped.values() if all(map(is_, each.param_groups, optimizer.param_groups))]
+        self._add(name, optimizer)
+        for attribute, each in wrapped.items():
+            if each not in self._groups:
+                self._add_optimizer(f"{attribute.lstrip('_')} of {name}", each)
+        for each in sharing:  # torch's load_state_dict makes new groups
+            each.param_groups = optimizer.param_groups
+        for options, group in zip(asked, optimizer.param_groups, strict=True):
+            _apply_changes(options, group)
+        self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
+
+    def _add(self, name: str, thing: Stateful) -> None:
+        self._objects[name] = thing
+        if self._resumes:
+            self._load(name, thing)
+
+    def _load(self, name: str, thing: Stateful) -> None:
+        if name not in self._restored:
+            raise UsageError(
+                f"The checkpoint holds no {name}: it was made by another loop; prepare the same things in the same "
+                "order, or start a new run under another --name."
+            )
+        state = self._restored.pop(name)
+        if isinstance(thing, Optimizer):
+            _check_same_kind(thing, state)
+        try:
+            thing.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            what, difference = "network" if isinstance(thing, nn.Module) else name, " ".join(str(error).split())[:300]
+            raise UsageError(f"The checkpoint's {what} is not the one that the loop prepares: {difference}") from None
+
+
+def _options_of(group: StateDict) -> StateDict:
+    return {name: value for name, value in group.items() if name not in ("params", _ASKED)}
+
+
+def _apply_changes(asked: StateDict, group: StateDict) -> None:
+    """Give a group of a checkpoint the options that changed; others stay: a scheduler may have changed them."""
+    before = group.get(_ASKED, asked)
+    group.update({name: value for name, value in asked.items() if name in before and before[name] != value})
+    group[_ASKED] = asked
+
+
+def _check_same_kind(optimizer: Optimizer, state: StateDict) -> None:
+    """Raise UsageError if the ``state`` of a checkpoint is that of another optimizer, told by the options it has."""
+    stored_groups = state.get("param_groups", optimizer.param_groups)  # some have a state of another form
+    own, stored = (set(_options_of(groups[0])) for groups in (optimizer.param_groups, stored_groups))
+    if own - stored and stored - own:
+        raise UsageError(
+            f"The checkpoint's optimizer has the options {', '.join(sorted(stored - own))}, and the loop prepares "
+            f"{type(optimizer).__name__}, which has {', '.join(sorted(own - stored))} in their place: take the same "
+            "optimizer, or start a new run under another --name."
+        )
