@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from raytrain.config import TrainConfig
+from raytrain.config.data import DataOptions
+from raytrain.config.machines import MachineOptions
+from raytrain.config.options import RunOptions
 from raytrain.errors import UsageError, did_you_mean, option_name
 from raytrain.runs.documents import matches
 
@@ -18,13 +21,10 @@ Value = float | int | bool | str
 Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig`
 
 _SAME_FOR_ALL = {  # the options that decide what is read, where it is stored, and how trials are scheduled
-    *("data", "test_data", "test_fraction", "channels", "max_bad_fraction"),
-    *("resize", "crop_fraction", "resizer", "random_resized_crop", "cache_side", "transforms"),
-    *("storage", "name", "resume", "address", "recipe", "loop", "keep_checkpoints", "log_every"),
-    *("trace", "track", "tag", "note"),
-    *("evaluate_every", "checkpoint_every"),
-    *("workers", "device", "threads_per_worker", "cache", "prefetch", "max_failures"),
-}
+    *(each.name for options in (DataOptions, MachineOptions, RunOptions) for each in dataclasses.fields(options)),
+    *("channels", "resize", "crop_fraction", "resizer", "random_resized_crop", "cache_side", "transforms"),
+    *("keep_checkpoints", "evaluate_every", "checkpoint_every", "max_failures"),
+} - {"sampling", "seed"}
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 _DRAWS_PER_POINT = 1000

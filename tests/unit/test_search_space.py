@@ -68,6 +68,8 @@ def test_a_logarithmic_range_covers_all_decades_evenly() -> None:
     [
         ("lerning-rate=1", "no option 'lerning-rate' (did you mean learning-rate"),
         ("data=a,b", "data is the same for all trials"),
+        ("labels=a.csv,b.csv", "labels is the same for all trials"),
+        ("backend=ray,local", "backend is the same for all trials"),
         ("image-size=32,64", "image-size is the same for all trials"),
         ("learning-rate", "learning-rate has no values"),
         ("learning-rate=fast", "'fast' is not a number"),
