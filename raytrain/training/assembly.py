@@ -30,6 +30,7 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.steps import Steps
+from raytrain.training.unused_options import OptionUse
 from raytrain.training.waiting import tell_long_waits
 
 
@@ -86,6 +87,8 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
     anything that is its own.
     """
+    if spec.loop is not None:
+        run.steps.notes = OptionUse(run).notes
     with tell_long_waits(run.steps, run.reporter, run.worker):
         _call_loop(spec, run)
         return run.finish()

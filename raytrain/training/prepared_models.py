@@ -186,7 +186,12 @@ class PreparedModels:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The first network, with averaged weights if ``--ema-decay`` asks for them."""
+        """The first network, with averaged weights if ``--ema-decay`` asks for them. Raises UsageError without one."""
+        if not self.trained:
+            raise UsageError(
+                "The run is evaluated, and the loop has prepared no network; give it to run.prepare first, or measure "
+                "in your own way with run.batches(evaluate=...)."
+            )
         return self._averages[0].model if self._averages else self.trained[0]
 
     def computing(self) -> AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -122,6 +122,7 @@ class Steps:
         self._told: set[str] = set()
         self._asked_at = step  # when the loop called run.batches last
         self._exhausted = False  # the loop has got all batches that it gets
+        self.notes: Callable[[], Iterable[str]] = tuple  # what to tell of the loop after its first step
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
 
     def begin_evaluation(self) -> None:
@@ -286,6 +287,9 @@ class Steps:
         self._num_here += 1
         if step == 1 or step % self._config.log_every == 0 or step == self._plan.num_steps:
             self.metrics.close_row(batch, self.learning_rates)
+        if self._num_here == 1:
+            for note in self.notes():
+                self._tell_once(note)
         if self._num_here & (self._num_here - 1) == 0:  # in the first steps, then more and more rarely
             others = self.metrics.flush(StepTotals())  # whoever starts a run waits for its first loss
             _check_together(others, self._worker.world_size, step)

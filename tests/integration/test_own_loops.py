@@ -605,6 +605,12 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def test_an_evaluation_before_a_network_is_prepared_is_refused(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match="the loop has prepared no network; give it to run"):
+        run.evaluate()
+
+
 def trains_a_loose_parameter(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     own = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [own]})

@@ -1,0 +1,76 @@
+"""A run tells which of the options it was given its loop leaves unused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain.monitor.events import Note
+from raytrain.training.assembly import train_run
+from raytrain.training.run import Run
+from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
+
+NUM_IMAGES = 24
+GIVEN: dict[str, Any] = {
+    "weight_decay": 0.1,
+    "label_smoothing": 0.1,
+    "optimizer": "adamw",
+    "accumulate": 2,
+    "mixup": 0.2,
+}
+
+
+def notes_of(folder: Path, loop: Callable[[Run], None] | None, **options: Any) -> list[str]:
+    chosen = dataclasses.replace(config(batch_size=8, epochs=2, log_every=1), **{"weight_decay": 0.0, **options})
+    spec = dataclasses.replace(make_spec(chosen, images(NUM_IMAGES), str(folder)), loop=loop)
+    recorder = Recorder()
+    train_run(spec, make_run(chosen, images(NUM_IMAGES), str(folder), recorder))
+    return [event.text for event in recorder.events if isinstance(event, Note)]
+
+
+def with_all(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        for part in run.parts(batch):
+            run.backward(run.loss(model(part.images), part.targets))
+        run.step(optimizer)
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+
+def with_none(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    run.evaluate()  # before the first step, after which the loop is told
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches():
+        run.backward(summed(model(batch.images), batch.labels))
+        run.step(optimizer)
+
+
+def test_a_loop_that_uses_all_options_is_told_nothing(tmp_path: Path) -> None:
+    assert notes_of(tmp_path / "own", with_all, **GIVEN) == []
+    assert notes_of(tmp_path / "built-in", None, **GIVEN) == []
+
+
+def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_need_it(tmp_path: Path) -> None:
+    assert notes_of(tmp_path, with_none, **GIVEN) == [
+        "--optimizer, --weight-decay take effect in run.build_optimizer, which the loop does not call",
+        "--label-smoothing takes effect in run.loss, which the loop does not call",
+        "--accumulate takes effect in run.parts, which the loop does not call",
+        "--mixup: the classes of mixed images are in batch.targets, not in batch.labels; the loop does not call "
+        "run.loss, so its own loss has to take them",
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema_decay": 0.9, "flip": "random"}])
+def test_options_that_take_effect_in_every_loop_are_not_told(options: dict[str, Any], tmp_path: Path) -> None:
+    assert notes_of(tmp_path, with_none, **options) == []
