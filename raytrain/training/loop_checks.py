@@ -38,8 +38,9 @@ _ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "Stack
 class LoopChecks:
     """The checks of a start of a run; ``tell`` gets a note for whoever watches it."""
 
-    def __init__(self, models: PreparedModels, tell: Callable[[str], None], *, joins: bool) -> None:
+    def __init__(self, models: PreparedModels, tell: Callable[[str], None], *, batch_size: int, joins: bool) -> None:
         self._models, self._tell = models, tell
+        self._batch_size = batch_size  # of the global batch
         self._joins = joins  # there are several workers, and their batch norm is joined
         self._is_first = True
         self._others: dict[Any, Tensor] = {}
@@ -53,7 +54,7 @@ class LoopChecks:
         Args:
             gathers: the loop has gathered rows of all workers.
         """
-        if num_steps & (num_steps - 1) == 0 and _check_sum(loss, num_images):
+        if num_steps & (num_steps - 1) == 0 and _check_sum(loss, num_images, self._batch_size):
             self._tell(_OF_WEIGHTS)
         if num_steps == 0 and self._joins and not gathers and _compares_images(loss, num_images):
             self._tell(_COMPARES)
@@ -68,7 +69,11 @@ class LoopChecks:
     def log(self, sums: Mapping[str, Tensor | float], num_images: int, num_steps: int) -> None:
         """The loop logs ``sums`` over ``num_images`` images. Raises UsageError if a graph tells that one is a mean."""
         for name, value in sums.items() if num_steps & (num_steps - 1) == 0 else ():
-            if isinstance(value, Tensor) and value.grad_fn is not None and _has_mean(value, num_images):
+            if (
+                isinstance(value, Tensor)
+                and value.grad_fn is not None
+                and _has_mean(value, num_images, self._batch_size)
+            ):
                 raise UsageError(
                     f"run.log({name}=...) got a mean over the images; give it a sum: the history divides it by the "
                     "images of all workers itself."
@@ -91,7 +96,7 @@ def _check_others(before: dict[Any, Tensor]) -> None:
         )
 
 
-def _check_sum(loss: Tensor, num_images: int) -> bool:
+def _check_sum(loss: Tensor, num_images: int, batch_size: int) -> bool:
     """Raise UsageError unless ``loss`` is a sum over ``num_images`` images.
 
     Return whether a term of it depends on weights alone, and is not multiplied by the number of images.
@@ -104,7 +109,7 @@ def _check_sum(loss: Tensor, num_images: int) -> bool:
         raise UsageError(
             "run.backward got a loss without a gradient; compute it from the output of a prepared network."
         )
-    if _has_mean(loss, num_images):
+    if _has_mean(loss, num_images, batch_size):
         raise UsageError(
             'run.backward got a mean over the images; give it a sum (reduction="sum"): it divides by the images of '
             "the whole global batch itself, which no worker's mean does. A term that is a mean becomes a sum by "
@@ -116,10 +121,15 @@ def _check_sum(loss: Tensor, num_images: int) -> bool:
     )
 
 
-def _has_mean(value: Tensor, num_images: int) -> bool:
+def _has_mean(value: Tensor, num_images: int, batch_size: int) -> bool:
+    """Whether some term is a mean over the images: of this worker, or of a global batch of ``batch_size``."""
     try:
         for node, factors, _ in _scalars(value.grad_fn) if num_images else ():
-            num_rows = _rows_of_mean(node, num_images, is_whole=node is value.grad_fn)
+            if node.name().startswith("DivBackward"):
+                divisor = _number(node)
+                num_rows = divisor if divisor in (num_images, batch_size) and divisor > _MOST_PARTS else 0
+            else:
+                num_rows = _rows_of_mean(node, num_images, is_whole=node is value.grad_fn)
             if num_rows and not factors & {num_rows, num_images}:
                 return True
     except RuntimeError:  # a backward has used it up, which was checked then
@@ -209,8 +219,6 @@ def _number(node: Any) -> float | None:
 
 def _rows_of_mean(node: Any, num_images: int, *, is_whole: bool) -> float:
     """Over how many rows a node is a mean; 0 if it is none, or one of something else, such as pixels."""
-    if node.name().startswith("DivBackward"):
-        return num_images if num_images > _MOST_PARTS and _number(node) == num_images else 0
     if node.name().startswith("MeanBackward"):
         sizes = node._saved_self_sym_sizes
         if node.next_functions[0][0].name() == "StackBackward0" and not _MOST_PARTS < sizes[0] == num_images:

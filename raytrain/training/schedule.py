@@ -28,17 +28,14 @@ class EarlyStop:
         self._first_loss: float | None = None
 
     def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
-        """Take note of an evaluation; raises UsageError if it lacks the metric that ``--best`` names."""
+        """Take note of an evaluation; raises UsageError if it lacks a metric that an option is about."""
         config = self._config
+        self._check_measured(measured)
         if config.target is not None:
             name, value = config.target
             reached = operator.le if _is_loss(name) else operator.ge
             if reached(measured.get(name, float("nan")), value):
                 self.reason = StopReason("target", config.until, metric=name, value=measured[name])
-        if config.best is not None and config.best not in measured:
-            raise UsageError(
-                f"--best is {config.best}, and evaluations measure {', '.join(measured)}; name one of these."
-            )
         if config.best_metric not in measured:
             return replace(progress, score=None)
         score = _score(config.best_metric, measured)
@@ -51,6 +48,20 @@ class EarlyStop:
             value = None if best is None else abs(best)
             self.reason = StopReason("patience", metric=config.best_metric, value=value, count=config.patience)
         return replace(progress, num_worse=num_worse)
+
+    def _check_measured(self, measured: Mapping[str, float]) -> None:
+        config = self._config
+        needed = {
+            "--best": config.best,
+            "--until": config.target and config.target[0],
+            "--patience": config.patience and config.best_metric,
+        }
+        for option, name in needed.items():
+            if name and name not in measured:
+                raise UsageError(
+                    f"{option} needs {name}, and evaluations measure {', '.join(measured) or 'nothing'}; return it "
+                    "from the loop's evaluation, or name another metric (--best decides what --patience counts by)."
+                )
 
     def trained(self, row: MetricRow) -> None:
         """Take note of a row of training: a learning rate that rises need not rise further once the loss explodes."""

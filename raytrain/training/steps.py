@@ -117,7 +117,7 @@ class Steps:
         self._stepped = False  # an optimizer, since then
         self._has_gathered = False
         joins = worker.world_size > 1 and config.batch_norm == "sync"
-        self._checks = LoopChecks(models, self._tell_once, joins=joins)
+        self._checks = LoopChecks(models, self._tell_once, batch_size=config.batch_size, joins=joins)
         self._start_reported = False
         self._told: set[str] = set()
         self._asked_at = step  # when the loop called run.batches last

@@ -679,6 +679,16 @@ def train_measured(run: Run, evaluate: Callable[[], dict[str, float]]) -> None:
         run.step(optimizer)
 
 
+def test_a_mean_over_the_global_batch_is_refused_where_a_worker_or_a_part_has_fewer_images(tmp_path: Path) -> None:
+    run = make_run(dataclasses.replace(OPTIONS, accumulate=2), images(NUM_IMAGES), str(tmp_path), Recorder())
+    model = run.prepare(run.build_model())
+    batch = next(run.batches())
+    part = next(run.parts(batch))
+    assert 4 < batch.num_used > part.num_used
+    with pytest.raises(UsageError, match="got a mean over the images; give it a sum"):
+        run.backward(cross_entropy(model(part.images), part.labels) / run.config.batch_size)
+
+
 @pytest.mark.parametrize("measured", [None, 0.5, {"accuracy": {"top 5": 0.5}}, {"accuracy": "high"}])
 def test_an_evaluation_of_a_loops_own_that_returns_no_numbers_by_name_is_refused(measured: Any, tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())

@@ -27,13 +27,10 @@ def evaluated(
     return stop.reason, progress
 
 
-@pytest.mark.parametrize(
-    ("until", "accuracies"), [("accuracy=0.5", [0.3, 0.5]), ("loss=.3", [0.3, 0.5, 0.8]), ("f1=0.1", [0.9])]
-)
+@pytest.mark.parametrize(("until", "accuracies"), [("accuracy=0.5", [0.3, 0.5]), ("loss=.3", [0.3, 0.5, 0.8])])
 def test_a_run_stops_once_a_metric_is_reached(until: str, accuracies: list[float]) -> None:
     reason, _ = evaluated(accuracies, until=until)
-    assert (reason is None) == until.startswith("f1")  # which nobody measures
-    assert reason is None or (reason.kind, reason.detail) == ("target", until)
+    assert reason is not None and (reason.kind, reason.detail) == ("target", until)
 
 
 def test_a_run_stops_after_evaluations_without_a_better_accuracy_also_over_a_resume() -> None:
@@ -53,8 +50,27 @@ def test_an_evaluation_that_gives_nan_is_worse_than_any_number() -> None:
 def test_the_best_may_be_the_lowest_loss() -> None:
     reason, progress = evaluated([0.3, 0.4, 0.2, 0.1], patience=2, best="loss")
     assert reason == StopReason("patience", metric="loss", value=0.6, count=2) and progress.best_score == -0.6
-    with pytest.raises(UsageError, match="--best is weather, and evaluations measure accuracy, loss; name one"):
-        evaluated([0.3], best="weather")
+
+
+@pytest.mark.parametrize(
+    ("options", "measured", "expected"),
+    [
+        (
+            {"best": "weather"},
+            {"accuracy": 0.3, "loss": 1},
+            "--best needs weather, and evaluations measure accuracy, loss",
+        ),
+        ({"until": "f1=0.1"}, {"accuracy": 0.3}, "--until needs f1, and evaluations measure accuracy;"),
+        ({"patience": 3}, {"top5": 0.3}, "--patience needs accuracy, and evaluations measure top5;"),
+        ({"patience": 3}, {}, "--patience needs accuracy, and evaluations measure nothing;"),
+    ],
+)
+def test_a_metric_that_evaluations_lack_is_told(
+    options: dict[str, Any], measured: dict[str, float], expected: str
+) -> None:
+    with pytest.raises(UsageError, match=expected):
+        EarlyStop(TrainConfig(batch_size=1, **options)).evaluated(Progress(), measured)
+    EarlyStop(TrainConfig(batch_size=1)).evaluated(Progress(), measured)  # without an option that needs it
 
 
 def measured_as(losses: list[float]) -> Callable[[Run], None]:
