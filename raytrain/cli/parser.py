@@ -21,7 +21,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from raytrain.cli.parse_errors import NONE, as_usage_errors
 from raytrain.config import SECTIONS, TrainConfig
-from raytrain.config.user_function import names_own_function, stored_function_error
+from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import CONFIG

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_function import load_optional
+from raytrain.config.user_code import load_optional
 from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.user_function import load_optional
+from raytrain.config.user_code import load_optional
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.experiments.trials import (
     EarlyStopping,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_function import names_own_function, stored_function_error
+from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.search_space import Point, Space, are_points, parse, points
 from raytrain.monitor.snapshot import Snapshot

@@ -15,7 +15,7 @@ import pyarrow as pa
 from raytrain import recipes
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
-from raytrain.config.user_function import names_own_function, stored_function_error
+from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.data.blocks import number_array, string_array
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.decode import Pixels

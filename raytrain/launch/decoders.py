@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.config.user_error import describe
+from raytrain.config.user_code import describe
 from raytrain.data.blocks import Block, lend
 from raytrain.data.images.decode import Pixels
 from raytrain.data.plan.permutation import Int64s

@@ -12,7 +12,7 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_function import names_own_function
+from raytrain.config.user_code import names_own_function
 from raytrain.errors import UsageError, flag
 
 _MAX_BYTES = 100 * 1024**2  # Ray's limit

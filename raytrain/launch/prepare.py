@@ -263,7 +263,7 @@ def _own(config: TrainConfig, store: Store) -> tuple[RunClaim, int]:
 
 def check_functions(config: TrainConfig, loop: Loop | None) -> None:
     """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
-    from raytrain.config.user_function import check_module
+    from raytrain.config.user_code import check_module
     from raytrain.training.model_names import check_model_name, check_optimizer_name
     from raytrain.training.weights_source import check_weights_source
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_function import names_own_function
+from raytrain.config.user_code import names_own_function
 from raytrain.errors import TrainingFailed, option_name
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import known_fields

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from raytrain.config.user_function import load_function
+from raytrain.config.user_code import load_function
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain.config import ResolvedConfig
-from raytrain.config.user_error import describe, may_pass, users_line
+from raytrain.config.user_code import describe, may_pass, users_line
 from raytrain.errors import LoopFailed, RaytrainError, UsageError
 from raytrain.monitor.events import Note
 from raytrain.runs.outcome import Outcome
@@ -21,6 +21,7 @@ from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
+from raytrain.training.loop_checks import OptionUse
 from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
@@ -30,7 +31,6 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.run import Run
 from raytrain.training.run_spec import RunSpec
 from raytrain.training.steps import Steps
-from raytrain.training.unused_options import OptionUse
 from raytrain.training.waiting import tell_long_waits
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.network import Size, first_and_full_size, training_size
-from raytrain.config.user_error import in_one_sentence
+from raytrain.config.user_code import in_one_sentence
 from raytrain.data.dataset import training_format
 from raytrain.data.images.crop_box import crop_boxes, crop_draws
 from raytrain.data.plan.permutation import Floats, Int64s, mix, uniform

@@ -1,4 +1,4 @@
-"""What is checked when a loop backpropagates: its loss is a sum over images, and does not depend on who computes it.
+"""Checks of a loop: its loss is a sum over images that does not depend on who computes it, and it uses its options.
 
 The graph of the loss tells whether it is a sum over images, and whether it compares them with each other.
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from raytrain.errors import UsageError
+from raytrain.config import ResolvedConfig
+from raytrain.errors import UsageError, flag
+from raytrain.recipes import RECIPES
 from raytrain.training.batchnorm import ConvertedBatchNorm
 from raytrain.training.gradients import check_not_wrapped
 from raytrain.training.prepared_models import PreparedModels
+
+if TYPE_CHECKING:
+    from raytrain.training.run import Run
 
 _OF_WEIGHTS = (
     "a term of the loss depends on weights alone, such as a penalty; unless batch.num_used multiplies it, run.backward "
@@ -33,6 +39,22 @@ _STATISTICS = ("Mean", "Var", "Std", "Amax", "Amin", "Max", "Min", "Median", "To
 _OF_PAIRS = ("Mm", "Cdist", "Sub", "Add", "Mul")
 _ONE_BY_ONE = ("Add", "Sub", "Rsub", "Mul", "Div")
 _ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0", "StackBackward0")
+
+
+_USED_BY = {
+    "build_model": ("model", "weights", "freeze"),
+    "build_optimizer": (
+        *("optimizer", "momentum", "nesterov", "weight_decay", "decay_norms_and_biases"),
+        *("head_learning_rate_factor", "layer_decay"),
+    ),
+    "loss": ("label_smoothing", "class_weights", "focal_gamma"),
+    "parts": ("accumulate",),
+}
+"""The call of a run that uses each of these options; all others take effect in every loop."""
+_MIXED = (
+    "{options}: the classes of mixed images are in batch.targets, not in batch.labels; the loop does not call "
+    "run.loss, so its own loss has to take them"
+)
 
 
 class LoopChecks:
@@ -78,6 +100,38 @@ class LoopChecks:
                     f"run.log({name}=...) got a mean over the images; give it a sum: the history divides it by the "
                     "images of all workers itself."
                 )
+
+
+class OptionUse:
+    """Knows which of a run's calls a loop has made, and so which options it leaves unused."""
+
+    def __init__(self, run: Run) -> None:
+        self._config = run.config
+        self._called: set[str] = set()
+        for call in _USED_BY:
+            setattr(run, call, partial(self._call, call, getattr(run, call)))
+
+    def notes(self) -> list[str]:
+        """A sentence for each call that the loop has not made and that an option, not its recipe's, is for."""
+        found: list[str] = []
+        for call, names in _USED_BY.items():
+            options = _given(self._config, names)
+            if options and call not in self._called:
+                takes = "takes" if len(options) == 1 else "take"
+                found.append(f"{', '.join(options)} {takes} effect in run.{call}, which the loop does not call")
+        if "loss" not in self._called and (mixing := _given(self._config, ("mixup", "cutmix"))):
+            found.append(_MIXED.format(options=" and ".join(mixing)))
+        return found
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._called.add(name)
+        return function(*arguments, **options)
+
+
+def _given(config: ResolvedConfig, names: tuple[str, ...]) -> list[str]:
+    """The flags of those options that are not as the recipe has them."""
+    recipe = RECIPES[config.recipe]()
+    return [flag(name) for name in names if getattr(config, name) != getattr(recipe, name)]
 
 
 def _batches_of_others() -> dict[Any, Tensor]:

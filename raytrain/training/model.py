@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
-from raytrain.config.user_error import in_one_sentence
-from raytrain.config.user_function import load_function
+from raytrain.config.user_code import in_one_sentence, load_function
 from raytrain.errors import StorageError, UsageError, did_you_mean
 from raytrain.training.model_names import unknown_classifier, unknown_timm_model
 

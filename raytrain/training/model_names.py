@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from raytrain.config.network import timm_name
-from raytrain.config.user_function import check_module
+from raytrain.config.user_code import check_module
 from raytrain.errors import UsageError, did_you_mean
 
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)

@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from raytrain.config.user_error import users_line
+from raytrain.config.user_code import users_line
 from raytrain.training.gradients import Bucket
 from raytrain.training.protocols import Reporter, Worker
 from raytrain.training.step_metrics import StepMetrics

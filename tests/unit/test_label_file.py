@@ -142,8 +142,9 @@ def test_those_to_test_on_may_have_a_label_file_of_their_own(
     with pytest.raises(UsageError, match=r"both have 30 images, such as '.*'; leave each in one"):
         opened(images, labels, tmp_path, test_labels=str(labels))
     split = write(tmp_path / "split.csv", {**rows, "split": ["train", "test"] * 45})
-    with pytest.raises(UsageError, match=r"split.csv says itself which images are tested on; omit --test-labels"):
-        opened(images, split, tmp_path, test_labels=str(tested))
+    for one, other in ((split, tested), (labels, split)):
+        with pytest.raises(UsageError, match=r"split.csv says itself which images are tested on; give it alone"):
+            opened(images, one, tmp_path, test_labels=str(other))
     with pytest.raises(UsageError, match=r"nothing which are trained on; give --labels or --test-data"):
         opened(images, None, tmp_path, test_labels=str(tested))
 

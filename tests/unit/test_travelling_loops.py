@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.config.user_function import load_function
+from raytrain.config.user_code import load_function
 from raytrain.launch.ray.worker import pickle_functions
 
 LOOP = """

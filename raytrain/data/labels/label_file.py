@@ -17,7 +17,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from raytrain.data.labels.folders import first_names, is_part, is_training, parts_among, read_folders, top_folders
+from raytrain.data.labels.folders import (
+    first_names,
+    is_part,
+    is_test,
+    is_training,
+    parts_among,
+    read_folders,
+    top_folders,
+)
 from raytrain.data.labels.label_columns import (
     JOINED,
     KEY_COLUMNS,
@@ -59,8 +67,9 @@ class LabelTable:
 
     def tested_on(self, other: LabelTable) -> LabelTable:
         """These rows to train on, and the ``other`` ones to test on. Raises UsageError if an image is in both."""
-        if any(self.splits) and not all(map(is_training, self.splits)):
-            raise UsageError(f"{self.url} says itself which images are tested on; omit --test-labels.")
+        for table, is_own in ((self, is_training), (other, is_test)):
+            if any(table.splits) and not all(map(is_own, table.splits)):
+                raise UsageError(f"{table.url} says itself which images are tested on; give it alone, with --labels.")
         if len(both := np.intersect1d(self.keys, other.keys)):
             raise UsageError(
                 f"{self.url} and {other.url} both have {len(both):,} images, such as {both[0]!r}; leave each in one."

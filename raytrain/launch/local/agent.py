@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from raytrain.config import TrainConfig
-from raytrain.config.user_error import describe, trace_of
+from raytrain.config.user_code import describe, trace_of
 from raytrain.errors import RaytrainError
 from raytrain.launch.local.local_launch import CallAddress, Caller, Surroundings
 from raytrain.launch.machine_batches import MachineBatches

@@ -27,7 +27,7 @@ from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 
 import raytrain
-from raytrain.config.user_error import trace_of
+from raytrain.config.user_code import trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError

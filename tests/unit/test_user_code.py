@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
-from raytrain.config.user_error import describe, may_pass
-from raytrain.config.user_function import load_function
+from raytrain.config.user_code import describe, load_function, may_pass
 from raytrain.errors import UsageError
 from raytrain.training.model import build_model
 
@@ -27,7 +26,7 @@ def test_a_mistake_does_not_pass(error: Exception) -> None:
 def test_the_line_and_the_first_line_of_the_message_are_named() -> None:
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("shapes differ.\nsee elsewhere")
-    assert describe(raised.value).startswith("RuntimeError: shapes differ (test_user_error.py, line ")
+    assert describe(raised.value).startswith("RuntimeError: shapes differ (test_user_code.py, line ")
 
 
 @pytest.mark.parametrize(
