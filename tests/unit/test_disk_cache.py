@@ -242,10 +242,12 @@ def test_images_are_fetched_once_and_anew_if_they_were_replaced(
         reader = ImageReader(store.kept_on(cache(tmp_path)), *FORMAT)
         first, bad = reader.read(build_manifest(store))
         again, _ = reader.read(build_manifest(store))
-        assert (len(gets), bad) == (20, {}) and np.array_equal(first, again)
+        assert bad == {} and np.array_equal(first, again)
+        assert len({*gets}) == 20 and len(gets) <= 22, "at most a tenth of slow requests is sent a second time"
+        gets.clear()
         put_image(url, "class-0/0.png", 99)
         assert 99 in reader.read(build_manifest(store))[0]
-        assert len(gets) == 21
+        assert len({*gets}) == 1
 
 
 def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: Any) -> ImageCache:
