@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import is_
 from typing import Any, Protocol
 
 from torch import nn
@@ -61,14 +60,15 @@ class CheckpointState:
     def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
         """Also one that it wraps, whose state its own lacks: sharpness-aware minimisation and Lookahead have such."""
         asked = [_options_of(group) for group in optimizer.param_groups]
-        wrapped = {attribute: each for attribute, each in vars(optimizer).items() if isinstance(each, Optimizer)}
-        sharing = [each for each in wrapped.values() if all(map(is_, each.param_groups, optimizer.param_groups))]
+        wrapped = _wrapped(optimizer)
+        shared = {each: _places(each.param_groups, optimizer.param_groups) for each in wrapped.values()}
         self._add(name, optimizer)
         for attribute, each in wrapped.items():
             if each not in self._groups:
-                self._add_optimizer(f"{attribute.lstrip('_')} of {name}", each)
-        for each in sharing:  # torch's load_state_dict makes new groups
-            each.param_groups = optimizer.param_groups
+                self._add_optimizer(f"{attribute} of {name}", each)
+        for each, places in shared.items():  # torch's load_state_dict makes new groups
+            for own, place in places.items():
+                each.param_groups[own] = optimizer.param_groups[place]
         for options, group in zip(asked, optimizer.param_groups, strict=True):
             _apply_changes(options, group)
         self._groups[optimizer] = [_options_of(group) for group in optimizer.param_groups]
@@ -92,6 +92,21 @@ class CheckpointState:
         except (RuntimeError, ValueError, KeyError) as error:
             what, difference = "network" if isinstance(thing, nn.Module) else name, " ".join(str(error).split())[:300]
             raise UsageError(f"The checkpoint's {what} is not the one that the loop prepares: {difference}") from None
+
+
+def _wrapped(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that another one holds, alone or in lists, by a name each."""
+    found: dict[str, Optimizer] = {}
+    for attribute, value in vars(optimizer).items():
+        several = value if isinstance(value, (list, tuple)) else [value]
+        held = [each for each in several if isinstance(each, Optimizer)]
+        found.update({f"{attribute.lstrip('_')} {number}": each for number, each in enumerate(held, start=1)})
+    return found
+
+
+def _places(groups: list[StateDict], others: list[StateDict]) -> dict[int, int]:
+    """Where in ``others`` each of the ``groups`` is that is there, too."""
+    return {own: place for own, group in enumerate(groups) for place, each in enumerate(others) if each is group}
 
 
 def _options_of(group: StateDict) -> StateDict:

@@ -221,8 +221,33 @@ def wraps_an_optimizer(run: Run) -> None:
         scheduler.step()
 
 
+class Several(torch.optim.Optimizer):
+    """One optimizer for matrices and one for vectors, as if they were one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in parts for group in each.param_groups], {})
+        self.parts = list(parts)
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.parts:
+            each.step()
+
+
+def several_as_one(run: Run) -> None:
+    model = run.prepare(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, run.num_classes)))
+    matrix, vector = model.parameters()
+    parts = torch.optim.SGD([matrix], lr=0.1, momentum=0.9), torch.optim.AdamW([vector], lr=0.01)
+    optimizer = run.prepare(Several(*parts))
+    scheduler = run.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=run.plan.num_steps))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer)
+        scheduler.step()
+
+
 SAME_ON_ANY_WORKERS = (
     wraps_an_optimizer,
+    several_as_one,
     clipping,
     own_schedule,
     methods_and_layers_left_out,

@@ -91,15 +91,23 @@ class LabelTable:
     def rows_of(self, images: Manifest) -> Int64s:
         """The row of each image, (len(images),); -1 if it has none."""
         keys = [unicodedata.normalize("NFC", str(key)) for key in images.keys.to_pylist()]
-        folder = posixpath.basename(images.url.rstrip("/"))
-        elsewhere = [f"/{key}".partition(f"/{folder}/")[2] for key in self.keys]
-        forms = str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key))
-        for known, form in (*((self.keys, form) for form in forms), *((elsewhere, form) for form in forms[:2])):
-            row_of = {key: row for row, key in enumerate(known) if key}
+        row_of = {key: row for row, key in enumerate(self.keys)}
+        for form in (str, _stem, posixpath.basename, lambda key: _stem(posixpath.basename(key))):
             rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
-            if (rows >= 0).any() and len(row_of) == sum(map(bool, known)):
-                return rows  # many tables have keys without suffixes, or folders, or from where the images were before
+            if (rows >= 0).any():  # many tables have keys without suffixes, or without folders
+                return rows
+        row_of = self._rows_below(posixpath.basename(images.url.rstrip("/")))
+        for form in (str, _stem):
+            rows = np.array([row_of.get(form(key), -1) for key in keys], np.int64)
+            if (rows >= 0).any():
+                return rows
         return np.full(len(keys), -1)
+
+    def _rows_below(self, folder: str) -> dict[str, int]:
+        """The row of each path below a ``folder`` of this name, wherever it is; none if a path is there twice."""
+        below = [(f"/{key}".partition(f"/{folder}/")[2], row) for row, key in enumerate(self.keys)]
+        row_of = {path: row for path, row in below if path}
+        return row_of if len(row_of) == sum(path != "" for path, _ in below) else {}
 
 
 def _stem(key: str) -> str:
