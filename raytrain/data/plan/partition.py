@@ -105,7 +105,7 @@ def partition_sizes(num_samples: int, loads: Sequence[float]) -> list[int]:
 
 
 _ROWS, _PACKED_ROWS = 512, 2048  # whoever reads a shard should use much of it
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 64 << 20  # a task, and those who pass a block on, take the same time for one of any size
 
 
 def rows_per_block(image_bytes: int, *, packed: bool) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from raytrain.data.blocks import to_table
+from raytrain.data.blocks import Buffers, to_table
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
@@ -90,6 +90,9 @@ def blocks_by_tasks(
         yield which, ref
 
 
+_buffers = Buffers()  # of this process: the next block needs as much as the last one
+
+
 def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
     """Fetch and decode a block; isolated if this task was begun before: an image may have killed it."""
     with images.reader(isolated=is_repeated_task()) as reader:
@@ -101,7 +104,8 @@ def read_table(images: ImageSet, reader: ImageReader, samples: Int64s, epoch: in
     assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
-    pixels, bad = reader.read(wanted, images.format.cropping.crops(samples, epoch))
+    room = _buffers.take((images.rows_per_block * images.shape.num_bytes,))
+    pixels, bad = reader.read(wanted, images.format.cropping.crops(samples, epoch), room)
     if retries := take_num_retries():
         images.coordinator.retried.remote(retries)
     if bad:

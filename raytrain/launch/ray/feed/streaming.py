@@ -32,7 +32,7 @@ from raytrain.launch.ray.trainer import root_cause
 _POLL_S = 10.0
 _CLOSE_S = 10.0
 _AHEAD_BLOCKS, _AHEAD_BYTES = 4, 64 << 20  # that wait for a worker
-_WORKERS_PER_FEEDER = 4  # GPUs that use 3,000 photographs/s need 54 blocks/s, half of what Ray Data starts on a core
+_WORKERS_PER_FEEDER = 4  # GPUs that use 3,000 photographs/s need 27 blocks/s, a third of what Ray Data starts on a core
 _TAKES_PER_WORKER = 2  # of training images, and meanwhile of test images; a group that has ended may have as many
 
 
