@@ -21,7 +21,7 @@ from raytrain.training.checkpoint import Checkpoints
 from raytrain.training.checkpoint_state import CheckpointState
 from raytrain.training.evaluation import evaluate, evaluate_labels
 from raytrain.training.gallery import Gallery
-from raytrain.training.loop_checks import OptionUse
+from raytrain.training.loop_checks import OptionUse, drawn_by_loop
 from raytrain.training.machine_meter import keep_freed_memory
 from raytrain.training.model import check_growing_size
 from raytrain.training.optimisation import Loss, parameter_groups
@@ -87,8 +87,8 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
     anything that is its own.
     """
-    if spec.loop is not None:
-        run.steps.notes = OptionUse(run).notes
+    use = OptionUse(run) if spec.loop is not None else None
+    run.steps.notes = lambda: [*(use.notes() if use else ()), *drawn_by_loop(run)]
     with tell_long_waits(run.steps, run.reporter, run.worker):
         _call_loop(spec, run)
         return run.finish()

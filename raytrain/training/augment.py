@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,18 +152,18 @@ def build_transforms(config: ResolvedConfig, own: Callable[[], Transforms] | Non
 def transform_each(transforms: Transforms, images: Tensor, samples: Int64s, seed: int, epoch: int) -> Tensor:
     """Apply ``transforms`` to each of ``images``, uint8 (B, C, H, W), whose indices are ``samples``, int64 (B,).
 
-    torch's random numbers depend on ``seed``, ``epoch`` and the sample alone while an image is transformed, so that it
-    looks the same in any batch and on any worker. Afterwards they continue as before. Raises UsageError if a transform
-    changes an image's shape or type.
+    The random numbers of torch, NumPy and Python depend on ``seed``, ``epoch`` and the sample alone while an image is
+    transformed, so that it looks the same in any batch and on any worker. Afterwards they continue as before. Raises
+    UsageError if a transform changes an image's shape or type.
     """
     devices = [images.device] if images.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _kept_generators():
         keys = [mix(seed, epoch, _KEY, sample) for sample in samples.tolist()]
         return torch.stack([_transformed(transforms, image, key) for image, key in zip(images, keys, strict=True)])
 
 
 def _transformed(transforms: Transforms, image: Tensor, key: int) -> Tensor:
-    seed_torch(key, image.device)
+    seed_generators(key, image.device)
     result = transforms(image)
     if result.shape != image.shape or result.dtype != image.dtype:
         raise UsageError(
@@ -206,8 +208,39 @@ def _mean_colour(config: ResolvedConfig) -> Any:  # torchvision says float, and 
     return [round(255 * mean) for mean in config.mean]
 
 
-def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of ``device``; torch.manual_seed is slower, for it seeds all devices."""
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of torch (of the CPU and of ``device``), NumPy and Python.
+
+    torch.manual_seed is slower: it seeds those of all devices.
+    """
     torch.default_generator.manual_seed(seed >> 1)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed >> 1)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def used_generators(seed: int, device: torch.device) -> list[str]:
+    """Whose generators have given numbers since :func:`seed_generators` got the same: torch, NumPy, Python."""
+    on_cpu = torch.Generator().manual_seed(seed >> 1).get_state()
+    is_torch = not torch.equal(torch.default_generator.get_state(), on_cpu)
+    if device.type == "cuda" and not is_torch:
+        fresh = torch.Generator(device).manual_seed(seed >> 1).get_state()
+        is_torch = not torch.equal(torch.cuda.get_rng_state(device), fresh)
+    numpy_is = np.random.RandomState(seed % 2**32).get_state(legacy=False)["state"]
+    numpy_now = np.random.get_state(legacy=False)["state"]
+    is_numpy = numpy_now["pos"] != numpy_is["pos"] or bool((numpy_now["key"] != numpy_is["key"]).any())
+    is_python = random.getstate() != random.Random(seed).getstate()
+    found = {"torch": is_torch, "NumPy": is_numpy, "Python's random": is_python}
+    return [name for name, is_used in found.items() if is_used]
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Afterwards, the generators of NumPy and Python continue as if nobody had used or seeded them meanwhile."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from raytrain.config import ResolvedConfig
+from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError, flag
 from raytrain.recipes import RECIPES
+from raytrain.training.augment import used_generators
 from raytrain.training.batchnorm import ConvertedBatchNorm
 from raytrain.training.gradients import check_not_wrapped
 from raytrain.training.prepared_models import PreparedModels
@@ -54,6 +56,12 @@ _USED_BY = {
 _MIXED = (
     "{options}: the classes of mixed images are in batch.targets, not in batch.labels; the loop does not call "
     "run.loss, so its own loss has to take them"
+)
+
+
+_DRAWS = (
+    "the loop or its network draws random numbers from {names}: each worker draws its own, so that the run depends on "
+    "the number of workers; docs/images.md names the layers with which it does not"
 )
 
 
@@ -126,6 +134,14 @@ class OptionUse:
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._called.add(name)
         return function(*arguments, **options)
+
+
+def drawn_by_loop(run: Run) -> list[str]:
+    """A sentence if the loop or its network has drawn random numbers of one worker's own in the step that has ended."""
+    if run.world_size == 1:
+        return []
+    drawn = used_generators(mix(run.config.seed, run.progress.step - 1, run.rank), run.device)
+    return [_DRAWS.format(names=" and ".join(drawn))] if drawn else []
 
 
 def _given(config: ResolvedConfig, names: tuple[str, ...]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from raytrain.data.plan.permutation import mix
 from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
-from raytrain.training.augment import Augment, seed_torch
+from raytrain.training.augment import Augment, seed_generators
 from raytrain.training.autocast import full_precision
 from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
@@ -76,7 +75,7 @@ class Run:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
         self._scale_is_used = False  # an optimizer has stepped since the scale of the loss was last adapted
         self.state.add("scaler", self._scaler)
-        self._seed_generators(mix(self.config.seed))  # a loop's own networks start the same on every worker
+        seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
     @property
     def device(self) -> torch.device:
@@ -319,7 +318,7 @@ class Run:
         with record_function(WAIT_FOR_DATA):
             local, tensors = next(local_batches)
         self.steps.begin(local, time.perf_counter() - started)
-        self._seed_generators(mix(self.config.seed, local.batch.step, self.rank))  # the same after a resume
+        seed_generators(mix(self.config.seed, local.batch.step, self.rank), self.device)  # the same after a resume
         mixup, cutmix, sets = self.config.mixup, self.config.cutmix, self.label_sets
         batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
         if mixup or cutmix:
@@ -342,9 +341,3 @@ class Run:
         if self._scale_is_used:
             self._scaler.update()
             self._scale_is_used = False
-
-    def _seed_generators(self, seed: int) -> None:
-        """Seed whatever draws random numbers in a loop, or in transforms of its own: torch, NumPy and Python."""
-        seed_torch(seed, self.device)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from raytrain import Run
@@ -30,7 +32,17 @@ NO_NORM = "tests.integration.test_exact:network_without_norm"
 def own_transforms() -> Any:
     from torchvision.transforms import v2
 
-    return v2.RandomSolarize(100, p=0.5)
+    return v2.Compose([v2.RandomSolarize(100, p=0.5), brighter, darker])
+
+
+def brighter(image: Tensor) -> Tensor:
+    """Draws from Python's generator, as many transforms of people's own do."""
+    return image | random.randrange(128)
+
+
+def darker(image: Tensor) -> Tensor:
+    """Draws from NumPy's generator."""
+    return image & np.random.randint(128, 256)
 
 
 def dropping_network(num_classes: int, channels: int) -> nn.Module:

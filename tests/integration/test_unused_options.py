@@ -1,4 +1,4 @@
-"""A run tells which of the options it was given its loop leaves unused."""
+"""A run tells which of its options a loop leaves unused, and whether the loop draws numbers of each worker's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from raytrain.monitor.events import Note
 from raytrain.training.assembly import train_run
 from raytrain.training.run import Run
+from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
 
 NUM_IMAGES = 24
@@ -74,3 +76,31 @@ def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_nee
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema_decay": 0.9, "flip": "random"}])
 def test_options_that_take_effect_in_every_loop_are_not_told(options: dict[str, Any], tmp_path: Path) -> None:
     assert notes_of(tmp_path, with_none, **options) == []
+
+
+def dropping(run: Run) -> None:
+    """Drops what it sees by torch's function, which is no layer, and scales it by a number of NumPy's."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches():
+        seen = torch.nn.functional.dropout(batch.images, 0.1)
+        run.backward(summed(model(seen * np.random.beta(1, 1)), batch.labels))
+        run.step(optimizer)
+
+
+def test_a_loop_that_draws_numbers_is_told_that_it_depends_on_the_number_of_workers(tmp_path: Path) -> None:
+    assert notes_of(tmp_path / "one", dropping) == []
+    notes, others = run_in_processes(2, notes_of, tmp_path / "two", dropping)
+    assert notes + others == [
+        "the loop or its network draws random numbers from torch and NumPy: each worker draws its own, so that the run "
+        "depends on the number of workers; docs/images.md names the layers with which it does not"
+    ]
+
+
+def test_layers_that_draw_for_each_sample_are_not_told(tmp_path: Path) -> None:
+    options = {"model": "tests.integration.test_augmented:dropping_network", "color_jitter": 0.3, "mixup": 0.2}
+    assert run_in_processes(2, notes_of_built_in, tmp_path / "two", options) == [[], []]
+
+
+def notes_of_built_in(folder: Path, options: dict[str, Any]) -> list[str]:
+    return notes_of(folder, None, **options)
