@@ -61,6 +61,8 @@ def check_data(config: TrainConfig) -> None:
     for name in ("key_column", "label_column", "label_separator", "group_by"):
         if getattr(config, name) not in (None, ()) and config.labels is None and config.test_labels is None:
             raise UsageError(f"{flag(name)} is for the label file; give that with --labels.")
+    if config.group_by is not None and config.labels is None:
+        raise UsageError("--group-by is for the label file of the training images; give that with --labels.")
     if config.test_labels is not None and config.labels is None and config.test_data is None:
         raise UsageError(
             "--test-labels says which images are tested on, and nothing which are trained on; give --labels or "

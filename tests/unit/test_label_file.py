@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,29 @@ def test_groups_are_on_one_side_as_a_whole_and_classes_keep_their_shares(images:
     again = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2)[1]
     other = opened(images, labels, tmp_path, group_by="patient", test_fraction=0.2, seed=1)[1]
     assert again.digest == test.digest != other.digest
+
+
+def test_a_given_split_that_divides_groups_is_told_with_numbers(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def split(number: int) -> str:
+        return "test" if number % 30 < 5 else "train"
+
+    rows = rows_of(images, patient=lambda number: f"p{number % 30 // 2}", split=split)
+    opened(images, write(tmp_path / "labels.csv", rows), tmp_path, group_by="patient")
+    assert "1 of 15 values of --group-by patient, such as p2, have both training and test images" in caplog.text
+    caplog.clear()
+    parts = [[row == name for row in rows["split"]] for name in ("train", "test")]
+    train, test = ({name: list(compress(rows[name], part)) for name in ("path", "label", "patient")} for part in parts)
+    files = [write(tmp_path / name, table) for name, table in (("one.csv", train), ("two.csv", test))]
+    opened(images, files[0], tmp_path, group_by="patient", test_labels=str(files[1]))
+    assert "1 of 15 values of --group-by patient" in caplog.text
+    caplog.clear()
+    rows["split"] = ["test" if number % 30 < 4 else "train" for number in range(90)]
+    opened(images, write(tmp_path / "labels.csv", rows), tmp_path, group_by="patient")
+    assert "group-by" not in caplog.text
+    with pytest.raises(UsageError, match="--group-by is for the label file of the training images; give that with"):
+        TrainConfig(group_by="patient", test_labels="a.csv", data="a", test_data="b", batch_size=1, learning_rate=1)
 
 
 def test_groups_that_cannot_be_held_out_are_refused(images: Path, tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def training_and_test_images(
             if table is None
             else images_of_part(train_store, table, "train", most_bad)
         )
-        return train, images_of_part(test_store, test_table, "test", most_bad, train.classes)
+        test = images_of_part(test_store, test_table, "test", most_bad, train.classes)
+        _tell_divided_groups(config, (table, train), (test_table, test))
+        return train, test
     if table is not None:
         return _images_of_table(config, table, train_store, test_store)
     return _self_described_images(config, train_store, test_store)
@@ -96,12 +98,26 @@ def _images_of_table(
     check_keys(table, listed, config.max_bad_fraction)
     train, rows = labelled(train_images, table, training)
     if config.test_data or tested:
-        return train, labelled(test_images, table, tested, train.classes)[0]
+        test, _ = labelled(test_images, table, tested, train.classes)
+        _tell_divided_groups(config, (table, train), (table, test))
+        return train, test
     if config.group_by:
         return train_test_split(train, config.test_fraction, config.seed, table.groups[rows])
     if table.classes is None:
         check_can_split(train, config.test_fraction)
     return train_test_split(train, config.test_fraction, config.seed)
+
+
+def _tell_divided_groups(config: TrainConfig, *parts: tuple[LabelTable | None, Manifest]) -> None:
+    """Log which groups of ``--group-by`` have training and test images, as a split that was given divides them."""
+    if config.group_by:
+        train, test = (set(table.groups[table.rows_of(images)]) for table, images in parts if table is not None)
+        if shared := sorted(train & test):
+            _log.warning(
+                "%s of %s values of --group-by %s, such as %s, have both training and test images: the split was given "
+                "with the images, so that --group-by does not change it.",
+                *(f"{len(shared):,}", f"{len(train | test):,}", config.group_by, first_names(shared)),
+            )
 
 
 def images_of_part(
