@@ -31,7 +31,11 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     with in_one_sentence(f"{option} {name} cannot be imported"):
         module = _from_file(option, Path(place)) if place.endswith(".py") else _from_package(option, name, place)
     function = getattr(module, function_name, None)
-    if not callable(function):
+    if function is not None and not callable(function):
+        raise UsageError(
+            f"{option} {name}: {function_name} in {place} is of type {type(function).__name__}, no function."
+        )
+    if function is None:
         raise UsageError(
             f"{option} {name}: {place} has no function {function_name!r}{did_you_mean(function_name, dir(module))}."
         )

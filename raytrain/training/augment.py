@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,10 @@ class Augment:
         pixels = self._resize(pixels, training_size(self.config.image_size, epoch, self.config.epochs))
         if self.transforms is not None:
             pixels = pixels.round().to(torch.uint8)  # no change if they are already
-            pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
+            own = self.config.transforms
+            what = "The augmentation" if own is None else f"--transforms {own}"
+            with in_one_sentence(f"{what} cannot be applied to {_kind(pixels[0])}"):
+                pixels = transform_each(self.transforms, pixels, samples, self.config.seed, epoch)
         if self.config.flip == "none" and not self.config.translate:
             return self._normalise(pixels)
         draws = uniform(mix(self.config.seed, epoch), samples, _NUM_DRAWS)
@@ -130,16 +134,16 @@ _KEY = 2  # keeps these random numbers apart from those of other augmentation
 _BLUR_SIGMA = (0.1, 2.0)  # pixels
 
 
-def build_transforms(config: ResolvedConfig, own: Callable[[], Transforms] | None = None) -> Transforms | None:
+def build_transforms(config: ResolvedConfig, own: Callable[[], Any] | None = None) -> Transforms | None:
     """The transforms that the options name, in the order in which they are applied; None if they name none.
 
-    ``own``, the function that ``--transforms`` names, makes the user's, which come first. Pixels that a transform
-    uncovers get the mean colour, which is 0 after normalisation.
+    ``own``, which ``--transforms`` names, makes the user's, one or a list, or is one itself. They come first. Pixels
+    that a transform uncovers get the mean colour, which is 0 after normalisation. Raises UsageError if ``own`` is
+    anything else.
     """
     wanted = (config.auto_augment, config.color_jitter, config.rotation, config.blur, config.random_erasing)
-    with in_one_sentence(f"--transforms {config.transforms} cannot be made"):
-        chain: list[Any] = [] if own is None else [own()]
-    if not any(wanted):
+    chain = [] if own is None else _own_transforms(config, own)
+    if not any(wanted) and len(chain) < 2:
         return chain[0] if chain else None
     from torchvision.transforms import v2  # deferred: the import takes seconds
 
@@ -147,6 +151,25 @@ def build_transforms(config: ResolvedConfig, own: Callable[[], Transforms] | Non
     if config.random_erasing:
         chain.append(v2.RandomErasing(config.random_erasing, value=_mean_colour(config)))
     return v2.Compose(chain)
+
+
+def _own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> list[Any]:
+    with in_one_sentence(f"--transforms {config.transforms} cannot be made"):
+        made = own if _takes_an_image(own) else own()
+    chain = list(made) if isinstance(made, (list, tuple)) else [made]
+    if unfit := [each for each in chain if not callable(each)]:
+        raise UsageError(
+            f"--transforms {config.transforms} returns {unfit[0]!r:.50}, which is no transform; return a function of "
+            "an image, uint8 (C, H, W), such as one of torchvision.transforms.v2, or a list of them."
+        )
+    return chain
+
+
+def _takes_an_image(own: Callable[..., Any]) -> bool:
+    """Whether ``own`` is a transform, and does not make one: a transform of torchvision, or what needs an argument."""
+    parameters = signature(own).parameters.values()
+    needed = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
+    return isinstance(own, torch.nn.Module) or bool(needed)
 
 
 def transform_each(transforms: Transforms, images: Tensor, samples: Int64s, seed: int, epoch: int) -> Tensor:
@@ -165,7 +188,7 @@ def transform_each(transforms: Transforms, images: Tensor, samples: Int64s, seed
 def _transformed(transforms: Transforms, image: Tensor, key: int) -> Tensor:
     seed_generators(key, image.device)
     result = transforms(image)
-    if result.shape != image.shape or result.dtype != image.dtype:
+    if _kind(result) != _kind(image):
         raise UsageError(
             f"--transforms made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep both: "
             "images are resized before them, and normalised after them."
@@ -173,7 +196,9 @@ def _transformed(transforms: Transforms, image: Tensor, key: int) -> Tensor:
     return result
 
 
-def _kind(image: Tensor) -> str:
+def _kind(image: Any) -> str:
+    if not isinstance(image, Tensor):
+        return f"type {type(image).__module__}.{type(image).__qualname__}"
     return f"{str(image.dtype).removeprefix('torch.')} {tuple(image.shape)}"
 
 

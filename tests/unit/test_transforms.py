@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import UsageError
-from raytrain.training.augment import build_transforms, transform_each
+from raytrain.training.augment import Augment, build_transforms, transform_each
 
 KINDS: dict[str, dict[str, Any]] = {
     "randaugment": {"auto_augment": "randaugment"},
@@ -88,6 +89,39 @@ def test_own_transforms_come_first(tmp_path: Path) -> None:
     assert chain is not None
     black = transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0)
     assert set(black.unique().tolist()) == {128, 255}
+
+
+def test_own_transforms_may_be_a_list(tmp_path: Path) -> None:
+    chain = build_transforms(config(), lambda: [v2.RandomInvert(1.0), lambda image: image // 2])
+    assert chain is not None
+    black = transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0)
+    assert set(black.unique().tolist()) == {127}
+
+
+@pytest.mark.parametrize("own", [v2.RandomInvert(1.0), v1.Compose([v2.RandomInvert(1.0)]), lambda image: 255 - image])
+def test_own_transforms_may_be_named_themselves(own: Any) -> None:
+    chain = build_transforms(config(), own)
+    assert chain is not None
+    assert transform_each(chain, torch.zeros(4, 3, 20, 16, dtype=torch.uint8), SAMPLES[:4], 0, 0).min() == 255
+
+
+def test_a_transform_that_fails_is_named_and_not_the_network(tmp_path: Path) -> None:
+    failing = Augment(config(transforms="mine.py:jitter"), v2.Normalize([0.5], [0.5]))
+    with pytest.raises(
+        UsageError, match=r"--transforms mine.py:jitter cannot be applied to uint8 .*: TypeError: Input"
+    ):
+        failing.train(torch.zeros(4, 20, 16, 3, dtype=torch.uint8), SAMPLES[:4], 0)
+
+
+@pytest.mark.parametrize("made", [None, 0.5, [v2.RandomInvert(1.0), "flip"]])
+def test_what_is_no_transform_is_refused(made: Any) -> None:
+    with pytest.raises(UsageError, match=r"returns .*, which is no transform; return a function of an image, uint8"):
+        build_transforms(config(), lambda: made)
+
+
+def test_transforms_that_make_anything_but_a_tensor_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"into one of type PIL.Image.Image; transforms must keep both"):
+        transform_each(v2.ToPILImage(), images(), SAMPLES, 0, 0)
 
 
 @pytest.mark.parametrize("transform", [v2.Resize((9, 9)), v2.ToDtype(torch.float32)], ids=["shape", "dtype"])
