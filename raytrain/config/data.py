@@ -111,7 +111,7 @@ class AugmentationOptions:
     cutmix: NonNegativeFloat = 0.0
     """CutMix alpha, such as 1; 0 turns it off."""
     transforms: str | None = None
-    """Your own torchvision.transforms.v2: file.py:function or package.module:function, which returns them."""
+    """Your own torchvision.transforms.v2: file.py:function or package.module:function, which returns one or a list."""
 
     @property
     def crops_originals(self) -> bool:
