@@ -35,7 +35,7 @@ class NetworkOptions:
     """The network and the images that it takes."""
 
     model: str = "resnet18"
-    """Name of a torchvision model, timm:NAME, or package.module:function, called with num_classes and channels."""
+    """Name of a torchvision model, timm:NAME, or file.py:function, which may take num_classes and channels."""
     weights: str | None = None
     """Initial weights: DEFAULT (the library's), a file, s3:// object or hf://owner/name, or a checkpoint of a run."""
     freeze: tuple[str, ...] = ()

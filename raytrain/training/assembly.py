@@ -87,8 +87,8 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     Raises OutOfMemory if the run should be started again with more ``--accumulate``, and LoopFailed if the loop raised
     anything that is its own.
     """
-    use = OptionUse(run) if spec.loop is not None else None
-    run.steps.notes = lambda: [*(use.notes() if use else ()), *drawn_by_loop(run)]
+    loss, use = run.loss, None if spec.loop is None else OptionUse(run)
+    run.steps.notes = lambda: [*(use.notes() if use else ()), *drawn_by_loop(run), *loss.notes()]
     with tell_long_waits(run.steps, run.reporter, run.worker):
         _call_loop(spec, run)
         return run.finish()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
+_CLASSES = ("num_classes", "n_classes", "num_labels", "classes")  # what people call the argument
+_CHANNELS = ("in_channels", "in_chans", "num_channels", "n_channels", "channels")  # the last one may mean other ones
 _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``crop_mode`` as ``--resize``
 
 
@@ -31,9 +33,10 @@ def build_model(
     """A newly initialised network on the CPU: images (B, channels, H, W) -> logits (B, num_classes).
 
     ``name`` is a classifier of torchvision, ``timm:`` and the name of one of timm's networks, of which some are made
-    for one ``image_size``, or ``package.module:function``, a function that is called with the keywords num_classes and
-    channels and returns an nn.Module. The same seed gives the same weights, whatever random numbers were drawn before;
-    torch's global generator does not change. Raises UsageError if there is no such network.
+    for one ``image_size``, or ``package.module:function``, a function or class that returns an nn.Module and is called
+    with the keywords num_classes and channels, as far as it takes them. The same seed gives the same weights, whatever
+    random numbers were drawn before; torch's global generator does not change. Raises UsageError if there is no such
+    network.
     """
     in_timm = timm_name(name)
     if in_timm is not None:
@@ -126,20 +129,33 @@ def check_growing_size(model: nn.Module, config: TrainConfig) -> None:
 
 
 def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any]:
-    """The user's function ``package.module:function`` with its arguments."""
+    """The user's function or class ``package.module:function`` with its arguments."""
     function = load_function("--model", name)
-    try:
-        inspect.signature(function).bind(num_classes=num_classes, channels=channels)
-    except TypeError as error:
+    if isinstance(function, nn.Module):
         raise UsageError(
-            f"--model {name} is called with num_classes and channels, which it does not take: {error}."
-        ) from None
+            f"--model {name} is a network; name a function or class that makes it, so that --seed decides its weights."
+        )
+    arguments = _arguments(function, num_classes, channels)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        given = " and ".join(arguments) or "no arguments"
+        raise UsageError(f"--model {name} is called with {given}, which is not enough: {error}.") from None
 
     def build() -> Any:
         with in_one_sentence(f"--model {name} cannot be built"):
-            return function(num_classes=num_classes, channels=channels)
+            return function(**arguments)
 
     return build
+
+
+def _arguments(function: Callable[..., Any], num_classes: int, channels: int) -> dict[str, int]:
+    """What a user's ``function`` is called with: as much as its parameters name, or both if it takes any keywords."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) and len(parameters) == 1:
+        return {"num_classes": num_classes, "channels": channels}
+    named = [next((name for name in names if name in parameters), None) for names in (_CLASSES, _CHANNELS)]
+    return {name: number for name, number in zip(named, (num_classes, channels), strict=True) if name is not None}
 
 
 def _torchvision_builder(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:

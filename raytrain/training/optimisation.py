@@ -271,10 +271,22 @@ class Loss:
         self._gamma = config.focal_gamma
         self._multi_label = config.multi_label
         self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
+        self._made_by = ""  # torch's name of what makes the logits
+
+    def notes(self) -> list[str]:
+        """A sentence if what was last given as logits are probabilities, of which no loss learns well."""
+        if not self._made_by.startswith(("Softmax", "Sigmoid")):
+            return []
+        function = self._made_by.partition("Backward")[0].lower()
+        return [
+            f"the network ends with a {function}, but run.loss takes logits: leave that layer out, so that the network "
+            "learns faster"
+        ]
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum, (), of the losses of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
         check_logits("run.loss", logits, targets, self._num_classes)
+        self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
         weights = None if self._weights is None else self._weights.to(logits.dtype)
         if self._multi_label:
             each = F.binary_cross_entropy_with_logits(

@@ -104,3 +104,16 @@ def test_layers_that_draw_for_each_sample_are_not_told(tmp_path: Path) -> None:
 
 def notes_of_built_in(folder: Path, options: dict[str, Any]) -> list[str]:
     return notes_of(folder, None, **options)
+
+
+def ends_with_softmax(num_classes: int, channels: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(num_classes), torch.nn.Softmax(1))
+
+
+@pytest.mark.parametrize("loop", [None, with_all])
+def test_a_network_that_ends_with_softmax_is_told(loop: Callable[[Run], None] | None, tmp_path: Path) -> None:
+    model = "tests.integration.test_unused_options:ends_with_softmax"
+    assert notes_of(tmp_path, loop, model=model) == [
+        "the network ends with a softmax, but run.loss takes logits: leave that layer out, so that the network learns "
+        "faster"
+    ]

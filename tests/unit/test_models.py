@@ -127,13 +127,22 @@ def test_a_users_network_is_found_by_its_import_path(tmp_path: Path, monkeypatch
         "from torch import nn\n"
         "def tiny(num_classes, channels):\n    return nn.Linear(channels, num_classes)\n"
         "def narrow(num_classes):\n    return nn.Linear(3, num_classes)\n"
+        "def fixed():\n    return nn.Linear(3, 5)\n"
+        "def called_otherwise(in_chans, channels=7, n_classes=9):\n    return nn.Linear(in_chans, n_classes)\n"
+        "class Net(nn.Linear):\n    def __init__(self, num_classes=10):\n        super().__init__(3, num_classes)\n"
+        "def any_keywords(**options):\n    return tiny(**options)\n"
+        "def deep(num_classes, depth):\n    return None\n"
+        "made = Net()\n"
         "def nothing(**_):\n    return None\n"
     )
     (tmp_path / "broken_networks.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert build_model("my_networks:tiny", 5, 3, seed=0)(torch.zeros(1, 3)).shape == (1, 5)
-    with pytest.raises(UsageError, match=r"my_networks:narrow is called with num_classes and channels.*'channels'"):
-        build_model("my_networks:narrow", 5, 3, seed=0)
+    for name in ("tiny", "narrow", "fixed", "called_otherwise", "Net", "any_keywords"):
+        assert build_model(f"my_networks:{name}", 5, 3, seed=0)(torch.zeros(1, 3)).shape == (1, 5)
+    with pytest.raises(UsageError, match=r"deep is called with num_classes, which is not enough: .*'depth'"):
+        build_model("my_networks:deep", 5, 3, seed=0)
+    with pytest.raises(UsageError, match=r"my_networks:made is a network; name a function or class that makes it, so"):
+        build_model("my_networks:made", 5, 3, seed=0)
     with pytest.raises(UsageError, match=r"returned a NoneType; it must return a torch\.nn\.Module"):
         build_model("my_networks:nothing", 5, 3, seed=0)
     with pytest.raises(UsageError, match=r"no function 'tinny' \(did you mean tiny\?\)"):
