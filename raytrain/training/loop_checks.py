@@ -114,7 +114,7 @@ class OptionUse:
     """Knows which of a run's calls a loop has made, and so which options it leaves unused."""
 
     def __init__(self, run: Run) -> None:
-        self._config = run.config
+        self._run, self._config = run, run.config
         self._called: set[str] = set()
         for call in _USED_BY:
             setattr(run, call, partial(self._call, call, getattr(run, call)))
@@ -127,9 +127,21 @@ class OptionUse:
             if options and call not in self._called:
                 takes = "takes" if len(options) == 1 else "take"
                 found.append(f"{', '.join(options)} {takes} effect in run.{call}, which the loop does not call")
+        if "build_optimizer" not in self._called:
+            found += self._rate_is_unused()
         if "loss" not in self._called and (mixing := _given(self._config, ("mixup", "cutmix"))):
             found.append(_MIXED.format(options=" and ".join(mixing)))
         return found
+
+    def _rate_is_unused(self) -> Iterator[str]:
+        """A sentence if a run that begins got a learning rate that none of the loop's own optimizers begins with."""
+        recipe = RECIPES[self._config.recipe]().scaled_to(self._run.world_size)
+        rate, own = self._config.learning_rate, sorted(set(self._run.rates.initial))
+        if own and self._run.progress.step == 1 and rate not in (recipe.learning_rate, *own):
+            yield (
+                f"--learning-rate {rate:g}: the optimizers of the loop begin with {', '.join(map('{:g}'.format, own))}, so "
+                "it takes effect only if the loop itself reads run.config.learning_rate"
+            )
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._called.add(name)

@@ -183,6 +183,11 @@ class LearningRates:
         if isinstance(thing, Optimizer):
             thing.register_step_pre_hook(self._check_is_step)
 
+    @property
+    def initial(self) -> list[float]:
+        """The rates with which the groups of what the loop has prepared begin."""
+        return [float(group.get("initial_lr", group["lr"])) for each in self._prepared for group in each.param_groups]
+
     @contextmanager
     def of_step(self, optimizer: Optimizer, step: int, learning_rate: float | None) -> Iterator[list[float]]:
         """In this context the groups have their rates of ``step``, by default those that they have times the factor.

@@ -71,7 +71,7 @@ class Run:
         self.evaluating = False
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
-        self._rates = LearningRates(self.config, self.plan)
+        self.rates = LearningRates(self.config, self.plan)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
         self._scale_is_used = False  # an optimizer has stepped since the scale of the loss was last adapted
         self.state.add("scaler", self._scaler)
@@ -128,7 +128,7 @@ class Run:
         name = self.state.add(kind, thing)
         if isinstance(thing, WeightAverage):
             self.models.named[name] = thing.model
-        self._rates.prepared(thing)
+        self.rates.prepared(thing)
         return thing
 
     def batches(self, evaluate: Callable[[], dict[str, float]] | None = None) -> Iterator[Batch]:
@@ -210,7 +210,7 @@ class Run:
         clip_norm = clip_norm or self.config.clip_norm
         check_closure(optimizer, self.config, is_given=closure is not None)
         self.models.check_trained_by(optimizer)
-        with full_precision(self.device), self._rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
+        with full_precision(self.device), self.rates.of_step(optimizer, self.progress.step, learning_rate) as rates:
             if closure is not None:
                 optimizer.step(partial(self._computed_again, optimizer, closure, clip_norm))  # pyright: ignore
                 self.steps.optimizer_steps()

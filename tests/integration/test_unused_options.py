@@ -117,3 +117,14 @@ def test_a_network_that_ends_with_softmax_is_told(loop: Callable[[Run], None] | 
         "the network ends with a softmax, but run.loss takes logits: leave that layer out, so that the network learns "
         "faster"
     ]
+
+
+def test_a_learning_rate_that_no_optimizer_of_the_loop_has_is_told(tmp_path: Path) -> None:
+    told = (
+        "--learning-rate 0.5: the optimizers of the loop begin with 0.1, so it takes effect only if the loop itself "
+        "reads run.config.learning_rate"
+    )
+    assert notes_of(tmp_path / "0.5", with_none, learning_rate=0.5) == [told]
+    assert notes_of(tmp_path / "0.1", with_none, learning_rate=0.1) == []
+    assert notes_of(tmp_path / "the recipe's", with_none, learning_rate=0.01) == []
+    assert notes_of(tmp_path / "built", with_all, learning_rate=0.5) == []
