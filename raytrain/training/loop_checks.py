@@ -138,9 +138,10 @@ class OptionUse:
         recipe = RECIPES[self._config.recipe]().scaled_to(self._run.world_size)
         rate, own = self._config.learning_rate, sorted(set(self._run.rates.initial))
         if own and self._run.progress.step == 1 and rate not in (recipe.learning_rate, *own):
+            begun = ", ".join(f"{each:g}" for each in own)
             yield (
-                f"--learning-rate {rate:g}: the optimizers of the loop begin with {', '.join(map('{:g}'.format, own))}, so "
-                "it takes effect only if the loop itself reads run.config.learning_rate"
+                f"--learning-rate {rate:g}: the optimizers of the loop begin with {begun}, so it takes effect only if "
+                "the loop itself reads run.config.learning_rate"
             )
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
