@@ -41,11 +41,11 @@ class MetricRow:
 
     def value(self, name: str) -> float | None:
         """The field or the metric called ``name``."""
-        return getattr(self, name) if name in _COLUMNS else self.metrics.get(name)
+        return getattr(self, name) if name in OWN_COLUMNS else self.metrics.get(name)
 
     def to_json(self) -> dict[str, Any]:
         """The row as a flat dictionary, metrics beside the fields; fields that are not known are left out."""
-        known = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name) is not None}
+        known = {name: getattr(self, name) for name in OWN_COLUMNS if getattr(self, name) is not None}
         return plain({**known, **self.metrics})
 
     @classmethod
@@ -57,8 +57,8 @@ class MetricRow:
         measured = (value for name, value in document.items() if name != "kind")
         if step < 0 or epoch < 1 or not all(map(_is_measurement, measured)):
             raise ValueError("a number is out of range, or something else")
-        columns = {name: value for name in _COLUMNS if (value := document.get(name)) is not None}
-        metrics = {name: value for name, value in document.items() if name not in _COLUMNS}
+        columns = {name: value for name in OWN_COLUMNS if (value := document.get(name)) is not None}
+        metrics = {name: value for name, value in document.items() if name not in OWN_COLUMNS}
         return cls(**columns, metrics=metrics)
 
 
@@ -66,7 +66,8 @@ def _is_measurement(value: object) -> bool:
     return value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
-_COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")
+OWN_COLUMNS = tuple(column.name for column in fields(MetricRow) if column.name != "metrics")
+"""What a row has besides metrics, which therefore cannot have these names."""
 
 
 _EVERYBODYS = ("loss", "accuracy", "balanced_accuracy", "macro_f1")

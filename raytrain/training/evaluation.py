@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raytrain.config.evaluation import TestView
 from raytrain.errors import UsageError
+from raytrain.runs.metric_row import OWN_COLUMNS
 from raytrain.training.evaluation_metrics import (
     DEFAULT_THRESHOLD,
     average_precisions,
@@ -122,6 +123,10 @@ def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
         raise UsageError(
             f"The loop's evaluation must return numbers by name, and returned something else: {error}."
         ) from None
+    if taken := [name for name in numbers if name in OWN_COLUMNS]:
+        raise UsageError(
+            f"The loop's evaluation returned {taken[0]}, which the metrics history has already; give it another name."
+        )
     gathered: list[Any] = [numbers] * world_size
     if world_size > 1:
         dist.all_gather_object(gathered, numbers)

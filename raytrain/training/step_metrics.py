@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raytrain.data.plan.batch_plan import GlobalBatch
 from raytrain.errors import UsageError
-from raytrain.runs.metric_row import MetricRow
+from raytrain.runs.metric_row import OWN_COLUMNS, MetricRow
 from raytrain.training.gradients import digest_of, digests_agree, own_group
 from raytrain.training.protocols import Worker
 
@@ -100,6 +100,7 @@ class StepMetrics:
         """Add to the sums that travel with the next step, the same names on every worker; without ``counts`` 0."""
         new = tuple(name for name in sums if name not in self._names)
         if new:
+            _check_names(self._names + new)
             self._names += new
             while len(self._names) > len(self._logged):
                 self._logged = torch.cat([self._logged, self._logged.new_zeros(_ROOM)])
@@ -190,3 +191,14 @@ class StepMetrics:
     def _reset_row(self) -> None:
         self._row_images = self._row_wait_s = 0.0
         self._row_sums: dict[str, float] = {}
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raise UsageError if a metric would replace what each row of the history has, or another metric."""
+    written = [_MEAN_OF.get(name, name) for name in names]
+    for name, column in zip(names, written, strict=True):
+        if column in OWN_COLUMNS or written.count(column) > 1:
+            raise UsageError(
+                f"run.log({name}=...) would replace what the metrics history has as {column} already; give it another "
+                "name."
+            )

@@ -636,6 +636,14 @@ def test_an_evaluation_before_a_network_is_prepared_is_refused(tmp_path: Path) -
         run.evaluate()
 
 
+def logs_an_epoch(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.log(loss=1.0, epoch=batch.epoch)
+
+
+def logs_accuracy_twice(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.log(correct=1.0, accuracy=0.5)
+
+
 def trains_a_loose_parameter(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     own = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [own]})
@@ -679,6 +687,8 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_step, r"without run.step\(optimizer\) for this one"),
         (no_backward, "run.step without run.backward"),
         (logs_a_vector, r"run.log\(loss=...\) got a tensor of shape \(7,\)"),
+        (logs_an_epoch, r"run.log\(epoch=...\) would replace what the metrics history has as epoch already; give it"),
+        (logs_accuracy_twice, r"run.log\(correct=...\) would replace what the metrics history has as accuracy already"),
         (logs_a_mean, r"run.log\(loss=...\) got a mean over the images; give it a sum"),
         (trains_a_loose_parameter, r"trains a parameter of the shape \(3,\) that is in no prepared network"),
         (steps_what_is_not_prepared, r"an optimizer that no checkpoint would hold; give it to run.prepare first"),
@@ -719,6 +729,12 @@ def test_an_evaluation_of_a_loops_own_that_returns_no_numbers_by_name_is_refused
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     with pytest.raises(UsageError, match="evaluation must return numbers by name"):
         train_measured(run, lambda: measured)
+
+
+def test_an_evaluation_that_would_replace_what_the_history_has_is_refused(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match="evaluation returned step, which the metrics history has already; give it an"):
+        train_measured(run, lambda: {"accuracy": 0.5, "step": 3.0})
 
 
 LossOf = Callable[[nn.Sequential, Any], Tensor]
