@@ -228,6 +228,8 @@ class Run:
     def log(self, **sums: Tensor | float) -> None:
         """Log sums over this worker's images; their means over all workers' images go into the metrics history.
 
+        A row has the mean over the steps in which a name was logged.
+
         ``correct``, the number of right answers, becomes ``accuracy``; other names stay. Every worker logs the same
         names. Raises UsageError for what is no number, or is seen to be a mean.
         """

@@ -58,12 +58,14 @@ class StepMetrics:
         self._group = own_group(worker.device) if worker.world_size > 1 and worker.device.type == "cpu" else None
         self._names: tuple[str, ...] = ()
         self._sent_names = self._names
+        self._logged_now: set[str] = set()  # names, in the current step
         self._logged = torch.zeros(_ROOM, dtype=torch.float64, device=worker.device)
         self._host = self._sums = torch.zeros(0, dtype=torch.float64)
         self._copied = torch.cuda.Event() if worker.device.type == "cuda" else None
         self._work: dist.Work | None = None
         self._pending = False
         self._closed_row: MetricRow | None = None
+        self._num_before = 0.0  # used images of the step before, whose metrics come with this one
         self._since = time.perf_counter()
         self._reset_row()
 
@@ -71,6 +73,7 @@ class StepMetrics:
         """Send this worker's contribution to a step, with what it logged in the step before."""
         self._sums, self._sent_names = self._contribution(own), self._names
         self._logged = torch.zeros_like(self._logged)
+        self._logged_now = set()
         if self._worker.world_size > 1:
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
         self._pending = True
@@ -104,6 +107,7 @@ class StepMetrics:
             self._names += new
             while len(self._names) > len(self._logged):
                 self._logged = torch.cat([self._logged, self._logged.new_zeros(_ROOM)])
+        self._logged_now.update(sums)
         if counts:
             values = torch.stack([self._number(name, value) for name, value in sums.items()])
             if tuple(sums) == self._names:
@@ -129,8 +133,13 @@ class StepMetrics:
             self._copied.synchronize()
         values = self._host.tolist()
         totals = self._totals(values)
-        for name, value in zip(self._sent_names, values[_FIRST_NAME:], strict=False):
-            self._row_sums[name] = self._row_sums.get(name, 0.0) + value
+        middle = (_FIRST_NAME + len(values)) // 2
+        logged = zip(self._sent_names, values[_FIRST_NAME:middle], values[middle:], strict=False)
+        for name, num_workers, value in logged:
+            if num_workers:  # those that have no image may leave it out
+                self._row_sums[name] = self._row_sums.get(name, 0.0) + value
+                self._row_counts[name] = self._row_counts.get(name, 0.0) + self._num_before
+        self._num_before = totals.num_used
         self._record_closed_row()
         self._row_images += totals.num_used
         self._row_wait_s += totals.wait_s
@@ -167,8 +176,11 @@ class StepMetrics:
         self._since += seconds
 
     def _contribution(self, own: StepTotals) -> Tensor:
-        """The totals, a digest of the names, and what was logged."""
-        head = torch.tensor([*vars(own).values(), *digest_of(self._names)], dtype=torch.float64)
+        """The totals, a digest of the names, which of them were logged in the step, and what was logged."""
+        is_logged = [float(name in self._logged_now) for name in self._names]
+        unused = [0.0] * (len(self._logged) - len(is_logged))
+        numbers = [*vars(own).values(), *digest_of(self._names), *is_logged, *unused]
+        head = torch.tensor(numbers, dtype=torch.float64)
         return torch.cat([head.to(self._worker.device, non_blocking=True), self._logged])
 
     def _totals(self, values: list[float]) -> StepTotals:
@@ -182,8 +194,10 @@ class StepMetrics:
 
     def _record_closed_row(self) -> None:
         if self._closed_row is not None:
-            num_used = max(self._row_images, 1)
-            means = {_MEAN_OF.get(name, name): value / num_used for name, value in self._row_sums.items()}
+            means = {
+                _MEAN_OF.get(name, name): value / max(self._row_counts[name], 1)
+                for name, value in self._row_sums.items()
+            }
             self._record(dataclasses.replace(self._closed_row, metrics={**self._closed_row.metrics, **means}))
             self._closed_row = None
             self._reset_row()
@@ -191,6 +205,7 @@ class StepMetrics:
     def _reset_row(self) -> None:
         self._row_images = self._row_wait_s = 0.0
         self._row_sums: dict[str, float] = {}
+        self._row_counts: dict[str, float] = {}  # used images of the steps in which each name was logged
 
 
 def _check_names(names: Sequence[str]) -> None:

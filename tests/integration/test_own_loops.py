@@ -731,6 +731,35 @@ def test_an_evaluation_of_a_loops_own_that_returns_no_numbers_by_name_is_refused
         train_measured(run, lambda: measured)
 
 
+def logs_seldom(run: Run) -> None:
+    """Logs one metric in each step, one in every second one, and one in the first epoch alone."""
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(run.loss(model(batch.images), batch.targets))
+        run.log(always=2.0 * batch.num_used)
+        if batch.step % 2:
+            run.log(seldom=3.0 * batch.num_used)
+        if batch.epoch == 0:
+            run.log(early=4.0 * batch.num_used)
+        run.step(optimizer)
+
+
+def rows_of_logs(folder: str) -> list[dict[str, float | None]]:
+    recorder = Recorder()
+    logs_seldom(run := make_run(dataclasses.replace(OPTIONS, log_every=3), images(NUM_IMAGES), folder, recorder))
+    run.finish()
+    return [dict(row.metrics) for row in recorder.rows if row.kind == "step"]
+
+
+def test_a_metric_is_the_mean_over_the_images_of_the_steps_in_which_it_was_logged(tmp_path: Path) -> None:
+    all_three = {"always": 2.0, "seldom": 3.0, "early": 4.0}
+    late = {"always": 2.0, "seldom": 3.0}
+    expected = [{"always": 2.0, "early": 4.0}, all_three, all_three, late, late]
+    assert rows_of_logs(str(tmp_path / "one")) == expected
+    assert run_in_processes(2, rows_of_logs, str(tmp_path / "two"))[0] == expected
+
+
 def test_an_evaluation_that_would_replace_what_the_history_has_is_refused(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     with pytest.raises(UsageError, match="evaluation returned step, which the metrics history has already; give it an"):
