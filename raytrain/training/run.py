@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -262,17 +262,24 @@ class Run:
             if len(local.labels):
                 yield to_batch(local, self.augment, self.device, training=False, label_sets=self.label_sets)
 
-    def total(self, sums: Tensor) -> list[float]:
-        """``sums``, of shape (n,), added up over the workers, each of which calls this. Changes ``sums``."""
-        self.steps.check_all("totals", tuple(sums.shape))
+    def total(self, sums: Tensor | Sequence[float]) -> list[float]:
+        """``sums``, numbers (n,), added up over the workers, each of which calls this."""
+        given = torch.as_tensor(sums, dtype=sums.dtype if isinstance(sums, Tensor) else torch.float64).detach()
+        self.steps.check_all("totals", tuple(given.shape))
+        added = given.to(self.device, torch.int64 if given.dtype == torch.bool else given.dtype, copy=True)
         if self.world_size > 1:
-            dist.all_reduce(sums)
-        return sums.tolist()
+            dist.all_reduce(added)
+        return added.tolist()
 
-    def gather(self, rows: Tensor) -> npt.NDArray[np.float64]:
-        """The ``rows``, float64 (n, d), of all workers, in their order. Each worker calls this, and has its own n."""
-        self.steps.check_all("gathers", tuple(rows.shape[1:]))
-        gathered: list[Any] = [rows.cpu().numpy()] * self.world_size
+    def gather(self, rows: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The ``rows``, (n, d), of all workers, in their order. Each worker calls this, and has its own n.
+
+        They keep their type, but bfloat16, which NumPy lacks, becomes float32.
+        """
+        given = torch.as_tensor(rows).detach()
+        self.steps.check_all("gathers", tuple(given.shape[1:]))
+        own = (given.float() if given.dtype == torch.bfloat16 else given).cpu().numpy()
+        gathered: list[Any] = [own] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(gathered, gathered[0])
         return np.concatenate(gathered)

@@ -760,6 +760,28 @@ def test_a_metric_is_the_mean_over_the_images_of_the_steps_in_which_it_was_logge
     assert run_in_processes(2, rows_of_logs, str(tmp_path / "two"))[0] == expected
 
 
+def totals_and_rows(folder: str) -> list[Any]:
+    """What workers with ranks from 0 add up and gather, given in the forms in which a loop may have it."""
+    run = make_run(OPTIONS, images(NUM_IMAGES), folder, Recorder())
+    model = run.prepare(run.build_model())
+    batch = next(run.batches())
+    loss = cross_entropy(model(batch.images), batch.labels)
+    before = loss.item()
+    totals = [run.total(each) for each in ([1.5, run.rank], torch.tensor([True, run.rank > 0]), loss[None])]
+    assert loss.item() == before  # what was given stays as it is
+    rows = run.gather(model(batch.images).bfloat16()), run.gather(np.full(2, run.rank))
+    return [*totals[:2], totals[2][0], before, rows[0].dtype.name, len(rows[0]), rows[1].tolist()]
+
+
+def test_totals_and_rows_are_taken_in_any_form_and_stay_as_they_are(tmp_path: Path) -> None:
+    *one, loss, before, kind, num_rows, ranks = totals_and_rows(str(tmp_path / "one"))
+    assert (one, loss, kind, num_rows, ranks) == ([[1.5, 0], [1, 0]], before, "float32", 7, [0, 0])
+    two = run_in_processes(2, totals_and_rows, str(tmp_path / "two"))
+    for *sums, total, _, kind, num_rows, ranks in two:
+        assert (sums, kind, num_rows, ranks) == ([[3.0, 1], [2, 1]], "float32", 7, [0, 0, 1, 1])
+        assert total == pytest.approx(sum(each[3] for each in two)) == pytest.approx(loss)
+
+
 def test_an_evaluation_that_would_replace_what_the_history_has_is_refused(tmp_path: Path) -> None:
     run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
     with pytest.raises(UsageError, match="evaluation returned step, which the metrics history has already; give it an"):
