@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ONE_OUTPUT: dict[str, Any] = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _ONE_OUTPUT, "inception_v3": _ONE_OUTPUT}
-_CLASSES = ("num_classes", "n_classes", "num_labels", "classes")  # what people call the argument
+_CLASSES = ("num_classes", "n_classes", "num_class", "num_labels")  # what people call the argument
 _CHANNELS = ("in_channels", "in_chans", "num_channels", "n_channels", "channels")  # the last one may mean other ones
 _RESIZE = {"center": "crop", "squash": "stretch", "border": "pad"}  # timm's ``crop_mode`` as ``--resize``
 
