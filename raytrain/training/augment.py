@@ -188,7 +188,7 @@ def transform_each(transforms: Transforms, images: Tensor, samples: Int64s, seed
 def _transformed(transforms: Transforms, image: Tensor, key: int) -> Tensor:
     seed_generators(key, image.device)
     result = transforms(image)
-    if _kind(result) != _kind(image):
+    if not isinstance(result, Tensor) or result.shape != image.shape or result.dtype != image.dtype:
         raise UsageError(
             f"--transforms made an image of {_kind(image)} into one of {_kind(result)}; transforms must keep both: "
             "images are resized before them, and normalised after them."

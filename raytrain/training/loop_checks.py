@@ -137,7 +137,8 @@ class OptionUse:
         """A sentence if a run that begins got a learning rate that none of the loop's own optimizers begins with."""
         recipe = RECIPES[self._config.recipe]().scaled_to(self._run.world_size)
         rate, own = self._config.learning_rate, sorted(set(self._run.rates.initial))
-        if own and self._run.progress.step == 1 and rate not in (recipe.learning_rate, *own):
+        is_first = self._run.progress.step == 1 and not self._config.is_range_test
+        if own and is_first and rate not in (recipe.learning_rate, *own):
             begun = ", ".join(f"{each:g}" for each in own)
             yield (
                 f"--learning-rate {rate:g}: the optimizers of the loop begin with {begun}, so it takes effect only if "

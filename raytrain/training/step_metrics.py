@@ -18,6 +18,7 @@ from raytrain.training.gradients import digest_of, digests_agree, own_group
 from raytrain.training.protocols import Worker
 
 _MEAN_OF = {"correct": "accuracy"}
+_SECOND_RATE = "second_learning_rate"
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class StepMetrics:
             learning_rate=learning_rates[0] if learning_rates else 0.0,
             images_per_s=round(self._row_images / seconds, 1),
             data_wait_fraction=round(min(self._row_wait_s / self._worker.world_size / seconds, 1.0), 4),
-            metrics={"second_learning_rate": others[0]} if others else {},
+            metrics={_SECOND_RATE: others[0]} if others else {},
         )
 
     def exclude(self, seconds: float) -> None:
@@ -212,7 +213,7 @@ def _check_names(names: Sequence[str]) -> None:
     """Raise UsageError if a metric would replace what each row of the history has, or another metric."""
     written = [_MEAN_OF.get(name, name) for name in names]
     for name, column in zip(names, written, strict=True):
-        if column in OWN_COLUMNS or written.count(column) > 1:
+        if column in (*OWN_COLUMNS, _SECOND_RATE) or written.count(column) > 1:
             raise UsageError(
                 f"run.log({name}=...) would replace what the metrics history has as {column} already; give it another "
                 "name."

@@ -640,6 +640,10 @@ def logs_an_epoch(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> Non
     run.log(loss=1.0, epoch=batch.epoch)
 
 
+def logs_a_second_rate(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.log(second_learning_rate=0.1)
+
+
 def logs_accuracy_twice(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.log(correct=1.0, accuracy=0.5)
 
@@ -688,6 +692,10 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (no_backward, "run.step without run.backward"),
         (logs_a_vector, r"run.log\(loss=...\) got a tensor of shape \(7,\)"),
         (logs_an_epoch, r"run.log\(epoch=...\) would replace what the metrics history has as epoch already; give it"),
+        (
+            logs_a_second_rate,
+            r"run.log\(second_learning_rate=...\) would replace what the metrics history has as second",
+        ),
         (logs_accuracy_twice, r"run.log\(correct=...\) would replace what the metrics history has as accuracy already"),
         (logs_a_mean, r"run.log\(loss=...\) got a mean over the images; give it a sum"),
         (trains_a_loose_parameter, r"trains a parameter of the shape \(3,\) that is in no prepared network"),
