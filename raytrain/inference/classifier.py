@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence, Set
 from operator import itemgetter
-from typing import Any, TypeAlias, cast, overload
+from typing import Any, BinaryIO, TypeAlias, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
+from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.decode import BadImage, Pixels, decode, pixels_of
 from raytrain.errors import UsageError
@@ -29,7 +30,7 @@ from raytrain.training.evaluation import with_views
 from raytrain.training.evaluation_metrics import DEFAULT_THRESHOLD
 from raytrain.training.model import build_model
 
-AnImage: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | npt.NDArray[Any] | Tensor"
+AnImage: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor"
 _CHANNELS = (1, 3, 4)
 
 
@@ -67,7 +68,15 @@ class Classifier(nn.Module):
             self.network.double()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, num_classes) of ``images``, uint8 (B, H, W, C), resized and normalised as in training."""
+        """Logits (B, num_classes) of ``images``, uint8 (B, H, W, C), resized and normalised as in training.
+
+        Raises UsageError if they are others.
+        """
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != self.shape.channels:
+            raise UsageError(
+                f"The network of raytrain.load got {images.dtype} of the shape {tuple(images.shape)}; give decoded "
+                f"images, uint8 (number, height, width, {self.shape.channels}), or any images to its method classify."
+            )
         network = with_views(self.network, self.test_views)
         return network(self._augment.evaluate(images))
 
@@ -88,8 +97,9 @@ class Classifier(nn.Module):
     def classify(self, images: AnImage | Iterable[AnImage]) -> tuple[str, float] | list[tuple[str, float]]:
         """Predict the likeliest class of an image and its probability, also if an image may have several classes.
 
-        An image is a path or URL, the bytes of a file, an image of Pillow, or an array or tensor of pixels: (H, W) or
-        (H, W, C), uint8 or from 0 to 1; a tensor may be (C, H, W). Several images, also (B, …), give a list.
+        An image is a path or URL, the bytes of a file, an open file, an image of Pillow, or an array or tensor of
+        pixels: (H, W) or (H, W, C), uint8 or from 0 to 1; a tensor may be (C, H, W). Several images, also (B, …), give
+        a list.
 
         Raises UsageError if something is none of these or cannot be decoded, StorageError if a file cannot be read.
         """
@@ -124,6 +134,10 @@ class Classifier(nn.Module):
         crop = self.cropping.crop
         if isinstance(image, Image.Image):
             return pixels_of(ImageOps.exif_transpose(image), self.shape, crop)
+        if hasattr(image, "read"):
+            image = cast("BinaryIO", image).read()
+        if isinstance(image, bytearray):
+            image = bytes(image)
         if not isinstance(image, (str, os.PathLike, bytes)):
             return pixels_of(_as_pillow(image), self.shape, crop)
         name, content = ("An image", image) if isinstance(image, bytes) else (image, read_input(os.fspath(image)))
@@ -137,13 +151,14 @@ def _is_one(images: object) -> bool:
     """Whether it is one image, or at least nothing that contains several."""
     if isinstance(images, (np.ndarray, Tensor)):
         return images.ndim < 4
-    return isinstance(images, (str, bytes, Image.Image)) or not isinstance(images, Iterable)
+    is_file = isinstance(images, (str, bytes, bytearray)) or hasattr(images, "read")
+    return is_file or isinstance(images, Image.Image) or not isinstance(images, Iterable)
 
 
 def _as_pillow(image: object) -> Image.Image:
     """Pixels as an image of Pillow. Raises UsageError for what is no image."""
     if isinstance(image, Tensor):
-        image = image.detach().cpu().numpy()
+        image = (image.double() if image.is_floating_point() else image).detach().cpu().numpy()  # NumPy has no bfloat16
         if image.ndim == 3 and image.shape[0] in _CHANNELS and image.shape[2] not in _CHANNELS:
             image = np.moveaxis(image, 0, 2)
     if not isinstance(image, np.ndarray):
@@ -163,13 +178,13 @@ def _as_pillow(image: object) -> Image.Image:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)
 
 
-def load(run: str, *, storage: str = "./runs", trust: bool = False) -> Classifier:
+def load(run: str, *, storage: Location = "./runs", trust: bool = False) -> Classifier:
     """Load the network of ``run`` onto the CPU, with the weights of its best checkpoint.
 
     If no checkpoint was evaluated, it is the newest one. Raises UsageError if there is no such run, if it has no
     checkpoint, or if its network is a function of its author's own: that function runs only with ``trust``.
     """
-    return load_classifier(open_run(storage, run), run, trust=trust)
+    return load_classifier(open_run(os.fspath(storage), run), run, trust=trust)
 
 
 def load_classifier(store: Store, run: str, *, trust: bool) -> Classifier:

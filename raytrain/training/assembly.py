@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -88,7 +88,13 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
     anything that is its own.
     """
     loss, use = run.loss, None if spec.loop is None else OptionUse(run)
-    run.steps.notes = lambda: [*(use.notes() if use else ()), *drawn_by_loop(run), *loss.notes()]
+
+    def after_first_step() -> Iterator[str]:
+        yield from (*(use.notes() if use else ()), *drawn_by_loop(run), *loss.notes())
+        if spec.loop is not None:
+            run.check_evaluation()
+
+    run.steps.notes = after_first_step
     with tell_long_waits(run.steps, run.reporter, run.worker):
         _call_loop(spec, run)
         return run.finish()

@@ -31,7 +31,11 @@ class CheckpointState:
         self._groups: dict[Optimizer, list[StateDict]] = {}
 
     def add(self, kind: str, thing: Stateful) -> str:
-        """Keep ``thing`` under a name, which is returned, and load it; UsageError if the checkpoint does not fit it."""
+        """Keep ``thing`` under a name, which is returned, and load it.
+
+        Raises UsageError if it has no state, or if the checkpoint does not fit it.
+        """
+        _check_has_state(thing)
         number = 1 + sum(name.partition("-")[0] == kind for name in self._objects)
         name = kind if number == 1 else f"{kind}-{number}"
         if isinstance(thing, Optimizer):
@@ -92,6 +96,17 @@ class CheckpointState:
         except (RuntimeError, ValueError, KeyError) as error:
             what, difference = "network" if isinstance(thing, nn.Module) else name, " ".join(str(error).split())[:300]
             raise UsageError(f"The checkpoint's {what} is not the one that the loop prepares: {difference}") from None
+
+
+def _check_has_state(thing: object) -> None:
+    """Raise UsageError if no checkpoint could hold ``thing``, which would be found out when the first is written."""
+    methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
+    if isinstance(thing, type) or not all(map(callable, methods)):
+        kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+        raise UsageError(
+            f"run.prepare got {kind}; give it one thing with state_dict and load_state_dict: a network, an optimizer, "
+            "nn.ParameterList([...]) of single parameters, or an object of a class of yours that has both methods."
+        )
 
 
 def _wrapped(optimizer: Optimizer) -> dict[str, Optimizer]:

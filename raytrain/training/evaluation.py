@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain.config.evaluation import TestView
+from raytrain.config.user_code import describe
 from raytrain.errors import UsageError
 from raytrain.runs.metric_row import OWN_COLUMNS
 from raytrain.training.evaluation_metrics import (
@@ -110,6 +112,40 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
         "mean_average_precision": mean_of_known(average_precisions(scores, truth)),
         "macro_f1": macro_f1((answers & truth).sum(axis=0), truth.sum(axis=0), answers.sum(axis=0)),
     }
+
+
+def check_network(run: Run, model: nn.Module, images: Tensor) -> None:
+    """Raise UsageError if ``model`` gives no logits for ``images`` alone, which the first evaluation would find out.
+
+    It is a copy that is called, so that the network stays as it is.
+    """
+    try:
+        network = copy.deepcopy(model).eval()
+    except Exception:  # torch copies no weights that were computed
+        return
+    found = _answer(run, network, images)
+    if found is not None:
+        raise UsageError(
+            f"The run cannot be evaluated by the first network that the loop prepares, which {found} for images alone; "
+            "let it return logits, one row per image and one number per class, or measure in your own way with "
+            "run.batches(evaluate=...)."
+        )
+
+
+def _answer(run: Run, network: nn.Module, images: Tensor) -> str | None:
+    """What the network gives for ``images`` in place of logits; None if they are logits, or nobody can tell."""
+    try:
+        with torch.no_grad(), run.models.computing():
+            logits: object = network(images)
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:
+        return f"raises {describe(error)}"
+    if not isinstance(logits, Tensor):
+        return f"returns a {type(logits).__name__}"
+    if logits.shape == (len(images), run.num_classes):
+        return None
+    return f"returns the shape {tuple(logits.shape)} for {len(images)} images and {run.num_classes} classes"
 
 
 def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:

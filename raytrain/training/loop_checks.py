@@ -84,6 +84,8 @@ class LoopChecks:
         Args:
             gathers: the loop has gathered rows of all workers.
         """
+        if not isinstance(loss, Tensor):
+            raise UsageError(f"run.backward got a {type(loss).__name__}; give it the loss, a tensor.")
         if num_steps & (num_steps - 1) == 0 and _check_sum(loss, num_images, self._batch_size):
             self._tell(_OF_WEIGHTS)
         if num_steps == 0 and self._joins and not gathers and _compares_images(loss, num_images):

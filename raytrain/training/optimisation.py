@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +114,21 @@ def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
     nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
 
 
+def check_step(optimizer: object, closure: object, learning_rate: object, clip_norm: object) -> None:
+    """Raise UsageError if ``run.step`` got something else than an optimizer, a function, and numbers that fit."""
+    if not hasattr(optimizer, "param_groups"):
+        raise UsageError(f"run.step got a {type(optimizer).__name__}; give it the optimizer that run.prepare returned.")
+    if closure is not None and not callable(closure):
+        raise UsageError(
+            f"run.step got a {type(closure).__name__} for its closure, a function that computes the loss; write the "
+            "name before a number, as in learning_rate=0.1."
+        )
+    for name, given, least in (("learning_rate", learning_rate, 0.0), ("clip_norm", clip_norm, math.ulp(0.0))):
+        if given is not None and not (isinstance(given, SupportsFloat) and float(given) >= least):
+            bound = "of at least 0" if least == 0 else "above 0"
+            raise UsageError(f"run.step got {name}={given!r:.80}; give a number {bound}.")
+
+
 @cache
 def _needs_closure(kind: type[Optimizer]) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -179,7 +194,7 @@ class LearningRates:
             if self._is_scheduled:
                 raise self._two_schedules()
         if groups := getattr(thing, "param_groups", None):  # also what behaves like an optimizer, around another
-            self._prepared[thing] = [group["lr"] for group in groups]
+            self._prepared[thing] = [float(group["lr"]) for group in groups]  # which a scheduler may change in place
         if isinstance(thing, Optimizer):
             thing.register_step_pre_hook(self._check_is_step)
 
@@ -196,7 +211,7 @@ class LearningRates:
         ``--schedule`` does, too.
         """
         groups = optimizer.param_groups
-        rates = [group["lr"] for group in groups]
+        rates = [group["lr"] for group in groups]  # numbers, or tensors
         before = self._prepared.get(optimizer)
         if before is None:
             raise UsageError("run.step got an optimizer that no checkpoint would hold; give it to run.prepare first.")
@@ -206,11 +221,11 @@ class LearningRates:
                 "give it to run.prepare, too."
             )
         is_own = self._config.is_range_test and (learning_rate is not None or not rates[0])
-        if is_own or (self._is_scheduled and learning_rate is None and rates[: len(before)] != before):
+        if is_own or (self._is_scheduled and learning_rate is None and [*map(float, rates[: len(before)])] != before):
             raise self._two_schedules()
         scale = self._scale(step, rates[0])
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * scale if learning_rate is None else learning_rate
+            group["lr"] = rate * scale if learning_rate is None else float(learning_rate)
         self._is_step = True
         try:
             yield [group["lr"] for group in groups]
@@ -255,6 +270,12 @@ def check_logits(taker: str, logits: object, labels: Tensor, num_classes: int) -
             f"{taker} got logits of the shape {tuple(logits.shape)} for {len(labels)} images and {num_classes} "
             "classes; give one row per image, with one number per class."
         )
+
+
+def check_answers(logits: Tensor, labels: Tensor, num_classes: int) -> None:
+    """Raise UsageError unless ``logits`` are (m, C) for m ``labels``; there may be more of them than classes."""
+    is_wide = logits.ndim == 2 and len(logits) == len(labels) and logits.shape[1] > num_classes
+    check_logits("run.correct", logits, labels, logits.shape[1] if is_wide else num_classes)
 
 
 class Loss:

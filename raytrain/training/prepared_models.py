@@ -50,6 +50,12 @@ class WeightAverage:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.source = model
         self._decay = decay
+        if not 0 <= decay < 1:
+            raise UsageError(f"WeightAverage got a decay of {decay!r}; give a number of at least 0 and below 1.")
+
+    def __call__(self, images: Tensor) -> Any:
+        """What the averaged network returns."""
+        return self.model(images)
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -27,14 +27,16 @@ from raytrain.training.augment import Augment, seed_generators
 from raytrain.training.autocast import full_precision
 from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
-from raytrain.training.evaluation import Network, with_views
+from raytrain.training.evaluation import Network, check_network, with_views
 from raytrain.training.gallery import Gallery
 from raytrain.training.optimisation import (
     LearningRates,
     Loss,
     build_optimizer,
+    check_answers,
     check_closure,
     check_logits,
+    check_step,
     clip_gradients,
     parameters_of,
 )
@@ -43,6 +45,7 @@ from raytrain.training.protocols import BatchSource, Reporter, Worker
 from raytrain.training.steps import Steps
 
 WAIT_FOR_DATA = "wait for data"  # the name of this phase in a trace of torch.profiler
+_NUM_TRIED = 2  # images; fewer than two are no batch to some networks
 T = TypeVar("T", bound=Stateful)
 
 
@@ -180,10 +183,10 @@ class Run:
         scaled by N / M, because gradients are averaged over the N workers. Raises UsageError if the loss is no such
         sum.
         """
-        assert self._part is not None
-        self.steps.backward(loss, self._part.num_used)
+        part = self._current_part("backward")
+        self.steps.backward(loss, part.num_used)
         self._adapt_scale()
-        weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (self._part.num_used > 0)
+        weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (part.num_used > 0)
         self._scale_gradients()
         self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
         self._scale_gradients(back=True)
@@ -206,7 +209,10 @@ class Run:
             learning_rate: of this step; by default that of the optimizer's groups, times the factor of ``--schedule``.
             clip_norm: scale the gradients down to this Euclidean norm over all parameters, if theirs is larger; by
                 default ``--clip-norm``.
+
+        Raises UsageError if one of them cannot be used.
         """
+        check_step(optimizer, closure, learning_rate, clip_norm)
         clip_norm = clip_norm or self.config.clip_norm
         check_closure(optimizer, self.config, is_given=closure is not None)
         self.models.check_trained_by(optimizer)
@@ -233,14 +239,14 @@ class Run:
         ``correct``, the number of right answers, becomes ``accuracy``; other names stay. Every worker logs the same
         names. Raises UsageError for what is no number, or is seen to be a mean.
         """
-        assert self._part is not None
-        self.steps.log(sums, self._part.num_used)
+        self.steps.log(sums, self._current_part("log").num_used)
 
     def correct(self, logits: Tensor, batch: Batch) -> Tensor:
         """How many images of a batch, or a part of one, have right answers, (); ``logits`` are (m, C).
 
         If an image may have several classes, it counts by the fraction of the classes for which the answer is right.
         """
+        check_answers(logits, batch.labels, self.num_classes)
         if self.label_sets is None:
             return (logits.argmax(dim=1) == batch.labels).sum()
         return ((logits > 0) == self.label_sets[batch.labels]).to(logits.dtype).mean(dim=1).sum()
@@ -304,9 +310,22 @@ class Run:
         self.gallery.close()
         return outcome
 
+    def check_evaluation(self) -> None:
+        """Raise UsageError if the built-in evaluation is due some time, and cannot measure what the loop prepares."""
+        if self._evaluate == self._built_in_evaluation and not self.config.is_range_test and self._part is not None:
+            check_network(self, self.models.evaluated, self._part.images[:_NUM_TRIED])
+
+    def _current_part(self, call: str) -> Batch:
+        """The part of the batch that the loop computes; UsageError before it has got a batch."""
+        if self._part is None:
+            raise UsageError(
+                f"The loop calls run.{call} before it has a batch; call it in `for batch in run.batches():`."
+            )
+        return self._part
+
     def _computed_again(self, optimizer: Optimizer, closure: Callable[[], Tensor], clip_norm: float | None) -> Tensor:
         """The mean loss over the global batch, the same on all workers, which decide by it; with its gradients."""
-        assert self._part is not None
+        part = self._current_part("step")
         optimizer.zero_grad()
         with self.models.computing():
             loss = closure()
@@ -314,7 +333,7 @@ class Run:
             raise UsageError("The closure of run.step returns no loss; return what it gives to run.backward.")
         if clip_norm is not None:
             clip_gradients(optimizer, clip_norm)
-        total = loss.detach().double() * (self._part.num_used > 0)
+        total = loss.detach().double() * (part.num_used > 0)
         if self.world_size > 1:
             dist.all_reduce(total)
         return (total / self.steps.metrics.num_used().clamp(min=1)).to(loss.dtype)

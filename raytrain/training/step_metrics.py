@@ -157,6 +157,7 @@ class StepMetrics:
 
         The history keeps the first of ``learning_rates``, and as a metric the first that is another one.
         """
+        learning_rates = [float(rate) for rate in learning_rates]  # an optimizer may have tensors
         others = [rate for rate in learning_rates if rate != learning_rates[0]]
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)

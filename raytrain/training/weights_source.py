@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 
 from safetensors import SafetensorError
 
+from raytrain.config.values import matches
 from raytrain.errors import StorageError, UsageError
-from raytrain.runs.documents import matches
 from raytrain.storage.open import open_store
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from raytrain.errors import UsageError
 from raytrain.monitor.events import CheckpointWritten, Note
 from raytrain.runs.outcome import StopReason
 from raytrain.training.evaluation import evaluate
+from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, config, images, make_run, weights_of
@@ -623,6 +624,46 @@ def logs_a_mean(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
     run.log(loss=loss / len(batch.labels))
 
 
+def lowers_the_rate_below_0(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    run.step(optimizer, learning_rate=-0.1)
+
+
+def clips_to_0(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    run.step(optimizer, clip_norm=0.0)
+
+
+def gives_a_number_for_a_closure(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    run.step(optimizer, 0.1)  # pyright: ignore
+
+
+def steps_a_network(run: Run, model: Any, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels))
+    run.step(model)
+
+
+def no_tensor(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.backward(cross_entropy(model(batch.images), batch.labels).item())  # pyright: ignore
+
+
+def one_logit(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.log(correct=run.correct(model(batch.images)[:, :1], batch))
+
+
+def prepares_a_dictionary(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.prepare({"best": 0.0})  # pyright: ignore
+
+
+def prepares_two_at_once(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.prepare((model, optimizer))  # pyright: ignore
+
+
+def prepares_a_class(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    run.prepare(nn.Linear)  # pyright: ignore
+
+
 class Window:
     def state_dict(self) -> dict[str, Any]:
         return {"losses": deque([0.0])}
@@ -699,6 +740,15 @@ def train_with_body(run: Run, model: nn.Module, optimizer: Any, body: Callable[.
         (logs_accuracy_twice, r"run.log\(correct=...\) would replace what the metrics history has as accuracy already"),
         (logs_a_mean, r"run.log\(loss=...\) got a mean over the images; give it a sum"),
         (trains_a_loose_parameter, r"trains a parameter of the shape \(3,\) that is in no prepared network"),
+        (lowers_the_rate_below_0, r"run.step got learning_rate=-0.1; give a number of at least 0"),
+        (clips_to_0, r"run.step got clip_norm=0.0; give a number above 0"),
+        (gives_a_number_for_a_closure, r"run.step got a float for its closure, a function that computes the loss"),
+        (steps_a_network, r"run.step got a \w+; give it the optimizer that run.prepare returned"),
+        (no_tensor, r"run.backward got a float; give it the loss, a tensor"),
+        (one_logit, r"run.correct got logits of the shape \(7, 1\) for 7 images and 4 classes"),
+        (prepares_a_dictionary, r"run.prepare got a dict; give it one thing with state_dict and load_state_dict"),
+        (prepares_two_at_once, r"run.prepare got a tuple; give it one thing"),
+        (prepares_a_class, r"run.prepare got the class Linear; give it one thing"),
         (steps_what_is_not_prepared, r"an optimizer that no checkpoint would hold; give it to run.prepare first"),
     ],
 )
@@ -712,6 +762,36 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
         with pytest.raises(UsageError, match=sentence):
             train_with_body(run, model, optimizer, body)
     assert run.progress.step == 0
+
+
+def test_a_backward_before_the_first_batch_is_refused(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match=r"calls run.backward before it has a batch"):
+        run.backward(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize("decay", [1.0, 9, -0.1])
+def test_an_average_with_a_decay_that_is_none_is_refused(decay: float) -> None:
+    with pytest.raises(UsageError, match="WeightAverage got a decay of"):
+        WeightAverage(nn.Linear(2, 2), decay)
+
+
+def with_rates_in_tensors(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.125)))
+    scheduler = run.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for batch in run.batches():
+        run.backward(cross_entropy(model(batch.images), batch.labels))
+        run.step(optimizer, learning_rate=torch.tensor(0.5) if batch.step > 1 else None)  # pyright: ignore
+        scheduler.step()
+
+
+def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
+    recorder = Recorder()
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), recorder)
+    with_rates_in_tensors(run)
+    rates = [row.learning_rate for row in recorder.rows if row.kind == "step"]
+    assert rates[:3] == [0.125, 0.0625, 0.5] and {type(rate) for rate in rates} == {float}
 
 
 def train_measured(run: Run, evaluate: Callable[[], dict[str, float]]) -> None:

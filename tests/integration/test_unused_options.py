@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from raytrain.errors import UsageError
 from raytrain.monitor.events import Note
 from raytrain.training.assembly import train_run
+from raytrain.training.evaluation import evaluate as evaluate_network
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
 from tests.integration.test_exact import Recorder, config, images, make_run, make_spec
@@ -128,3 +131,71 @@ def test_a_learning_rate_that_no_optimizer_of_the_loop_has_is_told(tmp_path: Pat
     assert notes_of(tmp_path / "0.1", with_none, learning_rate=0.1) == []
     assert notes_of(tmp_path / "the recipe's", with_none, learning_rate=0.01) == []
     assert notes_of(tmp_path / "built", with_all, learning_rate=0.5) == []
+
+
+class TwoOutputs(torch.nn.Module):
+    """Returns logits and features."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.body = run.build_model()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(images), images.flatten(1)
+
+
+class NeedsLabels(TwoOutputs):
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(images)
+
+
+def training(network: Callable[[Run], torch.nn.Module], *, evaluate: bool = False) -> Callable[[Run], None]:
+    def loop(run: Run) -> None:
+        model = run.prepare(network(run))
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        measure = partial(evaluate_network, run, lambda images: model(images)[0])
+        for batch in run.batches(measure if evaluate else None):
+            given = (batch.images, batch.labels) if isinstance(model, NeedsLabels) else (batch.images,)
+            run.backward(run.loss(model(*given)[0], batch.targets))
+            run.step(optimizer)
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("network", "sentence"),
+    [
+        (TwoOutputs, "which returns a tuple for images alone; let it return logits"),
+        (NeedsLabels, "which raises TypeError: .*missing 1 required positional argument: 'labels'"),
+    ],
+)
+def test_a_network_that_the_evaluation_cannot_call_is_refused_after_the_first_step(
+    network: type[TwoOutputs], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        notes_of(tmp_path, training(network))
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_network_with_an_evaluation_of_the_loops_own_is_not_tried(tmp_path: Path) -> None:
+    assert notes_of(tmp_path, training(TwoOutputs, evaluate=True)) == []
+
+
+def counted(calls: list[int]) -> Callable[[Run], None]:
+    """A loop whose network counts the images of its calls."""
+
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        model.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
+        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches():
+            run.backward(run.loss(model(batch.images), batch.targets))
+            run.step(optimizer)
+
+    return loop
+
+
+def test_a_network_that_can_be_evaluated_is_tried_on_two_images_and_stays_as_it_is(tmp_path: Path) -> None:
+    calls: list[int] = []
+    assert notes_of(tmp_path, counted(calls)) == []
+    assert calls[:3] == [8, 2, 8] and 2 not in calls[3:]
