@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from raytrain.config.limits import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from raytrain.config.network import first_and_full_size
+from raytrain.config.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from raytrain.errors import UsageError, flag
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from raytrain.config.limits import NonNegativeInt, PositiveInt, seconds
+from raytrain.config.values import NonNegativeInt, PositiveInt, seconds
 from raytrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,6 +89,4 @@ class CheckpointOptions:
 
 def check_checkpoints(config: TrainConfig) -> None:
     """Raise UsageError if the intervals between checkpoints are malformed."""
-    if isinstance(config.checkpoint_every, str):
-        raise UsageError(f"checkpoint_every is the text {config.checkpoint_every!r}; give a tuple of such texts.")
     Intervals.parse(config.checkpoint_every)

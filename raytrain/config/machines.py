@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from raytrain.config.limits import NonNegativeFloat, PositiveInt
+from raytrain.config.values import NonNegativeFloat, PositiveInt
 from raytrain.errors import UsageError, flag
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from raytrain.config.limits import PositiveInt
+from raytrain.config.values import PositiveInt
 from raytrain.errors import UsageError, flag
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, get_a
 
 from annotated_types import Interval
 
-from raytrain.config.limits import NonNegativeFloat, PositiveFloat, PositiveInt, seconds
+from raytrain.config.values import NonNegativeFloat, PositiveFloat, PositiveInt, seconds
 from raytrain.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from raytrain.config.data import AugmentationOptions, DataOptions, check_augmentation, check_data
 from raytrain.config.evaluation import CheckpointOptions, EvaluationOptions, check_checkpoints, check_evaluation
-from raytrain.config.limits import PositiveInt, check_limits
 from raytrain.config.machines import MachineOptions, check_machines
 from raytrain.config.network import (
     DEFAULT_SIZE,
@@ -23,6 +22,7 @@ from raytrain.config.network import (
     check_network,
 )
 from raytrain.config.optimisation import OptimisationOptions, check_optimisation, total
+from raytrain.config.values import PositiveInt, check_limits, read_values
 from raytrain.errors import UsageError
 
 
@@ -95,6 +95,7 @@ class TrainConfig(
     def __post_init__(self) -> None:
         if str(self.image_size).isdecimal():  # the side of a square
             object.__setattr__(self, "image_size", (int(cast(str, self.image_size)),) * 2)
+        read_values(self)
         for check in _CHECKS:
             check(self)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 
+from raytrain.config.values import Location
 from raytrain.data.dataset import training_plan
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.batch_plan import BatchPlan
@@ -59,13 +61,13 @@ class AuditResult:
         return {**asdict(self), "clean": self.clean}
 
 
-def audit(run: str, *, storage: str = "./runs") -> AuditResult:
+def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
     """Compare the trace of a run that was trained with ``--trace`` with the run's batch plan.
 
     Raises:
         UsageError: there is no such run, or it has no trace.
     """
-    store = open_run(storage, run)
+    store = open_run(os.fspath(storage), run)
     steps, samples = _read_trace(store)
     if not len(steps):
         raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")

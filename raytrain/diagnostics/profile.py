@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import load_optional
+from raytrain.config.values import Location
 from raytrain.launch.train import train
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training import loop as built_in
@@ -57,7 +58,7 @@ class ProfileResult:
 
 
 def profile(
-    config: TrainConfig, *, output: str = "profile", loop: Callable[[Run], None] | None = None
+    config: TrainConfig, *, output: Location = "profile", loop: Callable[[Run], None] | None = None
 ) -> ProfileResult:
     """Train a few steps of a run on this machine, without Ray, and say where their time goes.
 

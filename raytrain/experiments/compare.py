@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config import TrainConfig
+from raytrain.config.values import Location
 from raytrain.errors import UsageError
 from raytrain.experiments.trials import names_of
 from raytrain.runs.documents import CONFIG, run_store
@@ -46,12 +48,12 @@ class ComparedRun:
         return dataclasses.asdict(self)
 
 
-def compare(runs: Sequence[str], *, storage: str = "./runs") -> list[ComparedRun]:
+def compare(runs: Sequence[str], *, storage: Location = "./runs") -> list[ComparedRun]:
     """Compare runs, in the order of their names in ``runs``; a sweep or a study stands for its runs.
 
     Raises UsageError if there are fewer than two runs, or if one of them does not exist.
     """
-    return compare_records(read_runs(runs, storage))
+    return compare_records(read_runs(runs, os.fspath(storage)))
 
 
 def read_runs(runs: Sequence[str], storage: str) -> list[RunRecord]:

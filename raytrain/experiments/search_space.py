@@ -14,8 +14,8 @@ from raytrain.config import TrainConfig
 from raytrain.config.data import DataOptions
 from raytrain.config.machines import MachineOptions
 from raytrain.config.options import RunOptions
+from raytrain.config.values import matches
 from raytrain.errors import UsageError, did_you_mean, option_name
-from raytrain.runs.documents import matches
 
 Value = float | int | bool | str
 Point = dict[str, Value]  # A value for each varied field of :class:`TrainConfig`

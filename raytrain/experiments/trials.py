@@ -12,6 +12,7 @@ from typing import Any
 
 from raytrain.config import TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
+from raytrain.config.values import matches
 from raytrain.errors import UsageError, option_name
 from raytrain.experiments.search_space import Point, Space, are_points, parse, points
 from raytrain.monitor.snapshot import Snapshot
@@ -20,7 +21,6 @@ from raytrain.runs.documents import (
     SUMMARY,
     SWEEP,
     check_name,
-    matches,
     open_run,
     read_json,
     run_names,

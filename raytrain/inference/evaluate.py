@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.config.evaluation import TestView
+from raytrain.config.values import Location
 from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.duplicates import StoredImages, find_duplicates
@@ -40,12 +42,12 @@ class EvaluationResult(Scores, EvaluatedRun):
 
 def evaluate(
     run: str,
-    data: str | None = None,
+    data: Location | None = None,
     *,
-    labels: str | None = None,
+    labels: Location | None = None,
     threshold: Sequence[float] = (),
     test_views: Collection[TestView] = (),
-    storage: str = "./runs",
+    storage: Location = "./runs",
     workers: int | None = None,
     address: str | None = None,
     trust: bool = False,
@@ -73,12 +75,12 @@ def evaluate(
         UsageError, StorageError: there is no such run, it is not trusted, or the data cannot be read or has other
             classes.
     """
-    trained = open_trained_run(run, storage, trust=trust)
+    trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
     if data is None:
         images, manifest = _own_test_images(trained, labels)
     else:
-        images = open_store(data)
+        images = open_store(os.fspath(data))
         manifest = _labelled(trained, images, labels)
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, as_measured=True)
     if trained.config.multi_label:
@@ -96,7 +98,7 @@ def evaluate(
     return result if data is None else replace(result, **_trained_on(trained, images, manifest))
 
 
-def _own_test_images(trained: TrainedRun, labels: str | None) -> tuple[Store, Manifest]:
+def _own_test_images(trained: TrainedRun, labels: Location | None) -> tuple[Store, Manifest]:
     """The images that the run itself was tested on."""
     if labels is not None:
         raise UsageError("--labels is for other images than the run's own test images; give those with --data.")
@@ -132,12 +134,12 @@ def _of_sizes(images: Manifest, others: Manifest) -> Manifest:
     return images.select(np.flatnonzero(np.isin(images.sizes_bytes, others.sizes_bytes)))
 
 
-def _labelled(trained: TrainedRun, images: Store, labels: str | None) -> Manifest:
+def _labelled(trained: TrainedRun, images: Store, labels: Location | None) -> Manifest:
     if labels is None and trained.config.multi_label:
         raise UsageError(
             f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
         )
     if labels is None:
         return described_images(images, "test", trained.config.max_bad_fraction, trained.classes)
-    table = read_label_file(labels, label_columns(trained.config), [images.url])
+    table = read_label_file(os.fspath(labels), label_columns(trained.config), [images.url])
     return images_of_part(images, table, "test", trained.config.max_bad_fraction, trained.classes)

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytrain.config.values import Location
 from raytrain.data.images.decode import Pixels
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import list_images
@@ -57,7 +59,7 @@ class ExportResult:
 
 
 def export(
-    run: str, output: str, *, data: str | None = None, storage: str = "./runs", trust: bool = False
+    run: str, output: Location, *, data: Location | None = None, storage: Location = "./runs", trust: bool = False
 ) -> ExportResult:
     """Write the network of a run's best checkpoint to a file that can be used without raytrain.
 
@@ -88,6 +90,7 @@ def export(
         StorageError: the images cannot be read, or the file cannot be written.
         RaytrainError: the exported network's logits differ; nothing was written.
     """
+    output, storage = os.fspath(output), os.fspath(storage)
     check_output(output, tuple(_FORMATS))
     encode, run_file = _FORMATS[output[output.rindex(".") :]]
     classifier = load(run, storage=storage, trust=trust)
@@ -139,13 +142,13 @@ def _compare(logits: Logits, expected: Logits, output: str) -> tuple[int, float]
     return int((logits.argmax(axis=1) == expected.argmax(axis=1)).sum()), difference
 
 
-def _check_images(classifier: Classifier, data: str | None) -> Pixels:
+def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
     """Images to compare on, uint8 (n, H, W, C): spread over all images in ``data``, or random pixels."""
     shape = classifier.shape
     if data is None:
         size = (_NUM_CHECK_IMAGES, shape.height, shape.width, shape.channels)
         return np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    store = open_store(data)
+    store = open_store(os.fspath(data))
     manifest = list_images(store)
     chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
     with ImageReader(store, shape, classifier.cropping, isolated=True) as reader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from raytrain.config.evaluation import TestView
+from raytrain.config.values import Location
 from raytrain.data.labels.listing import SUFFIXES, lost_files
 from raytrain.data.labels.manifest import Manifest, list_images, named_images
 from raytrain.data.table_file import encode_table
@@ -49,13 +50,13 @@ class PredictionResult:
 
 def predict(
     run: str,
-    data: str | Sequence[str],
-    output: str | None = None,
+    data: Location | Iterable[Location],
+    output: Location | None = None,
     *,
     top_k: int = 1,
     threshold: Sequence[float] = (),
     test_views: Collection[TestView] = (),
-    storage: str = "./runs",
+    storage: Location = "./runs",
     workers: int | None = None,
     address: str | None = None,
     trust: bool = False,
@@ -86,8 +87,9 @@ def predict(
             be written.
     """
     if output is not None:
+        output = os.fspath(output)
         check_output(output, (".parquet", ".csv"))
-    trained = open_trained_run(run, storage, trust=trust)
+    trained = open_trained_run(run, os.fspath(storage), trust=trust)
     num_classes = len(trained.classes)
     if not 1 <= top_k <= num_classes:
         raise UsageError(f"--top-k is {top_k}, but run {run!r} has {num_classes} classes; use 1 to {num_classes}.")
@@ -104,12 +106,13 @@ def predict(
     return PredictionResult(run, images.url, trained.checkpoint, output, len(table), num_errors, left_out, columns)
 
 
-def _open_images(data: str | Sequence[str]) -> tuple[Store, Manifest]:
+def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
     """The images below a folder or URL, or the files that are named, and the store that has them."""
-    if isinstance(data, str) and (os.path.isdir(data) or not data.lower().endswith(SUFFIXES)):
-        images = open_store(data)
+    is_one = isinstance(data, (str, os.PathLike))
+    files = [os.fspath(data)] if is_one else [os.fspath(each) for each in data]
+    if is_one and (os.path.isdir(files[0]) or not files[0].lower().endswith(SUFFIXES)):
+        images = open_store(files[0])
         return images, list_images(images)
-    files = [data] if isinstance(data, str) else data
     if not files:
         raise UsageError("No image is named; give a folder, a URL, or image files.")
     if folder := next((file for file in files if os.path.isdir(file)), None):

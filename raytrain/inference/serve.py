@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from raytrain import recipes
+from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import Floats, chosen_thresholds
@@ -27,7 +29,7 @@ _LOOK_EVERY_S = 0.5
 def serve(
     run: str,
     *,
-    storage: str = "./runs",
+    storage: Location = "./runs",
     host: str = "127.0.0.1",
     port: int = 8000,
     workers: int = 1,
@@ -61,7 +63,7 @@ def serve(
     """
     if find_spec("starlette") is None or find_spec("grpc_reflection") is None:
         raise UsageError("raytrain serve needs Ray Serve; install raytrain[serve].")
-    trained = open_trained_run(run, storage, trust=trust)
+    trained = open_trained_run(run, os.fspath(storage), trust=trust)
     thresholds = chosen_thresholds(trained, threshold)
     with Connection(address, before_start=partial(_check_free, host, port)) as cluster:
         cluster.connect()

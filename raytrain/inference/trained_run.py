@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +16,7 @@ from raytrain import recipes
 from raytrain.config import ResolvedConfig
 from raytrain.config.evaluation import TestView
 from raytrain.config.user_code import names_own_function, stored_function_error
+from raytrain.config.values import matches
 from raytrain.data.blocks import number_array, string_array
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.images.decode import Pixels
@@ -26,7 +27,7 @@ from raytrain.launch.predict_request import PredictRequest, predict_here
 from raytrain.launch.ray.connection import Connection, uses_cluster
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.runs.checkpoint_files import require_checkpoint
-from raytrain.runs.documents import CLASSES, CONFIG, matches, open_run, read_resolved_config
+from raytrain.runs.documents import CLASSES, CONFIG, open_run, read_resolved_config
 from raytrain.storage.store import Store
 from raytrain.training.precision import set_gpu_products
 
@@ -145,7 +146,8 @@ class TrainedRun:
         The cluster at ``address`` does it, or one that a command here would join; without any, this process does. The
         columns are those of :func:`raytrain.launch.predict_request.predict_here`; for ``as_measured`` see Predictor.
         """
-        options: dict[str, Any] = {"top_k": top_k, "test_views": test_views, "as_measured": as_measured}
+        views = replace(self.config, test_views=test_views).test_views  # checked
+        options: dict[str, Any] = {"top_k": top_k, "test_views": views, "as_measured": as_measured}
         load_predictor = partial(Predictor, run=self.name, trust=self.trust, **options)
         request = PredictRequest(images, manifest, evaluation_format(self.config), self.store, load_predictor)
         if uses_cluster(address):

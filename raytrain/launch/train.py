@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,6 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import TrainConfig
+from raytrain.config.values import Location
 from raytrain.errors import CoordinatorLost, TrainingFailed
 from raytrain.launch.placement import Hardware, check_room, machine_hardware, visible_gpus
 from raytrain.launch.prepare import Start, check_asked, check_places, prepare, refuse_sweep
@@ -108,12 +110,13 @@ def _in_more_parts(config: TrainConfig, failed: TrainingFailed) -> TrainConfig:
     return dataclasses.replace(config, name=name, resume=True, accumulate=parts)
 
 
-def stop(name: str, *, storage: str = "./runs", address: str | None = None, reason: str | None = None) -> None:
+def stop(name: str, *, storage: Location = "./runs", address: str | None = None, reason: str | None = None) -> None:
     """Ask a run to stop with a checkpoint, through its storage or, given an ``address``, through its cluster.
 
     Either way, ``storage`` and ``name`` say which run. ``reason`` is for whoever looks at it later; by default it is
     this host.
     """
+    storage = os.fspath(storage)
     request = StopReason("caller", reason) if reason else StopReason("command", socket.gethostname())
     if address is None:
         request_stop(storage, name, request)

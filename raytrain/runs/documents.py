@@ -8,14 +8,14 @@ import logging
 import math
 import re
 import secrets
-import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from raytrain.config import ResolvedConfig, TrainConfig
+from raytrain.config.values import matches
 from raytrain.errors import UsageError, did_you_mean
 from raytrain.storage.store import Store
 
@@ -121,34 +121,6 @@ def known_fields(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name in hints and matches(value, hints[name])}
 
 
-def matches(value: object, hint: Any) -> bool:
-    """Whether ``value``, of JSON and tuples, is of the type ``hint``. A float may be a whole number, but not NaN."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return matches(value, parts[0])
-    if origin is Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
-    if origin in (Union, types.UnionType):
-        return any(matches(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(matches(each, parts[0]) for each in cast(list[object], value))
-    if origin is dict:
-        values = cast(dict[str, object], value).values() if isinstance(value, dict) else None
-        return values is not None and all(matches(each, parts[1]) for each in values)
-    if origin is tuple:
-        return isinstance(value, tuple) and _match(cast(tuple[object, ...], value), parts)
-    if hint is float:
-        return type(value) in (int, float) and value == value
-    return hint is Any or type(value) is hint
-
-
-def _match(values: tuple[object, ...], hints: tuple[Any, ...]) -> bool:
-    """Whether each value matches its hint; ``hints`` may end in an ellipsis."""
-    if hints[-1] is Ellipsis:
-        hints = hints[:1] * len(values)
-    return len(values) == len(hints) and all(matches(value, hint) for value, hint in zip(values, hints, strict=True))
-
-
 @cache
 def warn_once(problem: str) -> None:
     """Warn of ``problem``, once in each process."""
@@ -158,8 +130,11 @@ def warn_once(problem: str) -> None:
 def check_name(name: str) -> str:
     """``name``, if a run may have it; raises UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        folder, slash, last = name.rstrip("/").rpartition("/")
+        hint = f" (a run in {folder} is named {last}, with --storage {folder})" if slash and folder else ""
         raise UsageError(
-            f"--name is {name!r}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or digit."
+            f"--name is {name!r}{hint}; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or "
+            "digit."
         )
     return name
 
@@ -205,20 +180,12 @@ def read_resolved_config(store: Store) -> ResolvedConfig:
 def parse_config(kind: type[Config], data: bytes, report: Report = ignore) -> Config:
     """The options in a ``config.json``, ``report`` gets those that are unknown; ValueError for a value."""
     document = parse_object(data)
-    hints = get_type_hints(kind, include_extras=True)
-    if unknown := sorted(set(document) - set(hints)):
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(document) - known):
         names = ", ".join(repr(name) for name in unknown[:_MOST_NAMES]) + (" …" if len(unknown) > _MOST_NAMES else "")
         report(f"{CONFIG} has options that this version of raytrain does not know and ignores: {names}")
-    options: dict[str, Any] = {
-        name: tuple(cast(list[Any], value)) if isinstance(value, list) else value
-        for name, value in document.items()
-        if name in hints
-    }
-    for name, value in options.items():
-        if not matches(value, hints[name]):
-            raise ValueError(f"its option {name} is {value!r}, which this version of raytrain does not take")
     try:
-        return kind(**options)
+        return kind(**{name: value for name, value in document.items() if name in known})
     except TypeError:  # an option without a default is missing
         raise ValueError("it lacks options that a run has") from None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from raytrain.config import TrainConfig
+from raytrain.config.values import matches
 from raytrain.errors import StorageError, UsageError, did_you_mean, option_name
 from raytrain.runs.checkpoint_files import list_checkpoints
 from raytrain.runs.documents import (
@@ -19,7 +20,6 @@ from raytrain.runs.documents import (
     SUMMARY,
     Report,
     is_own,
-    matches,
     open_run,
     parse_config,
     parse_object,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -13,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from obstore.fsspec import FsspecStore
 from s3fs import S3FileSystem
 
+from raytrain.config.values import Location
 from raytrain.storage.bucket_client import RETRIES, client_options
 from raytrain.storage.clouds.azure import Azure
 from raytrain.storage.clouds.google import Google
@@ -21,7 +23,7 @@ from raytrain.storage.credentials import CredentialCache
 from raytrain.storage.open import check_url, configured_cloud
 
 
-def filesystem(url: str) -> AbstractFileSystem:
+def filesystem(url: Location) -> AbstractFileSystem:
     """Return the fsspec file system of ``url``: an ``s3fs.S3FileSystem`` for ``s3://…``, one of obstore for another
     cloud, else the local one.
 
@@ -37,6 +39,7 @@ def filesystem(url: str) -> AbstractFileSystem:
         UsageError: the URL is of another kind, or contains credentials.
         StorageError: the configuration of the cloud is broken.
     """
+    url = os.fspath(url)
     if "://" not in url:
         return LocalFileSystem()
     check_url(url)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from raytrain.config import SECTIONS, ResolvedConfig, TrainConfig
 from raytrain.config.evaluation import Intervals
@@ -92,7 +96,6 @@ def test_a_run_that_starts_keeps_the_gpus_that_were_chosen(device: str, found: s
         ({"schedule": "rising:1..1"}, "find-rate takes rising:1e-6..10"),
         ({"checkpoint_every": ("1 ep",)}, "--checkpoint-every is '1 ep'; give epochs, steps or a time, such as 1ep,"),
         ({"checkpoint_every": ("0s",)}, "--checkpoint-every is '0s'; give"),
-        ({"checkpoint_every": "1ep"}, "checkpoint_every is the text '1ep'; give a tuple"),
         ({"max_time": "2"}, "--max-time is '2'; give a number and s, m, h or d, such as 90s or 2h."),
         ({"device": "gpu"}, "--device is 'gpu'; give auto, cpu, cuda, numbers of GPUs, each once, such as cuda:0,2"),
         ({"device": "cpu:0"}, "--device is 'cpu:0'; give"),
@@ -104,6 +107,58 @@ def test_a_run_that_starts_keeps_the_gpus_that_were_chosen(device: str, found: s
     ],
 )
 def test_a_text_that_is_malformed_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        config(**given)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "value"),
+    [
+        ("data", Path("images"), "images"),
+        ("storage", Path("runs"), "runs"),
+        ("batch_size", np.int64(12), 12),
+        ("learning_rate", np.float64(0.1), 0.1),
+        ("learning_rate", torch.tensor(0.5), 0.5),
+        ("image_size", [32, 16], (32, 16)),
+        ("image_size", np.array([32, 16]), (32, 16)),
+        ("image_size", np.int64(32), (32, 32)),
+        ("mean", np.array([0.5, 0.25, 0.125]), (0.5, 0.25, 0.125)),
+        ("track", ["tensorboard"], ("tensorboard",)),
+        ("tag", "first", ("first",)),
+        ("test_views", "flip", ("flip",)),
+        ("test_views", {"shift", "flip"}, ("flip", "shift")),
+        ("checkpoint_every", "2ep", ("2ep",)),
+    ],
+)
+def test_python_code_may_write_a_value_in_its_own_types(option: str, given: Any, value: Any) -> None:
+    found = getattr(config(**{option: given}), option)
+    assert found == value and type(found) is type(value)
+    assert json.loads(config(**{option: given}).to_json())[option] == json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"epochs": "3"}, "--epochs is '3'; give a whole number."),
+        ({"epochs": 1.5}, "--epochs is 1.5; give a whole number."),
+        ({"epochs": None}, "--epochs is None; give a whole number."),
+        ({"batch_size": True}, "--batch-size is True; give N|N/worker."),
+        ({"resume": "no"}, "--resume is 'no'; give True or False."),
+        ({"mixup": True}, "--mixup is True; give a number."),
+        ({"note": 3}, "--note is 3; give text."),
+        ({"flip": True}, "--flip is True; give none, random, alternating."),
+        ({"optimizer": "AdamW"}, "--optimizer is 'AdamW' (did you mean adamw?); give sgd, adamw, lamb, lion."),
+        ({"precision": torch.float16}, "--precision is torch.float16; give auto, float32, tf32, bfloat16,"),
+        ({"image_size": (3, 32, 32)}, "--image-size is (3, 32, 32); give H W|SIDE|MIN..MAX."),
+        ({"image_size": 32.5}, "--image-size is 32.5; give H W|SIDE|MIN..MAX."),
+        ({"device": torch.device("cpu")}, "--device is device(type='cpu'); give auto|cpu|cuda"),
+        ({"model": torch.nn.Linear}, "--model is a function or a class; name it, as in file.py:function."),
+        ({"test_views": ["mirror"]}, "--test-views is ['mirror']; give flip, shift."),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan; it must be at least 0."),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         config(**given)
     assert sentence in str(refused.value)

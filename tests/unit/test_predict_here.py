@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -190,6 +191,9 @@ def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> 
     tensor = torch.from_numpy(pixels.copy())
     for image in (file, str(file), file.read_bytes(), Image.open(file), pixels, pixels[..., None], pixels / 255):
         assert model.classify(image) == expected
+    for image in (io.BytesIO(file.read_bytes()), file.open("rb"), bytearray(file.read_bytes())):
+        assert model.classify(image) == expected
+    assert model.classify((tensor / 255).bfloat16().float()) == model.classify((tensor / 255).bfloat16())
     for image in (tensor, tensor[None], tensor[..., None].repeat(1, 1, 3), (tensor / 255)[None]):
         assert model.classify(image) == expected
     for several in ([file, pixels, tensor], np.stack([pixels] * 3)[..., None]):
@@ -217,6 +221,41 @@ def test_one_image_is_classified_whatever_it_is(trained: Path, images: Path) -> 
 def test_what_is_no_image_gets_a_sentence(trained: Path, image: Any, sentence: str) -> None:
     with pytest.raises(RaytrainError, match=sentence):
         raytrain.load("first", storage=str(trained)).classify(image)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [torch.rand(2, 20, 12, 1), torch.zeros(2, 1, 20, 12, dtype=torch.uint8), torch.zeros(20, 12, 1, dtype=torch.uint8)],
+)
+def test_a_network_that_gets_other_images_than_decoded_ones_says_so(trained: Path, images: torch.Tensor) -> None:
+    model = raytrain.load("first", storage=str(trained))
+    with pytest.raises(UsageError, match=r"give decoded images, uint8 \(number, height, width, 1\), or any images to"):
+        model(images)
+
+
+def test_folders_and_files_may_be_paths(trained: Path, images: Path, tmp_path: Path) -> None:
+    files = sorted((images / "cat").iterdir())
+    expected = raytrain.predict("first", [str(file) for file in files], storage=str(trained)).table
+    output = tmp_path / "rows.parquet"
+    assert raytrain.predict("first", files, output, storage=trained).table == expected
+    assert output.exists() and raytrain.predict("first", files[0], storage=trained).table.num_rows == 1
+    measured = raytrain.evaluate("first", images, storage=trained)
+    assert measured.summary() == raytrain.evaluate("first", str(images), storage=str(trained)).summary()
+    assert raytrain.export("first", tmp_path / "net.safetensors", storage=trained).size_bytes > 0
+    assert raytrain.load("first", storage=trained).classes == tuple(ANIMALS)
+
+
+def test_views_that_do_not_exist_are_refused(trained: Path, images: Path) -> None:
+    with pytest.raises(UsageError, match="--test-views is"):
+        raytrain.predict("first", str(images), storage=str(trained), test_views=("mirror",))  # pyright: ignore
+    mirrored = raytrain.predict("first", str(images), storage=str(trained), test_views=("flip",)).table
+    assert raytrain.predict("first", str(images), storage=str(trained), test_views="flip").table == mirrored  # pyright: ignore
+    assert mirrored != raytrain.predict("first", str(images), storage=str(trained)).table
+
+
+def test_a_run_that_is_named_by_its_folder_is_told_how_it_is_named(trained: Path) -> None:
+    with pytest.raises(UsageError, match=rf"\(a run in {trained} is named first, with --storage {trained}\)"):
+        raytrain.load(f"{trained}/first")
 
 
 class Brightness:

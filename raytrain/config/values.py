@@ -1,0 +1,150 @@
+"""Values of options: how Python code may write them, their types and limits, and durations such as 90s or 2h."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import cache
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from annotated_types import Interval
+
+from raytrain.errors import UsageError, did_you_mean, flag
+
+PositiveInt = Annotated[int, Interval(ge=1)]
+NonNegativeInt = Annotated[int, Interval(ge=0)]
+PositiveFloat = Annotated[float, Interval(gt=0)]
+NonNegativeFloat = Annotated[float, Interval(ge=0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+
+Location = str | os.PathLike[str]
+"""A folder or a file, as a path or as text, or a URL."""
+
+Bound = tuple[Callable[[float, float], bool], str, float]
+"""A comparison that the first number of two must pass, the words for it, and the second number."""
+
+_COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "above"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "below"),
+}
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def read_values(config: Any) -> None:
+    """Make the values of ``config``, a frozen dataclass, plain ones; UsageError if one is not of its field's type."""
+    for name, hint in _hints(config.__class__).items():
+        value = _plain(getattr(config, name))
+        if not matches(value, hint) and matches((value,), hint):
+            value = (value,)  # one of what there may be several of
+        if not matches(value, hint) and value == value:  # NaN is outside all limits
+            raise _wrong_type(name, getattr(config, name), hint)
+        object.__setattr__(config, name, value)
+
+
+def matches(value: object, hint: Any) -> bool:
+    """Whether ``value``, of JSON and tuples, is of the type ``hint``. A float may be a whole number, but not NaN."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return matches(value, parts[0])
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin in (Union, types.UnionType):
+        return any(matches(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(matches(each, parts[0]) for each in cast(list[object], value))
+    if origin is dict:
+        values = cast(dict[str, object], value).values() if isinstance(value, dict) else None
+        return values is not None and all(matches(each, parts[1]) for each in values)
+    if origin is tuple:
+        return isinstance(value, tuple) and _match(cast(tuple[object, ...], value), parts)
+    if hint is float:
+        return type(value) in (int, float) and value == value
+    return hint is Any or type(value) is hint
+
+
+def check_limits(config: object) -> None:
+    """Raise UsageError if a number in ``config`` is outside the limits in the annotations of its class."""
+    for name, bounds in _bounds(type(config)).items():
+        value = getattr(config, name)
+        parts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+        numbers = [part for part in parts if isinstance(part, (int, float))]
+        if not all(holds(number, limit) for number in numbers for holds, _, limit in bounds):
+            allowed = " and ".join(f"{words} {limit}" for _, words, limit in bounds)
+            what = "each number" if isinstance(value, tuple) else "it"
+            raise UsageError(f"{flag(name)} is {value}; {what} must be {allowed}.")
+
+
+def seconds(text: str) -> float | None:
+    """The seconds in a time such as 90s, 10m, 2h or 1d; None if ``text`` is something else."""
+    found = re.fullmatch(r"(\d*\.?\d+)([smhd])", text)
+    return float(found[1]) * _SECONDS[found[2]] if found and math.isfinite(float(found[1])) else None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as the command line gives it: a path as text, NumPy's and torch's numbers as Python's, tuples."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    if isinstance(value, Set):
+        return tuple(sorted(cast("Set[Any]", value)))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, cast("Iterable[Any]", value)))
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
+def _match(values: tuple[object, ...], hints: tuple[Any, ...]) -> bool:
+    """Whether each value matches its hint; ``hints`` may end in an ellipsis."""
+    if hints[-1] is Ellipsis:
+        hints = hints[:1] * len(values)
+    return len(values) == len(hints) and all(matches(value, hint) for value, hint in zip(values, hints, strict=True))
+
+
+def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
+    """The error for a ``value`` that is not of the type ``hint``."""
+    kinds = list(_alternatives(hint))
+    if callable(value) and str in kinds:
+        return UsageError(f"{flag(name)} is a function or a class; name it, as in file.py:function.")
+    words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    forms = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
+    allowed = " or ".join(forms or [*names, *([", ".join(words)] if words else [])])
+    similar = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
+    return UsageError(f"{flag(name)} is {value!r:.80}{similar}; give {allowed}.")
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    """The types that an annotation allows, without their limits; of a tuple, those of what is in it."""
+    if get_origin(hint) in (Annotated, tuple):
+        yield from _alternatives(get_args(hint)[0])
+    elif get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from _alternatives(part)
+    else:
+        yield hint
+
+
+@cache
+def _hints(options: type) -> dict[str, Any]:
+    return get_type_hints(options, include_extras=True)
+
+
+@cache
+def _bounds(options: type) -> dict[str, list[Bound]]:
+    """The bounds of each option; those of a tuple hold for each of its numbers."""
+    return {name: list(dict.fromkeys(_bounds_in(hint))) for name, hint in _hints(options).items()}
+
+
+def _bounds_in(hint: Any) -> Iterator[Bound]:
+    """Every bound that an annotation has, also those deep in it."""
+    for interval in getattr(hint, "__metadata__", ()):
+        for key, (holds, words) in _COMPARISONS.items():
+            if (limit := getattr(interval, key, None)) is not None:
+                yield holds, words, limit
+    for part in get_args(hint):
+        yield from _bounds_in(part)
