@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from raytrain.config.network import timm_name
 from raytrain.errors import RaytrainError, UsageError, did_you_mean, flag
@@ -74,6 +77,43 @@ def stored_function_error(option: str, name: str, document: str, *, may_be_named
         f"{document} names {flag(option)} {name}, so this would run the function {function} of {place}; if you trust "
         f"whoever wrote it, {name_it}add --trust (in Python trust=True)."
     )
+
+
+def check_loop(loop: object) -> None:
+    """Raise UsageError if ``loop`` is no function, or one that cannot be sent to the workers."""
+    if isinstance(loop, type) or not callable(loop):
+        kind = f"the class {loop.__name__}" if isinstance(loop, type) else f"of type {type(loop).__name__}"
+        raise UsageError(
+            f"The loop is {kind}; give a function of one argument, the run, or name one in the options, as in "
+            'TrainConfig(loop="file.py:function").'
+        )
+    with sending(loop):
+        cloudpickle.dumps(loop)  # pyright: ignore[reportUnknownMemberType]
+
+
+@contextmanager
+def sending(function: object) -> Generator[None]:
+    """Make a UsageError, which names the variable, of what is raised because ``function`` uses what stays here."""
+    try:
+        yield
+    except Exception as error:
+        names = "".join(f"`{name}`, " for name in _not_sent(function))
+        raise UsageError(
+            f"The loop cannot be sent to the workers, because of {names or 'what it uses, '}which is of this process "
+            f"alone ({describe(error)}); make it inside the loop."
+        ) from None
+
+
+def _not_sent(function: object) -> Generator[str]:
+    """The first variable outside of ``function`` that cannot be pickled, if its name is known."""
+    with suppress(TypeError):  # it is no plain function
+        used = inspect.getclosurevars(cast(Any, function))
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            try:
+                cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
+            except Exception:
+                yield name
+                return
 
 
 def _from_package(option: str, name: str, module_name: str) -> ModuleType:

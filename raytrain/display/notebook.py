@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -14,7 +14,7 @@ from raytrain.launch.train import RunHandle
 from raytrain.monitor.snapshot import Snapshot, View
 from raytrain.runs.background import Throttle
 from raytrain.runs.history import sample_of_rows
-from raytrain.trackers.tracker import Tracker
+from raytrain.trackers.open_trackers import Trackers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +34,7 @@ def start(
     *,
     loop: Callable[[Run], None] | None = None,
     view: View | None = None,
-    trackers: Sequence[str | Tracker] = (),
+    trackers: Trackers = (),
 ) -> RunHandle:
     """As :func:`raytrain.train`, but return at once, with a handle of the run.
 

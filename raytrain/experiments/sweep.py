@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config import ResolvedConfig, TrainConfig
-from raytrain.config.user_code import load_optional
+from raytrain.config.user_code import check_loop, load_optional
 from raytrain.errors import RaytrainError, TrainingFailed, UsageError
 from raytrain.experiments.trials import (
     EarlyStopping,
@@ -53,7 +53,7 @@ _LOOK_EVERY_S = 0.5
 def sweep(
     config: TrainConfig,
     *,
-    vary: Sequence[str] = (),
+    vary: str | Sequence[str] = (),
     trials: int | None = None,
     early_stopping: bool = True,
     loop: Callable[[Run], None] | None = None,
@@ -86,7 +86,9 @@ def sweep(
     check_named(config)
     if config.track:
         raise UsageError("--track is for single runs; `raytrain track TRIAL --track …` sends a trial that is over.")
-    planned = plan_sweep(config, vary, trials, trust=trust)
+    if loop is not None:
+        check_loop(loop)
+    planned = plan_sweep(config, [vary] if isinstance(vary, str) else vary, trials, trust=trust)
     for trial in trials_of(planned, config, config.name or new_name(config.recipe)):  # before anything starts
         if loop is None and config.loop is None:
             trial.config.check_learning_rate()

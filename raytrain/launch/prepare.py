@@ -263,10 +263,12 @@ def _own(config: TrainConfig, store: Store) -> tuple[RunClaim, int]:
 
 def check_functions(config: TrainConfig, loop: Loop | None) -> None:
     """Raise UsageError for a network, a loop or weights that do not exist, as far as torch is not needed to tell."""
-    from raytrain.config.user_code import check_module
+    from raytrain.config.user_code import check_loop, check_module
     from raytrain.training.model_names import check_model_name, check_optimizer_name
     from raytrain.training.weights_source import check_weights_source
 
+    if loop is not None:
+        check_loop(loop)
     if loop is None and config.loop is not None and ":" in config.loop:
         check_module("--loop", config.loop)
     if loop is None and config.loop is None:  # a loop of the user's may train another network

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from functools import partial
@@ -28,8 +28,7 @@ from raytrain.monitor.stop_request import StopSignals, request_stop
 from raytrain.runs.logs import STARTUP
 from raytrain.runs.outcome import StopReason, TrainResult
 from raytrain.runs.status import mark_failed
-from raytrain.trackers.open_trackers import open_trackers
-from raytrain.trackers.tracker import Tracker
+from raytrain.trackers.open_trackers import Trackers, open_trackers
 
 if TYPE_CHECKING:
     from raytrain.training.run import Run
@@ -43,7 +42,7 @@ def train(
     loop: Callable[[Run], None] | None = None,
     view: View | None = None,
     signals: StopSignals | None = None,
-    trackers: Sequence[str | Tracker] = (),
+    trackers: Trackers = (),
     started_at: float | None = None,
 ) -> TrainResult:
     """Train as ``config`` says, and return when the run is finished or has stopped with a checkpoint.
@@ -71,11 +70,11 @@ def train(
     return start_run(config, start, trackers)
 
 
-def start_run(config: TrainConfig, start: Start, trackers: Sequence[str | Tracker] = ()) -> TrainResult:
+def start_run(config: TrainConfig, start: Start, trackers: Trackers = ()) -> TrainResult:
     """Train, again in more parts as long as the memory does not suffice."""
     fits_by_trial = config.accumulate == "auto"
     while True:
-        opened = open_trackers([*config.track, *trackers])
+        opened = open_trackers(config.track, trackers)
         try:
             return _train(config, dataclasses.replace(start, trackers=opened))
         except TrainingFailed as failed:
@@ -202,7 +201,7 @@ class RunHandle:
         config: TrainConfig,
         loop: Callable[[Run], None] | None,
         view: View | None,
-        trackers: Sequence[str | Tracker] = (),
+        trackers: Trackers = (),
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._view = view

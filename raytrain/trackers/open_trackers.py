@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from raytrain.config.user_code import load_function
+from raytrain.config.values import Location
 from raytrain.errors import RaytrainError, UsageError, did_you_mean
 from raytrain.monitor.events import Event, TrackerFailed, TrackerOpened
 from raytrain.runs.checkpoint_files import newest_checkpoint
@@ -19,6 +21,8 @@ from raytrain.runs.stored_rows import read_rows
 from raytrain.trackers.tracker import TrackedRun, Tracker, hyperparams
 from raytrain.trackers.tracking import End, NamedTracker, TrackerThread
 
+Trackers: TypeAlias = "str | Tracker | Sequence[str | Tracker]"
+"""Names of trackers, objects that are some, or one of these alone."""
 _BUILT_IN = {
     "tensorboard": ("raytrain.trackers.tensorboard", "TensorBoardTracker", "tensorboardX"),
     "mlflow": ("raytrain.trackers.mlflow", "MLflowTracker", "mlflow"),
@@ -28,8 +32,9 @@ _BUILT_IN = {
 """Module, class, and the package that it needs, which the extra of the tracker's name installs."""
 
 
-def open_trackers(trackers: Sequence[str | Tracker]) -> list[NamedTracker]:
+def open_trackers(*several: Trackers) -> list[NamedTracker]:
     """The trackers of a run, each under a name of its own, not yet opened. Raises UsageError for one that cannot be."""
+    trackers = [each for given in several for each in ([given] if isinstance(given, (str, Tracker)) else given)]
     opened: list[NamedTracker] = []
     for place, tracker in enumerate(trackers):
         if isinstance(tracker, str) and tracker in trackers[:place]:
@@ -88,7 +93,7 @@ class TrackResult:
         return asdict(self)
 
 
-def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs") -> TrackResult:
+def track(run: str, trackers: Trackers, *, storage: Location = "./runs") -> TrackResult:
     """Send the history of a run that is over, and its last checkpoint, as far as the trackers lack it.
 
     ``trackers`` are names or objects, as for :func:`raytrain.train`. Raises UsageError if the run still trains or is a
@@ -96,7 +101,7 @@ def track(run: str, trackers: Sequence[str | Tracker], *, storage: str = "./runs
     """
     if not trackers:
         raise UsageError("--track is missing; name a tracker, such as tensorboard or mlflow.")
-    store = open_run(storage, run)
+    store = open_run(os.fspath(storage), run)
     status = read_status(store)
     if status.active:
         raise UsageError(f"Run {run!r} is training; `raytrain train … --track` sends it while it trains.")

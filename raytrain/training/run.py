@@ -74,6 +74,7 @@ class Run:
         self.evaluating = False
         self._evaluate = self._built_in_evaluation
         self._part: Batch | None = None
+        self._is_last_part = True
         self.rates = LearningRates(self.config, self.plan)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
         self._scale_is_used = False  # an optimizer has stepped since the scale of the loss was last adapted
@@ -170,8 +171,9 @@ class Run:
         """
         last = len(batch.part_sizes)
         for number, self._part in enumerate(batch.parts(), start=1):
+            self._is_last_part = number == last
             if last > 1:  # otherwise it has begun with its step
-                self.models.begin_part(self._part, is_last=number == last)
+                self.models.begin_part(self._part, is_last=self._is_last_part)
             yield self._part
             if number < last:
                 self.models.end_part()
@@ -213,6 +215,11 @@ class Run:
         Raises UsageError if one of them cannot be used.
         """
         check_step(optimizer, closure, learning_rate, clip_norm)
+        if not self._is_last_part and closure is None:
+            raise UsageError(
+                "The loop calls run.step before the last part of its batch; call it once, after the loop over "
+                "run.parts(batch)."
+            )
         clip_norm = clip_norm or self.config.clip_norm
         check_closure(optimizer, self.config, is_given=closure is not None)
         self.models.check_trained_by(optimizer)
@@ -351,7 +358,7 @@ class Run:
         batch = to_batch(local, self.augment, self.device, training=True, label_sets=sets, tensors=tensors)
         if mixup or cutmix:
             batch = mix_batch(batch, self.num_classes, self.config.seed, mixup=mixup, cutmix=cutmix, label_sets=sets)
-        self._part = batch
+        self._part, self._is_last_part = batch, True
         self.models.begin_part(batch, is_last=True)
         return batch
 

@@ -664,6 +664,19 @@ def prepares_a_class(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> 
     run.prepare(nn.Linear)  # pyright: ignore
 
 
+def steps_in_each_part(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    for part in run.parts(batch):
+        run.backward(cross_entropy(model(part.images), part.labels))
+        run.step(optimizer)
+
+
+def leaves_the_parts(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    for part in run.parts(batch):
+        run.backward(cross_entropy(model(part.images), part.labels))
+        break
+    run.step(optimizer)
+
+
 class Window:
     def state_dict(self) -> dict[str, Any]:
         return {"losses": deque([0.0])}
@@ -762,6 +775,15 @@ def test_a_mistake_in_a_loop_is_reported_in_the_first_step(
         with pytest.raises(UsageError, match=sentence):
             train_with_body(run, model, optimizer, body)
     assert run.progress.step == 0
+
+
+@pytest.mark.parametrize("body", [steps_in_each_part, leaves_the_parts])
+def test_a_step_before_the_last_part_is_refused(body: Callable[..., None], tmp_path: Path) -> None:
+    run = make_run(dataclasses.replace(OPTIONS, accumulate=2), images(NUM_IMAGES), str(tmp_path), Recorder())
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    with pytest.raises(UsageError, match=r"run.step before the last part of its batch; call it once, after the loop"):
+        train_with_body(run, model, optimizer, body)
 
 
 def test_a_backward_before_the_first_batch_is_refused(tmp_path: Path) -> None:

@@ -212,6 +212,8 @@ def test_trackers_are_named_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None
         open_trackers(["tensorbord"])
     with pytest.raises(UsageError, match="is no tracker: it needs the methods"):
         open_trackers([object()])  # pyright: ignore[reportArgumentType]
+    assert [each.name for each in open_trackers((), "prometheus")] == ["prometheus"]
+    assert [each.name for each in open_trackers(("prometheus",), Recorder())] == ["prometheus", "Recorder"]
     assert [each.name for each in open_trackers(["prometheus", Recorder(), "prometheus", Recorder()])] == [
         "prometheus",
         "Recorder",

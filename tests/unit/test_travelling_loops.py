@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raytrain.config import TrainConfig
 from raytrain.config.user_code import load_function
+from raytrain.errors import UsageError
 from raytrain.launch.ray.worker import pickle_functions
+from raytrain.launch.train import train
 
 LOOP = """
 import travelling_helper
@@ -35,3 +39,39 @@ def test_a_loop_works_in_a_process_that_has_none_of_its_files(tmp_path: Path) ->
     pickled = pickle_functions(spec, with_imports=True)
     done = subprocess.run([sys.executable, "-c", UNPICKLE], input=pickled, capture_output=True, cwd="/", check=True)
     assert done.stdout == b"42\n"
+
+
+LOCK = threading.Lock()
+
+
+def with_a_lock(run: Any) -> None:
+    LOCK.acquire()
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        ("my_loop.py:train", r"The loop is of type str; give a function .*TrainConfig\(loop=\"file.py:function\"\)"),
+        (dict, "The loop is the class dict; give a function of one argument, the run"),
+    ],
+)
+def test_a_loop_that_is_no_function_is_refused_before_anything_starts(loop: Any, sentence: str, tmp_path: Path) -> None:
+    config = TrainConfig(data="nowhere", storage=str(tmp_path), batch_size=8)
+    with pytest.raises(UsageError, match=sentence):
+        train(config, loop=loop)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loop_that_uses_what_stays_in_its_process_is_refused_by_its_name(tmp_path: Path) -> None:
+    window = threading.Lock()
+
+    def closes_over_it(run: Any) -> None:
+        window.acquire()
+
+    config = TrainConfig(data="nowhere", storage=str(tmp_path), batch_size=8)
+    with pytest.raises(UsageError, match=r"because of `window`, .* \(TypeError: cannot pickle '_thread.lock' object\)"):
+        train(config, loop=closes_over_it)
+    assert not list(tmp_path.iterdir())
+    spec: Any = SimpleNamespace(loop=with_a_lock, transforms=None)
+    with pytest.raises(UsageError, match="because of `LOCK`"):
+        pickle_functions(spec, with_imports=True)

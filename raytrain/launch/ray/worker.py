@@ -27,7 +27,7 @@ from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 
 import raytrain
-from raytrain.config.user_code import trace_of
+from raytrain.config.user_code import sending, trace_of
 from raytrain.data.blocks import CachedBlocks, LocalBatch, batches_from_cache, batches_from_stream
 from raytrain.data.plan.partition import CacheOrder, Partition
 from raytrain.errors import RaytrainError
@@ -60,7 +60,8 @@ def pickle_functions(spec: RunSpec, *, with_imports: bool) -> bytes:
             for each in (module, *others):
                 if each.__name__ != "__main__":  # which is pickled by value anyway
                     cloudpickle.register_pickle_by_value(each)  # pyright: ignore
-    return cloudpickle.dumps(functions)  # pyright: ignore[reportPrivateImportUsage]
+    with sending(spec.loop):
+        return cloudpickle.dumps(functions)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _users_file(module: ModuleType) -> Path | None:
