@@ -16,7 +16,7 @@ from raytrain.data.blocks import numbers
 from raytrain.data.dataset import label_columns
 from raytrain.data.duplicates import StoredImages, find_duplicates
 from raytrain.data.labels.label_file import read_label_file
-from raytrain.data.labels.labelled_images import described_images, images_of_part
+from raytrain.data.labels.labelled_images import images_of_part
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import (
@@ -139,7 +139,6 @@ def _labelled(trained: TrainedRun, images: Store, labels: Location | None) -> Ma
         raise UsageError(
             f"Images of run {trained.name!r} may have several classes; give their label file with --labels."
         )
-    if labels is None:
-        return described_images(images, "test", trained.config.max_bad_fraction, trained.classes)
-    table = read_label_file(os.fspath(labels), label_columns(trained.config), [images.url])
+    columns = label_columns(trained.config)
+    table = None if labels is None else read_label_file(os.fspath(labels), columns, [images.url])
     return images_of_part(images, table, "test", trained.config.max_bad_fraction, trained.classes)

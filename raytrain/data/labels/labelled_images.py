@@ -36,16 +36,6 @@ _NUM_SHOWN = 3
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
 
-def described_images(
-    store: Store, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
-) -> Manifest:
-    """The training or test images below ``store``, labelled by the label file beside them, or else by their folders."""
-    table = own_label_table(store)
-    if table is None:
-        return build_manifest(store, classes, part)
-    return replace(images_of_part(store, table, part, max_bad_fraction, classes), labels_digest="")
-
-
 def training_and_test_images(
     config: TrainConfig, table: LabelTable | None, test_table: LabelTable | None, train_store: Store, test_store: Store
 ) -> tuple[Manifest, Manifest]:
@@ -53,30 +43,22 @@ def training_and_test_images(
 
     With ``test_table``, this one labels those that are tested on, which are in a place of their own.
     """
-    if test_table is not None:
-        most_bad = config.max_bad_fraction
-        train = (
-            described_images(train_store, "train", most_bad)
-            if table is None
-            else images_of_part(train_store, table, "train", most_bad)
-        )
-        test = images_of_part(test_store, test_table, "test", most_bad, train.classes)
+    if test_table is not None or (table is None and config.test_data):
+        train = images_of_part(train_store, table, "train", config.max_bad_fraction)
+        test = images_of_part(test_store, test_table, "test", config.max_bad_fraction, train.classes)
         _tell_divided_groups(config, (table, train), (test_table, test))
         return train, test
     if table is not None:
         return _images_of_table(config, table, train_store, test_store)
-    return _self_described_images(config, train_store, test_store)
+    return _self_described_images(config, train_store)
 
 
-def _self_described_images(config: TrainConfig, train_store: Store, test_store: Store) -> tuple[Manifest, Manifest]:
-    """The images of a run, labelled by the label files that lie beside them, or else by their folders."""
-    if config.test_data:
-        train = described_images(train_store, "train", config.max_bad_fraction)
-        return train, described_images(test_store, "test", config.max_bad_fraction, train.classes)
-    if table := own_label_table(train_store):
-        train, test = _images_of_table(config, table, train_store, test_store)
+def _self_described_images(config: TrainConfig, store: Store) -> tuple[Manifest, Manifest]:
+    """The images of a run without ``--test-data``, labelled by the label file beside them, or else by their folders."""
+    if table := own_label_table(store):
+        train, test = _images_of_table(config, table, store, store)
         return replace(train, labels_digest=""), replace(test, labels_digest="")  # not read again
-    train, test = build_manifests(train_store)
+    train, test = build_manifests(store)
     if test is not None:
         return train, test
     check_can_split(train, config.test_fraction)
@@ -121,9 +103,17 @@ def _tell_divided_groups(config: TrainConfig, *parts: tuple[LabelTable | None, M
 
 
 def images_of_part(
-    store: Store, table: LabelTable, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
+    store: Store, table: LabelTable | None, part: Part, max_bad_fraction: float, classes: tuple[str, ...] | None = None
 ) -> Manifest:
-    """The images below ``store`` that the label file labels; those of its training or test split if it has splits."""
+    """The images below ``store`` that the label file labels; those of its training or test split if it has splits.
+
+    Without one, it is the label file beside the images, or else their folders are the labels.
+    """
+    if table is None:
+        own = own_label_table(store)
+        if own is None:
+            return build_manifest(store, classes, part)
+        return replace(images_of_part(store, own, part, max_bad_fraction, classes), labels_digest="")  # not read again
     images = list_images(store)
     check_keys(table, (images,), max_bad_fraction)
     is_wanted = is_training if part == "train" else is_test
