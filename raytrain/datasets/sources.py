@@ -103,7 +103,7 @@ def _by_table(images: Manifest, table: LabelTable, labels: Labelling) -> Manifes
         raise UsageError(f"--split is {labels.split}, and {table.url} has the splits {', '.join(splits) or 'none'}.")
     if images.packing is None:  # the caller refuses what is packed already
         check_keys(table, (images,), labels.max_bad_fraction)
-    return replace(labelled(images, table, [labels.split.lower()] if labels.split else ())[0], labels_digest="")
+    return replace(labelled(images, table, [labels.split.lower()] if labels.split else ()), labels_digest="")
 
 
 def _archives(source: str, label_file: str) -> Sequence[str]:

@@ -422,7 +422,7 @@ def test_images_with_several_classes_are_packed_and_trained_on_with_the_same_fil
     assert result.num_images == len(keys)
     assert f"such as 'cat|dog'; train on them with --labels {file}" in caplog.text
     shards = open_store(str(tmp_path / "packed"))
-    read, _ = labelled(list_images(shards), read_label_file(str(file), columns, [shards.url]))
+    read = labelled(list_images(shards), read_label_file(str(file), columns, [shards.url]))
     assert len(read) == len(keys) and read.classes == ("cat", "dog")
     assert read.class_counts().tolist() == [sum(name in row.partition(",")[2] for row in rows) for name in read.classes]
 

@@ -24,14 +24,15 @@ from raytrain.data.labels.folders import (
     test_names,
     top_folders,
 )
-from raytrain.data.labels.label_columns import JOINED
+from raytrain.data.labels.label_columns import JOINED, Texts
 from raytrain.data.labels.label_file import Int64s, LabelTable, own_label_table
 from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests, list_images
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
 
-_log = logging.getLogger("raytrain")
+Mask = npt.NDArray[np.bool_]
 
+_log = logging.getLogger("raytrain")
 _NUM_SHOWN = 3
 _SEPARATORS = re.compile(r"[\s|;,/+&]+")
 
@@ -78,13 +79,13 @@ def _images_of_table(
     test_images = list_images(test_store) if config.test_data else train_images
     listed = (train_images, test_images) if config.test_data else (train_images,)
     check_keys(table, listed, config.max_bad_fraction)
-    train, rows = labelled(train_images, table, training)
+    train = labelled(train_images, table, training)
     if config.test_data or tested:
-        test, _ = labelled(test_images, table, tested, train.classes)
+        test = labelled(test_images, table, tested, train.classes)
         _tell_divided_groups(config, (table, train), (table, test))
         return train, test
     if config.group_by:
-        return train_test_split(train, config.test_fraction, config.seed, table.groups[rows])
+        return train_test_split(train, config.test_fraction, config.seed, table.groups[table.rows_of(train)])
     if table.classes is None:
         check_can_split(train, config.test_fraction)
     return train_test_split(train, config.test_fraction, config.seed)
@@ -118,34 +119,57 @@ def images_of_part(
     check_keys(table, (images,), max_bad_fraction)
     is_wanted = is_training if part == "train" else is_test
     is_apart = all(map(is_wanted, set(table.splits)))  # the file is of these images alone
-    return labelled(images, table, () if is_apart else _split_names(table)[part == "test"], classes)[0]
+    return labelled(images, table, () if is_apart else _split_names(table)[part == "test"], classes)
 
 
 def labelled(
     images: Manifest, table: LabelTable, splits: Sequence[str] = (), classes: tuple[str, ...] | None = None
-) -> tuple[Manifest, Int64s]:
-    """The images that the table labels, of the given ``splits`` or of all, and the table's row of each, (n,).
+) -> Manifest:
+    """The images that the table labels, of the given ``splits`` or of all.
 
     ``classes`` are those that the labels index, by default the names in the table, sorted. Raises UsageError if a label
-    is none of them, or there is only one class.
+    is none of them, or there is only one class. If an image may have several, the sets of them are those of all rows.
     """
     rows = table.rows_of(images)
     chosen = np.flatnonzero((rows >= 0) & ((table.labels[rows] != "") | (table.classes is not None)))
     if splits:
         chosen = chosen[np.isin(table.splits[rows[chosen]], splits)]
-    names = table.labels[rows[chosen]]
-    if table.classes is not None and len(chosen):
-        return _with_several_classes(images, table, chosen, classes), rows[chosen]
-    found = tuple(sorted(set(names)))
-    if not found:
+    if not len(chosen):
         in_split = f" and the split {' or '.join(splits)}" if splits else ""
         raise UsageError(f"None of the {len(images):,} images below {images.url} has a label{in_split} in {table.url}.")
-    check_classes(found, classes, images.url, len(images))
-    _tell_names(found if classes is None else (), table.url)
-    index = {name: label for label, name in enumerate(classes or found)}
-    labels = np.array([index[name] for name in names], np.int32)
-    manifest = replace(images.select(chosen), labels=labels, classes=classes or found, labels_digest=table.digest)
-    return replace(manifest, left_out=_left_out(images, len(chosen))), rows[chosen]
+    names = table.labels[rows[chosen]]
+    classes = _checked_classes(images, table, names, classes)
+    index = {name: label for label, name in enumerate(classes)}
+    left_out = {**images.left_out, "images that the label file leaves out": len(images) - len(chosen)}
+    about = {"classes": classes, "left_out": left_out, "labels_digest": table.digest}
+    if table.classes is None:
+        labels = np.array([index[name] for name in names], np.int32)
+        return replace(images.select(chosen), labels=labels, **about)
+    set_of_row, label_sets = _label_sets(table, index)
+    return replace(images.select(chosen), labels=set_of_row[rows[chosen]], label_sets=label_sets, **about)
+
+
+def _checked_classes(
+    images: Manifest, table: LabelTable, names: Texts, classes: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The classes that labels index: ``classes``, or those in ``names``, or all if an image may have several."""
+    found = tuple(sorted(set(names))) if table.classes is None else table.classes
+    if not found:
+        raise UsageError(f"No row of the label file {table.url} has a class.")
+    if table.classes is None or classes is not None:
+        check_classes(found, classes, images.url, len(images))
+    if classes is None:
+        _tell_names(found, table.url)
+    return classes or found
+
+
+def _label_sets(table: LabelTable, index: dict[str, int]) -> tuple[npt.NDArray[np.int32], Mask]:
+    """The number of each row's set of classes, (rows,), and which of the C classes in ``index`` each has, (K, C)."""
+    texts, set_of_row = np.unique(table.labels.astype(str), return_inverse=True)
+    label_sets = np.zeros((len(texts), len(index)), bool)
+    for members, text in zip(label_sets, texts.tolist(), strict=True):
+        members[[index[name] for name in text.split(JOINED) if name]] = True
+    return set_of_row.astype(np.int32), label_sets
 
 
 def _tell_names(classes: Sequence[str], url: str) -> None:
@@ -156,36 +180,6 @@ def _tell_names(classes: Sequence[str], url: str) -> None:
     if (name := next(joined, None)) is not None:
         sentence = "The label %r of %s is a class of its own; if it stands for several, give --label-separator."
         _log.warning(sentence, name, url)
-
-
-def _left_out(images: Manifest, num_chosen: int) -> dict[str, int]:
-    """The files that are not used, with those images that the label file does not name for this purpose."""
-    return {**images.left_out, "images that the label file leaves out": len(images) - num_chosen}
-
-
-def _with_several_classes(
-    images: Manifest, table: LabelTable, chosen: Int64s, classes: tuple[str, ...] | None
-) -> Manifest:
-    """The images at ``chosen``, which may have several classes each; the sets of classes are those of all rows."""
-    if not table.classes:
-        raise UsageError(f"No row of the label file {table.url} has a class.")
-    if classes is None:
-        _tell_names(table.classes, table.url)
-    else:
-        check_classes(table.classes, classes, table.url, len(images))
-    index = {name: label for label, name in enumerate(classes or table.classes)}
-    texts, set_of_row = np.unique(table.labels.astype(str), return_inverse=True)
-    label_sets = np.zeros((len(texts), len(index)), bool)
-    for members, text in zip(label_sets, texts.tolist(), strict=True):
-        members[[index[name] for name in text.split(JOINED) if name]] = True
-    return replace(
-        images.select(chosen),
-        labels=set_of_row[table.rows_of(images)[chosen]].astype(np.int32),
-        label_sets=label_sets,
-        classes=tuple(index),
-        left_out=_left_out(images, len(chosen)),
-        labels_digest=table.digest,
-    )
 
 
 def _tell_elsewhere(table: LabelTable, images: Manifest, rows: Int64s) -> None:
@@ -226,9 +220,6 @@ def check_keys(table: LabelTable, listed: Sequence[Manifest], max_bad_fraction: 
             f"{listed[0].keys[0].as_py()!r}. Correct them, or allow more with --max-bad-fraction."
         )
     _log.warning("%s; they are not used.", what)
-
-
-Mask = npt.NDArray[np.bool_]
 
 
 def train_test_split(
