@@ -35,24 +35,20 @@ class DamagedShard(ValueError):
     """A shard does not hold what was written; the message says so."""
 
 
-def assign_shards(images: Manifest, url: str) -> Manifest:
-    """Distribute images over shards below ``url``, mixed, always alike; a shard's name has a digest of its images."""
+def assign_shards(images: Manifest, url: str) -> tuple[Manifest, dict[str, Manifest]]:
+    """Distribute images over shards below ``url``, mixed, always alike; a shard's name has a digest of its images.
+
+    Returns all of them, and each shard's path and its images, in the order of its rows.
+    """
     packed = images.select(permute(np.arange(len(images)), len(images), key=_PACKING_KEY))
     starts = np.cumsum(packed.sizes_bytes) - packed.sizes_bytes
     _, shard = np.unique(starts // SHARD_BYTES, return_inverse=True)
     bounds = np.append(np.flatnonzero(np.diff(shard, prepend=-1)), len(images))
-    members = (np.arange(*bounds[number : number + 2]) for number in range(len(bounds) - 1))
-    shards = tuple(_shard_path(number, packed.select(indices)) for number, indices in enumerate(members))
+    members = (packed.select(np.arange(*bounds[number : number + 2])) for number in range(len(bounds) - 1))
+    shards = {_shard_path(number, each): each for number, each in enumerate(members)}
     row = np.arange(len(images)) - bounds[shard]
-    return replace(packed, url=url, packing=Packing(shards, shard.astype(np.int32), row.astype(np.int32)))
-
-
-def images_by_shard(packed: Manifest) -> dict[str, Manifest]:
-    """Each shard's path and its images, in the order of its rows."""
-    assert packed.packing is not None
-    paths = packed.packing.shards
-    bounds = np.searchsorted(packed.packing.shard, np.arange(len(paths) + 1))
-    return {path: packed.select(np.arange(*bounds[number : number + 2])) for number, path in enumerate(paths)}
+    packing = Packing(tuple(shards), shard.astype(np.int32), row.astype(np.int32))
+    return replace(packed, url=url, packing=packing), shards
 
 
 def encode_shard(images: Manifest, contents: Sequence[bytes]) -> bytes:

@@ -19,7 +19,7 @@ from rich.progress import track
 from raytrain.data.blocks import string_array
 from raytrain.data.images.decode import BadImage, shrink
 from raytrain.data.labels.manifest import PACKED_INDEX, Manifest, Shrinking, build_manifest
-from raytrain.data.shards import assign_shards, encode_shard, images_by_shard, is_shard_of
+from raytrain.data.shards import assign_shards, encode_shard, is_shard_of
 from raytrain.datasets.sources import Labelling, labelled_source
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.folder import refuse_links_out
@@ -92,8 +92,7 @@ def pack(
         read = partial(_contents, images_store)
         if shrinking is not None:
             read, images = _shrunk(read, images, shrinking, opened.enter_context(TemporaryFolder()), console)
-        packed = assign_shards(images, packed_store.url)
-        shards = images_by_shard(packed)
+        packed, shards = assign_shards(images, packed_store.url)
         num_written = _write_missing(read, packed_store, shards, console)
     packed_store.put(PACKED_INDEX, packed.to_parquet())
     _check_complete(packed_store, packed, shards)

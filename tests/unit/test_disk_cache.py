@@ -253,7 +253,7 @@ def test_images_are_fetched_once_and_anew_if_they_were_replaced(
 def choice(url: str, memory_bytes: int = 0, *, packed: bool = False, **options: Any) -> ImageCache:
     """What is kept of a run of three epochs with the images of ``url``."""
     store = open_store(url)
-    manifest = assign_shards(build_manifest(store), url) if packed else build_manifest(store)
+    manifest = assign_shards(build_manifest(store), url)[0] if packed else build_manifest(store)
     data = Dataset(store, store, manifest, manifest, FORMAT, FORMAT, (0.0,) * 3, (1.0,) * 3)
     given = TrainConfig(data=url, batch_size=2, **{"epochs": 3, **options})
     config = given.resolve(name="run", num_workers=1, device="cpu", mean=data.mean, std=data.std)
