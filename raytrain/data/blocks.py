@@ -46,7 +46,7 @@ def to_block(table: pa.Table, shape: ImageShape) -> Block:
     column = table.column("image").chunk(0)
     pixels = np.frombuffer(column.buffers()[1], np.uint8)
     start, stop = column.offset * shape.num_bytes, (column.offset + len(column)) * shape.num_bytes
-    images = pixels[start:stop].reshape(-1, shape.height, shape.width, shape.channels)
+    images = pixels[start:stop].reshape(-1, *shape)
     return Block(images, numbers(table.column("label")), numbers(table.column("sample")))
 
 

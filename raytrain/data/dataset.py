@@ -15,7 +15,7 @@ import numpy as np
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.images.crop_box import Cropping
 from raytrain.data.images.decode import ImageFormat, ImageShape
-from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.images.image_reader import readable_images
 from raytrain.data.labels.label_columns import LabelColumns
 from raytrain.data.labels.label_file import read_label_file
 from raytrain.data.labels.labelled_images import training_and_test_images
@@ -171,17 +171,12 @@ def measure_mean_std(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in 0..1, over at most 1,024 random images."""
     chosen = manifest.select(np.sort(random_order(manifest, seed)[:_NUM_MEASURED_IMAGES]))
-    with ImageReader(store, *format, isolated=True) as reader:
-        images, bad = reader.read(chosen)
-    good = [index for index in range(len(images)) if index not in bad]
-    if not good:
-        reason = next(iter(bad.values()))
-        raise UsageError(f"None of {len(bad):,} images of {store.url} can be decoded ({reason}); check the files.")
+    images = readable_images(store, chosen, *format)
     sums = np.zeros((2, format.shape.channels))  # of values and squares, image by image: all as float64 take GBs
-    for index in good:
-        values = images[index].reshape(-1, format.shape.channels) / 255
+    for image in images:
+        values = image.reshape(-1, format.shape.channels) / 255
         sums += values.sum(axis=0), np.square(values).sum(axis=0)
-    mean, square = sums / (len(good) * format.shape.height * format.shape.width)
+    mean, square = sums / (len(images) * format.shape.height * format.shape.width)
     std = np.sqrt(np.maximum(square - mean**2, 0)).clip(min=1e-3)
     return tuple(mean.round(6).tolist()), tuple(std.round(6).tolist())
 

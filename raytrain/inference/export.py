@@ -17,7 +17,7 @@ import torch
 
 from raytrain.config.values import Location
 from raytrain.data.images.decode import Pixels
-from raytrain.data.images.image_reader import ImageReader
+from raytrain.data.images.image_reader import readable_images
 from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
@@ -144,24 +144,17 @@ def _compare(logits: Logits, expected: Logits, output: str) -> tuple[int, float]
 
 def _check_images(classifier: Classifier, data: Location | None) -> Pixels:
     """Images to compare on, uint8 (n, H, W, C): spread over all images in ``data``, or random pixels."""
-    shape = classifier.shape
     if data is None:
-        size = (_NUM_CHECK_IMAGES, shape.height, shape.width, shape.channels)
+        size = (_NUM_CHECK_IMAGES, *classifier.shape)
         return np.random.default_rng(0).integers(0, 256, size, np.uint8)
     store = open_store(os.fspath(data))
     manifest = list_images(store)
     chosen = np.linspace(0, len(manifest) - 1, min(_NUM_CHECK_IMAGES, len(manifest)), dtype=np.int64)
-    with ImageReader(store, shape, classifier.cropping, isolated=True) as reader:
-        images, bad = reader.read(manifest.select(chosen))
-    if len(bad) == len(images):
-        reason = next(iter(bad.values()))
-        raise UsageError(f"None of {len(bad)} images of {store.url} can be decoded ({reason}); check the files.")
-    return np.delete(images, list(bad), axis=0)
+    return np.stack(readable_images(store, manifest.select(chosen), classifier.shape, classifier.cropping))
 
 
 def _trace(classifier: Classifier, run: str) -> ExportedProgram:
-    shape = classifier.shape
-    example = torch.zeros((2, shape.height, shape.width, shape.channels), dtype=torch.uint8)
+    example = torch.zeros((2, *classifier.shape), dtype=torch.uint8)
     try:
         return torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:  # torch.export raises many kinds

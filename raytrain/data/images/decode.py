@@ -7,7 +7,6 @@ import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +59,7 @@ class BadImage(ValueError):
     """A file cannot be read as an image; the message is the reason, without the key."""
 
 
-@dataclass(frozen=True)
-class ImageShape:
+class ImageShape(NamedTuple):
     """The shape that every decoded image has."""
 
     height: int
@@ -71,7 +69,7 @@ class ImageShape:
     @property
     def num_bytes(self) -> int:
         """Bytes of one decoded image."""
-        return self.height * self.width * self.channels
+        return math.prod(self)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -233,7 +231,7 @@ def _check_jpeg_size(data: bytes, height: int, width: int) -> None:
         if num_pixels * num_scans > _MAX_SCANNED_PIXELS:
             raise BadImage(f"the image is too large: {width:,} × {height:,} pixels in {num_scans:,} scans of a JPEG")
         _check_pixels(width, height, _MAX_IMAGE_BYTES // _COEFFICIENT_BYTES)
-    elif num_pixels > _MAX_JPEG_PIXELS:
+    else:
         _check_pixels(width, height, _MAX_JPEG_PIXELS)
 
 

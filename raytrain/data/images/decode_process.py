@@ -56,8 +56,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._pipe, theirs = Pipe()
-        shape = self._shape
-        arguments = (theirs.fileno(), shape.height, shape.width, shape.channels)
+        arguments = (theirs.fileno(), *self._shape)
         with tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "raytrain.data.images.decode_process", *map(str, arguments)],
@@ -84,8 +83,7 @@ class DecodeProcess(AbstractContextManager["DecodeProcess"]):
         answer = self._pipe.recv_bytes()
         if answer.startswith(_REASON):
             raise BadImage(answer[1:].decode())
-        shape = self._shape
-        return np.frombuffer(answer, np.uint8, offset=1).reshape(shape.height, shape.width, shape.channels)
+        return np.frombuffer(answer, np.uint8, offset=1).reshape(self._shape)
 
     def _clean_up(self, process: subprocess.Popen[bytes]) -> str:
         """Forget the process, and say how it ended."""

@@ -14,10 +14,8 @@ from raytrain.data.images.decode import BadImage, ImageShape, Pixels, decode
 from raytrain.data.images.decode_process import DecodeProcess
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.shards import DamagedShard, each_packed
-from raytrain.errors import ObjectArchived
+from raytrain.errors import ObjectArchived, UsageError
 from raytrain.storage.store import ObjectChanged, Store
-
-_DecodeOne = Callable[[bytes, Crop], Pixels]
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,20 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         ``pixels``, uint8 (at least n·H·W·C,), if given. The pixels of an unreadable image are 0. Raises StorageError if
         the store refuses or cannot be reached.
         """
-        shape = (len(manifest), self.shape.height, self.shape.width, self.shape.channels)
+        shape = (len(manifest), *self.shape)
         images = np.empty(shape, np.uint8) if pixels is None else pixels[: math.prod(shape)].reshape(shape)
+        crops = crops or [self.cropping.crop] * len(manifest)
+        bad: dict[int, str] = {}
         with self._decoder() as decode_one:
-            return images, self._read(manifest, crops or [self.cropping.crop] * len(manifest), decode_one, images)
+            for index, data in _each_content(self.store, manifest):  # as it arrives, while others are on their way
+                try:
+                    images[index] = decode_one(require_bytes(data), crops[index])
+                except BadImage as error:
+                    images[index], bad[index] = 0, str(error)
+        return images, dict(sorted(bad.items()))
 
     @contextmanager
-    def _decoder(self) -> Iterator[_DecodeOne]:
+    def _decoder(self) -> Iterator[Callable[[bytes, Crop], Pixels]]:
         if not self.isolated:
             yield lambda data, crop: decode(data, self.shape, crop)
             return
@@ -66,17 +71,15 @@ class ImageReader(AbstractContextManager["ImageReader"]):
         finally:
             self._idle.append(process)
 
-    def _read(
-        self, manifest: Manifest, crops: Sequence[Crop], decode_one: _DecodeOne, images: Pixels
-    ) -> dict[int, str]:
-        """Decode each image into ``images`` as it arrives, while others are on their way; why some cannot be."""
-        bad: dict[int, str] = {}
-        for index, data in _each_content(self.store, manifest):
-            try:
-                images[index] = decode_one(require_bytes(data), crops[index])
-            except BadImage as error:
-                images[index], bad[index] = 0, str(error)
-        return dict(sorted(bad.items()))
+
+def readable_images(store: Store, manifest: Manifest, shape: ImageShape, cropping: Cropping) -> list[Pixels]:
+    """Those of the images that can be read, each uint8 (H, W, C), without a copy; UsageError if none can."""
+    with ImageReader(store, shape, cropping, isolated=True) as reader:
+        images, bad = reader.read(manifest)
+    if len(bad) == len(images):
+        reason = next(iter(bad.values()))
+        raise UsageError(f"None of {len(bad):,} images of {store.url} can be decoded ({reason}); check the files.")
+    return [image for index, image in enumerate(images) if index not in bad]
 
 
 def read_contents(store: Store, manifest: Manifest) -> list[bytes | Exception]:
