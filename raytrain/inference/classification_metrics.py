@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from raytrain.data.blocks import numbers, string_array
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.plan.permutation import Floats, Int64s
 from raytrain.errors import UsageError
 from raytrain.inference.trained_run import TrainedRun
 from raytrain.runs.checkpoint_files import stored_thresholds
@@ -24,8 +25,6 @@ from raytrain.training.evaluation_metrics import (
     macro_f1,
     mean_of_known,
 )
-
-Int64s = npt.NDArray[np.int64]
 
 _NUM_CONFUSIONS = 10
 
@@ -65,12 +64,17 @@ class EvaluatedRun:
     trained_on: int | None = None
     all_compared: bool | None = None
 
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return plain(self)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Scores:
-    """Metrics of the predictions for ``images`` images. ``accuracy`` and ``loss`` are means, None without images.
+class EvaluationResult(EvaluatedRun):
+    """The metrics of a run's best checkpoint on images of one class each.
 
-    ``balanced_accuracy`` and ``macro_f1`` give every class the same weight.
+    ``accuracy`` and ``loss`` are means over the images, None without images. ``balanced_accuracy`` and ``macro_f1``
+    give every class the same weight.
     """
 
     images: int
@@ -83,16 +87,16 @@ class Scores:
     confusions: tuple[Confusion, ...]  # the most frequent wrong predictions, at most 10, the most frequent one first
     confusion_matrix: Int64s  # see :func:`confusion_matrix`
 
-    def summary(self) -> dict[str, Any]:
-        """The metrics as plain values."""
-        return plain(self)
 
+def score(truth: Int64s, answers: Int64s, losses: Floats, classes: Sequence[str], **about: Any) -> EvaluationResult:
+    """The metrics of n predictions: true and predicted classes, as indices into ``classes``, and cross entropies.
 
-def score(truth: Int64s, answers: Int64s, losses: npt.NDArray[np.float64], classes: Sequence[str]) -> Scores:
-    """The metrics of n predictions: true and predicted classes, as indices into ``classes``, and cross entropies."""
+    ``about`` are the fields of :class:`EvaluatedRun`.
+    """
     matrix = confusion_matrix(truth, answers, len(classes))
     right, true, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
-    return Scores(
+    return EvaluationResult(
+        **about,
         images=len(truth),
         accuracy=_ratio(matrix.trace(), matrix.sum()),
         balanced_accuracy=balanced_accuracy(right, true) if len(truth) else None,
@@ -134,8 +138,6 @@ def _ratio(part: np.integer[Any], whole: np.integer[Any]) -> float | None:
 
 _MIN_PROBABILITY = 1e-30
 
-Floats = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class LabelScore:
@@ -163,10 +165,6 @@ class LabelEvaluation(EvaluatedRun):
     mean_average_precision: float | None
     macro_f1: float | None
     per_class: tuple[LabelScore, ...]
-
-    def summary(self) -> dict[str, Any]:
-        """The result as plain values."""
-        return plain(self)
 
 
 def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ from raytrain.data.labels.labelled_images import images_of_part
 from raytrain.data.labels.manifest import Manifest
 from raytrain.errors import StorageError, UsageError
 from raytrain.inference.classification_metrics import (
-    EvaluatedRun,
+    EvaluationResult,
     LabelEvaluation,
-    Scores,
     chosen_thresholds,
     score,
     score_labels,
@@ -33,11 +32,6 @@ from raytrain.storage.open import open_store
 from raytrain.storage.store import Store
 
 _COMPARE_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationResult(Scores, EvaluatedRun):
-    """The metrics of a run's best checkpoint on images of one class each."""
 
 
 def evaluate(
@@ -88,13 +82,8 @@ def evaluate(
     else:
         readable = table.filter(table["error"].is_null())
         truth, answers, losses = (numbers(readable[name]) for name in ("truth", "answer", "loss"))
-        result = EvaluationResult(
-            run=run,
-            data=images.url,
-            checkpoint=trained.checkpoint,
-            skipped=len(table) - len(readable),
-            **vars(score(truth, answers, losses, trained.classes)),
-        )
+        about = {"run": run, "data": images.url, "checkpoint": trained.checkpoint}
+        result = score(truth, answers, losses, trained.classes, **about, skipped=len(table) - len(readable))
     return result if data is None else replace(result, **_trained_on(trained, images, manifest))
 
 

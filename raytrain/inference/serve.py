@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from raytrain import recipes
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
+from raytrain.data.plan.permutation import Floats
 from raytrain.errors import UsageError
-from raytrain.inference.classification_metrics import Floats, chosen_thresholds
+from raytrain.inference.classification_metrics import chosen_thresholds
 from raytrain.inference.trained_run import Predictor, TrainedRun, open_trained_run
 from raytrain.launch.placement import place
 from raytrain.launch.predict_request import ServedModel

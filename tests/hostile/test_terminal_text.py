@@ -32,8 +32,7 @@ from raytrain.display.look import look_figure, look_html, look_page
 from raytrain.display.notebook import as_html
 from raytrain.display.terminal import TerminalView
 from raytrain.errors import StorageError
-from raytrain.inference.classification_metrics import LabelEvaluation, LabelScore, score
-from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.classification_metrics import EvaluationResult, LabelEvaluation, LabelScore, score
 from raytrain.monitor.events import ImageSkipped, TimedEvent
 from raytrain.runs.documents import CONFIG, SKIPPED, STATUS, SUMMARY, write_json
 from raytrain.runs.redact import one_line
@@ -135,8 +134,7 @@ def test_events_of_a_run(text: str) -> None:
 
 def evaluation(names: tuple[str, ...]) -> EvaluationResult:
     truth, answers = np.array([0, 0, 1]), np.array([0, 1, 0])
-    scores = vars(score(truth, answers, np.full(3, 0.5), names))
-    return EvaluationResult(**scores, run="first", data="d", checkpoint="c", skipped=0)
+    return score(truth, answers, np.full(3, 0.5), names, run="first", data="d", checkpoint="c", skipped=0)
 
 
 @hostile

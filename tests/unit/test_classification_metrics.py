@@ -7,13 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from raytrain.inference.classification_metrics import ClassScore, Confusion, Scores, confusion_matrix, score
+from raytrain.inference.classification_metrics import ClassScore, Confusion, EvaluationResult, confusion_matrix, score
 
 CLASSES = ("cat", "dog", "fox", "owl")
 
 
-def scored(truth: list[int], answers: list[int]) -> Scores:
-    return score(np.array(truth, np.int64), np.array(answers, np.int64), np.linspace(0, 1, len(truth)), CLASSES)
+def scored(truth: list[int], answers: list[int]) -> EvaluationResult:
+    indices = np.array(truth, np.int64), np.array(answers, np.int64)
+    return score(*indices, np.linspace(0, 1, len(truth)), CLASSES, run="first", data="d", checkpoint="c", skipped=3)
 
 
 def test_rows_of_the_matrix_are_true_classes_and_columns_are_predictions() -> None:
@@ -36,6 +37,12 @@ def test_each_class_has_its_images_and_its_accuracy() -> None:
 
 def test_the_summary_has_plain_values() -> None:
     assert json.loads(json.dumps(scored([0, 0], [0, 1]).summary())) == {
+        "run": "first",
+        "data": "d",
+        "checkpoint": "c",
+        "skipped": 3,
+        "trained_on": None,
+        "all_compared": None,
         "images": 2,
         "accuracy": 0.5,
         "balanced_accuracy": 0.5,

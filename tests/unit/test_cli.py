@@ -29,7 +29,6 @@ from raytrain.config import SECTIONS, TrainConfig
 from raytrain.display.evaluation import evaluation_page
 from raytrain.errors import StorageError, TrainingFailed
 from raytrain.inference.classification_metrics import ClassScore, score
-from raytrain.inference.evaluate import EvaluationResult
 from raytrain.recipes import RECIPES
 from raytrain.runs.documents import SUMMARY, open_run, read_config, run_store, write_config, write_json
 from raytrain.runs.outcome import train_command
@@ -407,8 +406,11 @@ def test_predict_export_doctor_devices_and_demo_pass_on_their_options(
     ]
 
 
-EVALUATION = EvaluationResult(
-    **vars(score(np.array([0, 0, 0, 0, 1]), np.array([0, 0, 0, 1, 1]), np.full(5, 0.5), ("cat", "dog"))),
+EVALUATION = score(
+    np.array([0, 0, 0, 0, 1]),
+    np.array([0, 0, 0, 1, 1]),
+    np.full(5, 0.5),
+    ("cat", "dog"),
     run="first",
     data="d",
     checkpoint="checkpoints/step-000000020.pt",

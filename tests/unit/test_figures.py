@@ -14,8 +14,7 @@ from PIL import Image
 from raytrain.display.curves import comparison_figure, curve_figure, save_png
 from raytrain.display.evaluation import confusion_figure
 from raytrain.errors import UsageError
-from raytrain.inference.classification_metrics import Int64s, score
-from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.classification_metrics import EvaluationResult, Int64s, score
 from raytrain.runs.metric_row import MetricRow
 from raytrain.runs.records import RunRecord
 from raytrain.storage.open import open_store
@@ -51,8 +50,8 @@ def evaluation(num_classes: int, seed: int = 0) -> EvaluationResult:
 
 
 def result(truth: Int64s, answers: Int64s, classes: list[str]) -> EvaluationResult:
-    scores = score(truth, answers, np.ones(len(truth)), classes)
-    return EvaluationResult(run="first", data="images", checkpoint="step-1.pt", skipped=0, **vars(scores))
+    about = {"run": "first", "data": "images", "checkpoint": "step-1.pt", "skipped": 0}
+    return score(truth, answers, np.ones(len(truth)), classes, **about)
 
 
 def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 import raytrain
 from raytrain import Run
-from raytrain.inference.classification_metrics import Scores
+from raytrain.inference.classification_metrics import EvaluationResult
 from raytrain.training.evaluation import evaluate, flip_test
 from raytrain.training.model import build_model
 from tests.helpers.folder_runs import folder_run, train_here
@@ -74,7 +74,7 @@ def test_evaluate_measures_the_mean_of_the_logits(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = (model(decoded) + model(decoded.flip(2))) / 2
     labels = torch.tensor([ANIMALS.index(file.parent.name) for file in files])
-    assert isinstance(result, Scores)
+    assert isinstance(result, EvaluationResult)
     assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
     model.test_views = {"flip"}
     torch.testing.assert_close(model(decoded), logits)

@@ -19,8 +19,7 @@ from raytrain.diagnostics.audit import AuditResult, EpochAudit
 from raytrain.display.diagnostics_tables import audit_page
 from raytrain.display.evaluation import evaluation_page
 from raytrain.display.run_tables import result_page, run_page, run_record_json
-from raytrain.inference.classification_metrics import score
-from raytrain.inference.evaluate import EvaluationResult
+from raytrain.inference.classification_metrics import EvaluationResult, score
 from raytrain.recipes import cifar10
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.runs.records import RunRecord
@@ -100,8 +99,8 @@ def test_the_json_of_a_run_has_flat_metric_rows() -> None:
 
 
 def evaluation(truth: list[int], answers: list[int], classes: list[str]) -> EvaluationResult:
-    scores = score(np.array(truth), np.array(answers), np.ones(len(truth)), classes)
-    return EvaluationResult(run="first", data="d", checkpoint="c.pt", skipped=1, **vars(scores))
+    about = {"run": "first", "data": "d", "checkpoint": "c.pt", "skipped": 1}
+    return score(np.array(truth), np.array(answers), np.ones(len(truth)), classes, **about)
 
 
 def test_an_evaluation_shows_classes_and_confusions() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import raytrain
 from raytrain import Run
-from raytrain.inference.classification_metrics import Scores
+from raytrain.inference.classification_metrics import EvaluationResult
 from raytrain.training.evaluation import evaluate, flip_test, shift_test
 from tests.helpers.folder_runs import folder_run, train_here
 from tests.unit.test_flip_test import add_run, mirror_pairs, scores_of_pairs
@@ -58,7 +58,11 @@ def test_evaluate_and_predict_do_it_for_other_runs(tmp_path: Path) -> None:
     by_option = raytrain.evaluate(data=str(images), **option)
     asked = raytrain.evaluate(data=str(images), **plain, test_views=("shift",))
     without = raytrain.evaluate(data=str(images), **plain)
-    assert isinstance(by_option, Scores) and isinstance(asked, Scores) and isinstance(without, Scores)
+    assert (
+        isinstance(by_option, EvaluationResult)
+        and isinstance(asked, EvaluationResult)
+        and isinstance(without, EvaluationResult)
+    )
     assert asked.loss == by_option.loss != without.loss
     ours, _ = scores_of_pairs(images, **plain, test_views=("shift",))
     theirs, _ = scores_of_pairs(images, **option)

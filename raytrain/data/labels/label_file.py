@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
@@ -42,11 +41,11 @@ from raytrain.data.labels.label_columns import (
 from raytrain.data.labels.label_formats import read_table
 from raytrain.data.labels.listing import check_folder
 from raytrain.data.labels.manifest import Manifest
+from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
 
 pc: Any = pyarrow.compute  # whose functions are made at import
-Int64s = npt.NDArray[np.int64]
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # label files of Hugging Face's image folders
 _log = logging.getLogger("raytrain")

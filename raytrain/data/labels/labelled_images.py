@@ -25,8 +25,9 @@ from raytrain.data.labels.folders import (
     top_folders,
 )
 from raytrain.data.labels.label_columns import JOINED, Texts
-from raytrain.data.labels.label_file import Int64s, LabelTable, own_label_table
+from raytrain.data.labels.label_file import LabelTable, own_label_table
 from raytrain.data.labels.manifest import Manifest, build_manifest, build_manifests, list_images
+from raytrain.data.plan.permutation import Int64s
 from raytrain.errors import UsageError
 from raytrain.storage.store import Store
 
