@@ -8,7 +8,8 @@ import io
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from raytrain.data.labels.manifest import list_images
 from raytrain.errors import RaytrainError, UsageError
 from raytrain.inference.classifier import Classifier, load
 from raytrain.inference.model_card import example, model_card, preprocessing
-from raytrain.runs.documents import open_run, read_resolved_config
+from raytrain.runs.documents import open_run, plain, read_resolved_config
 from raytrain.storage.open import check_output, open_store, write_output
 from raytrain.training.checkpoint import read_checkpoint
 from raytrain.training.weights_source import SUFFIX, from_safetensors, to_safetensors
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 Logits = npt.NDArray[np.floating[Any]]
+RunFile = Callable[[Pixels], Logits]
 
 _NUM_CHECK_IMAGES = 64
 _TOLERANCE = 1e-3  # of the largest logit: the order of sums differs, and float32 has seven digits
@@ -55,7 +57,7 @@ class ExportResult:
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values."""
-        return {**asdict(self), "classes": list(self.classes)}
+        return plain(self)
 
 
 def export(
@@ -92,14 +94,18 @@ def export(
     """
     output, storage = os.fspath(output), os.fspath(storage)
     check_output(output, tuple(_FORMATS))
-    encode, run_file = _FORMATS[output[output.rindex(".") :]]
+    suffix = output[output.rindex(".") :]
+    encode, open_file = _FORMATS[suffix]
     classifier = load(run, storage=storage, trust=trust)
     images = _check_images(classifier, data)
     content = encode(classifier, run)
-    logits = run_file(content, images, classifier)
-    same_answers, largest_difference = _compare(logits, _original_logits(classifier, images), output)
+    logits_of = open_file(content, classifier)
+    # One image alone and the others together, so that a file for a fixed batch size does not pass.
+    logits = np.concatenate([logits_of(batch) for batch in (images[:1], images[1:]) if len(batch)])
+    same_answers, largest_difference = _compare(logits, _logits_of(classifier, images), output)
     write_output(output, content)
-    card = _write_card(classifier, run, output, storage) if output.endswith(SUFFIX) else None
+    lines = example(classifier, output.rpartition("/")[2], suffix)
+    card = _write_card(classifier, run, output, storage, lines) if suffix == SUFFIX else None
     shape = classifier.shape
     return ExportResult(
         run=run,
@@ -115,18 +121,16 @@ def export(
         same_answers=same_answers,
         largest_difference=largest_difference,
         card=card,
-        example=example(classifier, output.rpartition("/")[2], output[output.rindex(".") :]),
+        example=lines,
     )
 
 
-def _write_card(classifier: Classifier, run: str, output: str, storage: str) -> str:
-    """Write the model card beside ``output``, and return its name."""
+def _write_card(classifier: Classifier, run: str, output: str, storage: str, lines: str) -> str:
+    """Write the model card beside ``output``, with ``lines`` that use the weights, and return its name."""
     store = open_run(storage, run)
     card = output.removesuffix(SUFFIX) + ".card.md"  # README.md may be somebody's own
     checkpoint = read_checkpoint(store, classifier.checkpoint)
-    name = output.rpartition("/")[2]
-    lines = example(classifier, name, SUFFIX)
-    text = model_card(run, name, read_resolved_config(store), checkpoint, lines)
+    text = model_card(run, output.rpartition("/")[2], read_resolved_config(store), checkpoint, lines)
     write_output(card, text.encode())
     return card
 
@@ -166,24 +170,19 @@ def _trace(classifier: Classifier, run: str) -> ExportedProgram:
 
 
 @torch.no_grad()
-def _original_logits(classifier: Classifier, images: Pixels) -> Logits:
-    return classifier(torch.from_numpy(images)).numpy()
-
-
-def _in_two_batches(run_batch: Callable[[Pixels], Logits], images: Pixels) -> Logits:
-    """Run one image alone and the others together, so that a file for a fixed batch size does not pass."""
-    return np.concatenate([run_batch(batch) for batch in (images[:1], images[1:]) if len(batch)])
+def _logits_of(network: torch.nn.Module, images: Pixels) -> Logits:
+    return network(torch.from_numpy(images)).numpy()
 
 
 def _to_weights(classifier: Classifier, run: str) -> bytes:
     return to_safetensors(classifier.network.state_dict(), classifier.classes)
 
 
-def _run_weights(content: bytes, images: Pixels, classifier: Classifier) -> Logits:
+def _open_weights(content: bytes, classifier: Classifier) -> RunFile:
     other = copy.deepcopy(classifier)
     weights, _ = from_safetensors(content)
     other.network.load_state_dict(weights or {})
-    return _in_two_batches(lambda batch: _original_logits(other, batch), images)
+    return partial(_logits_of, other)
 
 
 def _to_pt2(classifier: Classifier, run: str) -> bytes:
@@ -194,10 +193,8 @@ def _to_pt2(classifier: Classifier, run: str) -> bytes:
     return file.getvalue()
 
 
-@torch.no_grad()
-def _run_pt2(content: bytes, images: Pixels, classifier: Classifier) -> Logits:
-    module = torch.export.load(io.BytesIO(content)).module()
-    return _in_two_batches(lambda batch: module(torch.from_numpy(batch)).numpy(), images)
+def _open_pt2(content: bytes, classifier: Classifier) -> RunFile:
+    return partial(_logits_of, torch.export.load(io.BytesIO(content)).module())
 
 
 def _to_onnx(classifier: Classifier, run: str) -> bytes:
@@ -210,11 +207,11 @@ def _to_onnx(classifier: Classifier, run: str) -> bytes:
     return exported.model_proto.SerializeToString()
 
 
-def _run_onnx(content: bytes, images: Pixels, classifier: Classifier) -> Logits:
+def _open_onnx(content: bytes, classifier: Classifier) -> RunFile:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return _in_two_batches(lambda batch: np.asarray(session.run(["logits"], {"images": batch})[0]), images)
+    return lambda batch: np.asarray(session.run(["logits"], {"images": batch})[0])
 
 
 def _check_onnx_packages() -> None:
@@ -225,11 +222,8 @@ def _check_onnx_packages() -> None:
         )
 
 
-_Encode = Callable[[Classifier, str], bytes]
-_RunFile = Callable[[bytes, Pixels, Classifier], Logits]
-
-_FORMATS: dict[str, tuple[_Encode, _RunFile]] = {
-    ".pt2": (_to_pt2, _run_pt2),
-    ".onnx": (_to_onnx, _run_onnx),
-    SUFFIX: (_to_weights, _run_weights),
+_FORMATS: dict[str, tuple[Callable[[Classifier, str], bytes], Callable[[bytes, Classifier], RunFile]]] = {
+    ".pt2": (_to_pt2, _open_pt2),
+    ".onnx": (_to_onnx, _open_onnx),
+    SUFFIX: (_to_weights, _open_weights),
 }

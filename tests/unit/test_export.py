@@ -146,7 +146,8 @@ def test_an_export_can_be_written_to_s3(s3_url: str) -> None:
 
 def test_an_export_with_other_predictions_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(str(tmp_path), small())
-    monkeypatch.setattr(export, "_original_logits", lambda classifier, images: np.ones((len(images), 3)))
+    wrong = (export._to_pt2, lambda *_: lambda images: np.ones((len(images), 3)))
+    monkeypatch.setitem(export._FORMATS, ".pt2", wrong)
     with pytest.raises(RaytrainError, match=r"differ by up to .*model\.pt2 was not written"):
         raytrain.export("run", str(tmp_path / "model.pt2"), storage=str(tmp_path))
     assert not (tmp_path / "model.pt2").exists()
