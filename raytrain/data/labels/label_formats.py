@@ -21,7 +21,7 @@ from raytrain.storage.open import read_input
 _FORMATS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 _BLOCK_BYTES = 64 << 20  # a row may be as long, such as one with a mask
 _LINES = re.compile(r"[\r\n]+")
-_BLANKS = re.compile(r"\s*")
+_NO_BLANK = re.compile(r"\S")
 _BETWEEN_WORDS = re.compile(r"[\s,;|]+")
 _CLASS_NAMES = "classes", "class_names", "categories", "names"
 _Record = dict[str, Any]
@@ -114,7 +114,9 @@ def _read_spaced(lines: Sequence[str], key_names: Set[str]) -> pa.Table:
     for number, row in enumerate(rows, 1):
         if len(row) != num_columns:
             raise ValueError(f"line {number:,} is {lines[number - 1][:80]!r}, and {num_columns} columns are expected")
-    return _from_rows(rows[1:], rows[0]) if has_header else _from_rows(rows)
+    names = rows.pop(0) if has_header else _invented_names(rows[0])
+    columns = [pa.array([row[place] for row in rows], pa.string()) for place in range(num_columns)]
+    return pa.Table.from_arrays(columns, names)
 
 
 def _num_spaced_columns(lines: Sequence[str]) -> int:
@@ -141,12 +143,6 @@ def _invented_names(row: Sequence[object]) -> list[str]:
     return [*names[:key], "key", *names[key + 1 :]]
 
 
-def _from_rows(rows: Sequence[Sequence[Any]], names: Sequence[str] = ()) -> pa.Table:
-    names = names or _invented_names(rows[0])
-    columns = [_column(values) for values in zip(*rows, strict=True)] or [pa.array([], pa.string())] * len(names)
-    return pa.Table.from_arrays(columns, list(names))
-
-
 # JSON.
 
 
@@ -155,11 +151,10 @@ def _read_json(text: str, suffix: str, key_names: Set[str], label_names: Set[str
     decoder = json.JSONDecoder(
         parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_without_repetition
     )
-    documents, end = list[Any](), cast(Any, _BLANKS.match(text)).end()
-    while end < len(text):
-        document, end = decoder.raw_decode(text, end)
+    documents, end = list[Any](), 0
+    while start := _NO_BLANK.search(text, end):
+        document, end = decoder.raw_decode(text, start.start())
         documents.append(document)
-        end = cast(Any, _BLANKS.match(text, end)).end()
     is_one = len(documents) == 1 and (suffix == ".json" or isinstance(documents[0], list))
     document, names = _split_class_names(documents[0] if is_one else documents)
     return _from_records(_with_class_names(_records(document, key_names), names, label_names))
