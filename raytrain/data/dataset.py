@@ -6,9 +6,8 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
 import numpy as np
 
@@ -215,19 +214,18 @@ def class_weights(option: str | None, train: Manifest) -> tuple[float, ...] | No
 
 def _read_weights(file: str, classes: tuple[str, ...]) -> tuple[float, ...]:
     try:
-        content: object = json.loads(read_input(file))
+        weights: Any = json.loads(read_input(file))
     except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
+        weights = None
+    if not isinstance(weights, dict):
         raise UsageError(f"--class-weights is {file}, which must be balanced or a JSON file such as {{class: weight}}.")
-    weights = cast("Mapping[str, object]", content)
     wrong = [name for name in sorted({*classes, *weights}) if name not in classes or not _is_weight(weights.get(name))]
     if wrong:
         raise UsageError(
             f"--class-weights: {file} must have a number of at least 0 for each of the {len(classes):,} classes and "
             f"nothing else; that is not so for {len(wrong):,}, such as {wrong[0]!r}."
         )
-    return tuple(float(cast(float, weights[name])) for name in classes)
+    return tuple(float(weights[name]) for name in classes)
 
 
 def _is_weight(value: object) -> bool:
