@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
-from raytrain import recipes
 from raytrain.config.values import Location
 from raytrain.data.dataset import evaluation_format
 from raytrain.data.plan.permutation import Floats
 from raytrain.errors import UsageError
 from raytrain.inference.classification_metrics import chosen_thresholds
 from raytrain.inference.trained_run import Predictor, TrainedRun, open_trained_run
-from raytrain.launch.placement import place
 from raytrain.launch.predict_request import ServedModel
 from raytrain.launch.ray.connection import Connection
 from raytrain.launch.ray.nodes import cluster_hardware
@@ -71,8 +69,7 @@ def serve(
         from raytrain.launch.ray.coordinator import serving_credentials  # these import Ray
         from raytrain.launch.ray.model_server import serving
 
-        found = cluster_hardware()
-        placement = place(recipes.custom(workers=workers, threads_per_worker=trained.config.threads_per_worker), found)
+        placement = trained.placement(workers, cluster_hardware())
         scope = Scope(reads=(f"{trained.store.url}/",), writes=()) if trained.config.scope_keys else None
         with serving_credentials([trained.store], scope) as (served, lender):
             model = served_model(trained, trained.store.with_lent_credentials(served), top_k, thresholds)

@@ -153,17 +153,18 @@ class TrainedRun:
         if uses_cluster(address):
             return self._predict_on_cluster(request, workers, address)
         found = machine_hardware()
-        return pa.concat_tables(predict_here(request, self._place(workers or max(1, int(found.gpus)), found)))
+        return pa.concat_tables(predict_here(request, self.placement(workers or max(1, int(found.gpus)), found)))
 
     def _predict_on_cluster(self, request: PredictRequest, workers: int | None, address: str | None) -> pa.Table:
         with Connection(address) as cluster:
             cluster.connect()
             from raytrain.launch.ray.predict_images import predict_images  # imports Ray
 
-            placement = self._place(workers or "auto", cluster_hardware())
+            placement = self.placement(workers or "auto", cluster_hardware())
             return pa.concat_tables(predict_images(request, placement, scope_keys=self.config.scope_keys))
 
-    def _place(self, workers: int | str, found: Hardware) -> Placement:
+    def placement(self, workers: int | str, found: Hardware) -> Placement:
+        """Where ``workers`` networks run on the hardware."""
         return place(recipes.custom(workers=workers, threads_per_worker=self.config.threads_per_worker), found)
 
 
