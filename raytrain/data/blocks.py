@@ -40,6 +40,9 @@ class Block:
         )
 
 
+_NO_ROWS = Block(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
 def to_block(table: pa.Table, shape: ImageShape) -> Block:
     """A block out of a table as :func:`to_table` makes it, without a copy."""
     table = table.combine_chunks()  # without a copy of the only chunk, as a column's own method makes
@@ -176,7 +179,7 @@ def batches_from_stream(partition: Partition, blocks: Iterable[Block], first_ste
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         rows, remaining = _next_rows(sum(partition.part_sizes(batch)), remaining, source)
-        yield _local_batch(partition, batch, _joined(rows, buffers) if rows else None)
+        yield _local_batch(partition, batch, _joined(rows, buffers) if rows else _NO_ROWS)
 
 
 def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: int) -> Iterator[LocalBatch]:
@@ -184,7 +187,7 @@ def batches_from_cache(partition: Partition, blocks: CachedBlocks, first_step: i
     for step in range(first_step, partition.plan.num_steps):
         batch = partition.plan.batch(step)
         samples = partition.local_samples(batch)
-        yield _local_batch(partition, batch, blocks.gather(samples) if len(samples) else None)
+        yield _local_batch(partition, batch, blocks.gather(samples) if len(samples) else _NO_ROWS)
 
 
 def _next_rows(count: int, remaining: list[Block], source: Iterator[Block]) -> tuple[list[Block], list[Block]]:
@@ -209,11 +212,8 @@ def _joined(blocks: list[Block], buffers: Buffers) -> Block:
     return Block(images, labels, np.concatenate([block.samples for block in blocks]))
 
 
-def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block | None) -> LocalBatch:
+def _local_batch(partition: Partition, batch: GlobalBatch, rows: Block) -> LocalBatch:
     part_sizes: Sequence[int] = partition.part_sizes(batch)
-    if rows is None:
-        empty = np.empty(0, np.int64)
-        return LocalBatch(batch, np.empty((0, 0, 0, 0), np.uint8), empty, empty, empty, tuple(part_sizes))
     images, labels, draws = rows.images, rows.labels, rows.samples
     readable = labels >= 0
     if not readable.all():
