@@ -276,13 +276,10 @@ def _held_out(manifest: Manifest, fraction: float, seed: int) -> Mask:
     held_out = np.zeros(len(manifest), bool)
     for label in range(len(manifest.classes)):
         members = np.flatnonzero(manifest.labels == label)
+        num_held_out = min(max(1, round(len(members) * fraction)), len(members) - 1)
         shuffled = np.random.default_rng((abs(seed), label)).permutation(members)
-        held_out[shuffled[: _num_held_out(len(members), fraction)]] = True
+        held_out[shuffled[:num_held_out]] = True
     return held_out
-
-
-def _num_held_out(num_images: int, fraction: float) -> int:
-    return min(max(1, round(num_images * fraction)), num_images - 1) if num_images > 1 else 0
 
 
 def _held_out_groups(manifest: Manifest, groups: npt.NDArray[np.object_], fraction: float, seed: int) -> Mask:
