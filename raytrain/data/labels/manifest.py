@@ -245,9 +245,7 @@ def build_manifests(store: Store) -> tuple[Manifest, Manifest | None]:
 def _by_folder(files: Listing, folders: FolderLabels, classes: tuple[str, ...] | None, part: Part | None) -> Manifest:
     """The images of one part, or of all, with the classes that their folders say."""
     chosen = np.array(folders.classes, object) != ""
-    if part != "test" or not files.left_out.get(_STRAY):  # once, if both parts are of one listing
-        for at in np.flatnonzero(~chosen):
-            files.left_out[_STRAY].append(files.images[at].path)
+    files.left_out[_STRAY] = [files.images[at].path for at in np.flatnonzero(~chosen)]
     if folders.parts is not None and part is not None:
         others = chosen & (np.array(folders.parts, object) != (folders.train if part == "train" else folders.test))
         if part == "train" and (names := sorted({folders.parts[at] for at in np.flatnonzero(others)} - {folders.test})):
