@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain.data.blocks import numbers, string_array
+from raytrain.data.blocks import number_array, numbers, string_array
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.permutation import Floats, Int64s
 from raytrain.errors import UsageError
@@ -182,17 +182,13 @@ def chosen_thresholds(trained: TrainedRun, threshold: Sequence[float] = ()) -> F
 
 
 def label_columns(trained: TrainedRun, table: pa.Table, thresholds: Floats) -> pa.Table:
-    """The output of ``predict``: key, labels, a score for each class, and error."""
+    """The labels of each row, and a score for each class."""
     scores, answers = _answers(table, thresholds)
-    readable = ~np.array([error is not None for error in table["error"].to_pylist()], bool)
     separator = trained.config.label_separator or "|"
-    names = [separator.join(compress(trained.classes, row)) for row in answers.tolist()]
-    labels = string_array([name if known else None for name, known in zip(names, readable.tolist(), strict=True)])
-    columns = {
-        f"score_{name}": pa.array(column, pa.float32(), mask=~readable)
-        for name, column in zip(trained.classes, scores.T.astype(np.float32), strict=True)
-    }
-    return pa.table({"key": table["key"], "labels": labels.cast(pa.string()), **columns, "error": table["error"]})
+    labels = string_array([separator.join(compress(trained.classes, row)) for row in answers.tolist()])
+    columns = zip(trained.classes, scores.T.astype(np.float32), strict=True)
+    score_of = {f"score_{name}": number_array(column) for name, column in columns}
+    return pa.table({"labels": labels.cast(pa.string()), **score_of})
 
 
 def score_labels(trained: TrainedRun, manifest: Manifest, table: pa.Table, thresholds: Floats) -> LabelEvaluation:

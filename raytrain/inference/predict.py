@@ -98,7 +98,11 @@ def predict(
     thresholds = chosen_thresholds(trained, threshold)
     images, manifest = _open_images(data)
     table = trained.predict(images, manifest, workers=workers, address=address, test_views=test_views, top_k=top_k)
-    columns = label_columns(trained, table, thresholds) if trained.config.multi_label else _output_columns(table)
+    if trained.config.multi_label:
+        predictions = label_columns(trained, table, thresholds)
+    else:
+        predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
+    columns = _output_columns(table, predictions)
     if output is not None:
         write_output(output, encode_table(columns, output))
     num_errors = len(table) - table["error"].null_count
@@ -126,10 +130,9 @@ def _open_images(data: Location | Iterable[Location]) -> tuple[Store, Manifest]:
     return images, named_images(images, ["/".join(path.split("/")[len(shared) :]) for path in paths])
 
 
-def _output_columns(table: pa.Table) -> pa.Table:
-    """The columns of the output, without predictions for images that could not be read."""
+def _output_columns(table: pa.Table, predictions: pa.Table) -> pa.Table:
+    """The columns of the output: key, predictions, but none for images that could not be read, and error."""
     readable = table["error"].is_null()
-    predictions = table.drop_columns(["key", "error", "truth", "answer", "loss"])
     columns = {
         name: pc.if_else(readable, predictions[name], pa.nulls(len(table), predictions[name].type))
         for name in predictions.column_names
