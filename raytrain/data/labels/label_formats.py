@@ -7,7 +7,7 @@ import json
 import posixpath
 import re
 from collections.abc import Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -171,23 +171,22 @@ def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> _Record:
 def _records(document: Any, key_names: Set[str]) -> list[_Record]:
     """The rows that a document has in one of the forms in which programs write tables."""
     if isinstance(document, list):
-        return _listed(cast("list[Any]", document))
+        return _listed(document)
     if not isinstance(document, dict) or not document:
         raise ValueError("it has no records")
-    found = cast(_Record, document)
-    if {"images", "annotations"} <= found.keys():
-        return _coco_records(**found)
-    if {"columns", "data"} <= found.keys():  # as pandas writes a table with orient="split"
-        return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
-    if all(map(is_part, found)):
-        return [{**record, "split": name} for name, part in found.items() for record in _records(part, key_names)]
-    lists = {name: value for name, value in found.items() if _is_list_of(value, (dict, list))}
+    if {"images", "annotations"} <= document.keys():
+        return _coco_records(**document)
+    if {"columns", "data"} <= document.keys():  # as pandas writes a table with orient="split"
+        return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
+    if all(map(is_part, document)):
+        return [{**record, "split": name} for name, part in document.items() for record in _records(part, key_names)]
+    lists = {name: value for name, value in document.items() if _is_list_of(value, (dict, list))}
     if len(lists) > 1:
         raise ValueError(f"it holds several tables, {', '.join(list(lists)[:5])}")
     for rows in lists.values():
         return _listed(rows)
-    by_image = [value for value in found.values() if _is_by_image(value)]
-    return _keyed_records(by_image[0] if len(by_image) == 1 else found, key_names)
+    by_image = [value for value in document.values() if _is_by_image(value)]
+    return _keyed_records(by_image[0] if len(by_image) == 1 else document, key_names)
 
 
 def _keyed_records(found: _Record, key_names: Set[str]) -> list[_Record]:
@@ -216,26 +215,24 @@ def _listed(rows: list[Any]) -> list[_Record]:
 
 
 def _is_list_of(value: object, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, kinds) for each in cast("list[Any]", value))
+    return isinstance(value, list) and bool(value) and all(isinstance(each, kinds) for each in value)
 
 
 def _is_by_image(value: object) -> bool:
-    return isinstance(value, dict) and bool(value) and all(map(_is_image, cast(_Record, value)))
+    return isinstance(value, dict) and bool(value) and all(map(_is_image, value))
 
 
 def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
     """A document without the names of its classes, and these by their numbers; none if there is no table beside."""
     if not isinstance(document, dict) or "annotations" in document:  # COCO's are read with its images
         return document, {}
-    found = cast(_Record, document)
-    rest = {name: value for name, value in found.items() if name not in _CLASS_NAMES}
+    rest = {name: value for name, value in document.items() if name not in _CLASS_NAMES}
     is_table = any(_is_list_of(value, (dict, list)) or _is_by_image(value) for value in rest.values())
-    given = {name: found[name] for name in _CLASS_NAMES if isinstance(found.get(name), (dict, list))}
-    if not given or not (is_table or (rest and all(map(is_part, rest)))):
+    name = next((name for name in _CLASS_NAMES if isinstance(document.get(name), (dict, list))), None)
+    if name is None or not (is_table or (rest and all(map(is_part, rest)))):
         return document, {}
-    name, value = next(iter(given.items()))
-    names = _numbered(value)
-    if len(set(names.values())) < len(value) or not all(map(str.isdecimal, names)):
+    names = _numbered(document[name])
+    if len(set(names.values())) < len(document[name]) or not all(map(str.isdecimal, names)):
         raise ValueError(f"{name} has to give each class a number and a name of its own")
     return rest, names
 
@@ -243,8 +240,8 @@ def _split_class_names(document: Any) -> tuple[Any, dict[str, str]]:
 def _numbered(classes: Any) -> dict[str, str]:
     """Names by numbers, of a list of names or of COCO's categories, or an object from names to numbers or back."""
     if isinstance(classes, list):
-        by_id = _is_list_of(cast("list[Any]", classes), dict)
-        pairs = [(each["id"], each["name"]) for each in classes] if by_id else enumerate(cast("list[Any]", classes))
+        by_id = _is_list_of(classes, dict)
+        pairs = [(each["id"], each["name"]) for each in classes] if by_id else enumerate(classes)
     elif all(map(str.isdecimal, classes)):
         pairs = classes.items()
     else:
