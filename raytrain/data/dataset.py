@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import Counter
@@ -154,7 +153,7 @@ def training_format(config: TrainConfig) -> ImageFormat:
     """How images are decoded for training: at random parts, or with a margin if random crops are cut later."""
     shape, cropping = evaluation_format(config)
     resizer = "pillow" if config.resizer == "auto" else config.resizer
-    cropping = dataclasses.replace(cropping, resizer=resizer)
+    cropping = replace(cropping, resizer=resizer)
     if not config.random_resized_crop:
         return ImageFormat(shape, cropping)
     height, width = (round(side * (config.cache_side or 1)) for side in shape.size)
