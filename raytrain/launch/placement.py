@@ -35,16 +35,13 @@ def gpus() -> tuple[Gpu, ...]:
     """All GPUs of this machine in PCI bus order, whatever CUDA_VISIBLE_DEVICES says; empty without NVIDIA's driver."""
     import pynvml
 
-    try:
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        return tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount()))
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
+        try:
+            return tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount()))
+        finally:
+            pynvml.nvmlShutdown()
+    return ()
 
 
 def visible_gpus(chosen: str) -> dict[str, str]:
