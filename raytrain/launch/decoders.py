@@ -73,7 +73,8 @@ class Decoders(AbstractContextManager["Decoders"]):
 
         Called before this process uses a GPU, and, as far as it can, before it has threads.
         """
-        processes = [self._fork(reads, read_ahead, num_threads) for num_threads in _shares(num_decoders())]
+        self._reads, self._read_ahead = reads, read_ahead
+        processes = [self._fork(num_threads) for num_threads in _shares(num_decoders())]
         for connection, process in zip(self._connections, processes, strict=True):
             threading.Thread(target=self._receive, args=(connection, process), daemon=True, name="decoded").start()
         self._next = cycle(self._connections)
@@ -104,10 +105,10 @@ class Decoders(AbstractContextManager["Decoders"]):
         if skipped:
             self._reporter.skip(skipped)
 
-    def _fork(self, reads: Sequence[ReadBlock], read_ahead: Callable[[], None], num_threads: int) -> BaseProcess:
+    def _fork(self, num_threads: int) -> BaseProcess:
         ours, theirs = Pipe()
         self._connections.append(ours)
-        arguments = (theirs, ours, reads, read_ahead, num_threads)
+        arguments = (theirs, ours, num_threads)
         process = get_context("fork").Process(target=self._serve, args=arguments, daemon=True, name="decode")
         process.start()
         theirs.close()
@@ -149,32 +150,24 @@ class Decoders(AbstractContextManager["Decoders"]):
             _, (future, _, _) = self._waiting.popitem()
             future.set_exception(error)
 
-    def _serve(
-        self,
-        connection: Connection,
-        others_end: Connection,
-        reads: Sequence[ReadBlock],
-        read_ahead: Callable[[], None],
-        num_threads: int,
-    ) -> None:
+    def _serve(self, connection: Connection, others_end: Connection, num_threads: int) -> None:
         """Answer until the worker closes its end, or ends."""
         others_end.close()
         self._answers = connection
         for _ in range(num_threads):
-            threading.Thread(target=read_ahead, daemon=True, name="decode").start()
+            threading.Thread(target=self._read_ahead, daemon=True, name="decode").start()
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
         with suppress(EOFError, OSError):
             while (asked := connection.recv()) != _END:
                 if asked == _HEARD:
                     self._heard.set()
                 else:
-                    number, which, *rest = asked
-                    threads.submit(self._read, number, reads[which], *rest)
+                    threads.submit(self._read, *asked)
         os._exit(0)  # without waiting for threads
 
-    def _read(self, number: int, read: ReadBlock, samples: Int64s, epoch: int, part: int) -> None:
+    def _read(self, number: int, which: int, samples: Int64s, epoch: int, part: int) -> None:
         try:
-            block = read(samples, epoch, self._memory.part(part))
+            block = self._reads[which](samples, epoch, self._memory.part(part))
         except Exception as error:
             self._answer(number, _portable(error), [], 0)
         else:
