@@ -100,8 +100,7 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
             store.with_lent_credentials(credentials),
             ImageFormat(_SHAPE),
             ray.put(manifest),
-            samples,
-            False,
+            manifest.rows_per_block(_SHAPE),
             coordinator,
         )
         cpus = ingest.DataCpus(nodes, 1)
@@ -114,7 +113,7 @@ def feed(images: str, nodes: int, blocks: int, folder: str, *, streamed: bool) -
             workers.take_stream.remote(feeders, image_set, partitions)
         else:
             order = CacheOrder(plan, 0, image_set.rows_per_block)
-            filler = block_cache.CacheFiller(coordinator, cpus, {"train": block_cache.CachedImages(image_set, order)})
+            filler = block_cache.CacheFiller(coordinator, cpus, {"train": image_set}, {"train": order})
             opened.callback(filler.close)
             filler.start()
             workers.take_cached.remote(total)

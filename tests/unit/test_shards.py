@@ -279,10 +279,8 @@ def image_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[Manifest], ingest.Im
         coordinator: Any = SimpleNamespace(
             skipped=skipped, skip=SimpleNamespace(remote=skipped.extend), retried=retried
         )
-        packed = manifest.packing is not None
-        return ingest.ImageSet(
-            open_store(manifest.url), ImageFormat(SHAPE), manifest, len(manifest), packed, coordinator
-        )
+        rows = manifest.rows_per_block(SHAPE)
+        return ingest.ImageSet(open_store(manifest.url), ImageFormat(SHAPE), manifest, rows, coordinator)
 
     return make
 

@@ -180,11 +180,9 @@ class RayLaunch:
 
     def _surroundings(self, coordinator: CoordinatorHandle) -> Surroundings:
         return Surroundings(
-            train=self._feed.train,
-            test=self._feed.test,
+            images=self._feed.images,
+            orders=self._feed.orders,
             weights=self._weights,
-            train_order=self._feed.orders.get("train"),
-            test_order=self._feed.orders.get("test"),
             functions=self._functions,
             path=tuple(sys.path),
             threads=self._placement.threads,

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -87,11 +87,9 @@ _POLL_S = 20.0
 class Surroundings:
     """Where the workers of a run get its images, and where they report. Holds no secret."""
 
-    train: ImageSet
-    test: ImageSet
+    images: Mapping[str, ImageSet]  # train and test
+    orders: Mapping[str, CacheOrder]  # in which they are kept; those without one are streamed
     weights: Any  # ObjectRef of the initial weights; None if the seed or a checkpoint decides
-    train_order: CacheOrder | None  # in which the training images are kept; None if they are streamed
-    test_order: CacheOrder | None
     functions: bytes  # the pickled loop and transforms of the spec, which may need the folders of path
     path: tuple[str, ...]  # where the driver looks for modules: some workers have the same folders
     threads: int
@@ -138,25 +136,23 @@ class RayBatches:
         self._num_streams: Counter[str] = Counter()
         self._train = Partition(spec.plan, rank, loads)
         self._test = Partition(spec.test_plan, rank, loads)
-        kept = {"train": (here.train, here.train_order), "test": (here.test, here.test_order)}
         self._caches = {
-            dataset: CachedBlocks(RemoteBlocks(here.directory, dataset, images.shape), order)
-            for dataset, (images, order) in kept.items()
-            if order is not None
+            dataset: CachedBlocks(RemoteBlocks(here.directory, dataset, here.images[dataset].shape), order)
+            for dataset, order in here.orders.items()
         }
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:
-        return self._batches("train", self._here.train, self._train, first_step)
+        return self._batches("train", self._train, first_step)
 
     def test(self) -> Iterator[LocalBatch]:
-        return self._batches("test", self._here.test, self._test, 0)
+        return self._batches("test", self._test, 0)
 
-    def _batches(self, dataset: str, images: ImageSet, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
+    def _batches(self, dataset: str, partition: Partition, first_step: int) -> Iterator[LocalBatch]:
         if dataset in self._caches:
             return batches_from_cache(partition, self._caches[dataset], first_step)
         stream = Stream(self._group, self._num_streams[dataset], dataset, first_step, len(partition.loads))
         self._num_streams[dataset] += 1
-        blocks = stream_blocks(self._here.feeders, stream, images, partition)
+        blocks = stream_blocks(self._here.feeders, stream, self._here.images[dataset], partition)
         return batches_from_stream(partition, blocks, first_step)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -20,26 +20,25 @@ _FIRST_BLOCKS = 4  # read before anything else starts, so that the first steps h
 _CLOSE_S = 10.0
 
 
-@dataclass(frozen=True)
-class CachedImages:
-    """A data set that is kept decoded, and in which order."""
-
-    images: ImageSet
-    order: CacheOrder
-
-
 class CacheFiller:
-    """Reads data sets into the object store, one after the other, and reports each block to the run's coordinator.
+    """Reads the data sets that have an order into the object store, and reports each block to the run's coordinator.
 
     The driver reads the first blocks itself, so that training can begin. Tasks read the rest, from :meth:`start`: after
     the workers have started if both together would keep every core busy. The filler lives in the driver, which owns
     the blocks: they outlast any worker, and Ray reads lost ones again.
     """
 
-    def __init__(self, coordinator: CoordinatorHandle, cpus: DataCpus, sets: dict[str, CachedImages]) -> None:
+    def __init__(
+        self,
+        coordinator: CoordinatorHandle,
+        cpus: DataCpus,
+        images: Mapping[str, ImageSet],
+        orders: Mapping[str, CacheOrder],
+    ) -> None:
         self._coordinator = coordinator
         self._cpus = cpus
-        self._sets = sets
+        self._images = images
+        self._orders = orders
         self._refs: list[Any] = []
         self._started = threading.Event()
         self._closed = False
@@ -59,11 +58,11 @@ class CacheFiller:
 
     def _fill(self) -> None:
         try:
-            heads = {name: self._add_head(name, cached) for name, cached in self._sets.items()}
+            heads = {name: self._add_head(name, order) for name, order in self._orders.items()}
             self._started.wait()
-            for name, cached in self._sets.items():
-                turns = (BlockRef(0, number) for number in range(heads[name], len(cached.order)))
-                refs = blocks_by_tasks(cached.images, [cached.order], turns, self._cpus.num_tasks, self._cpus.task)
+            for name, order in self._orders.items():
+                turns = (BlockRef(0, number) for number in range(heads[name], len(order)))
+                refs = blocks_by_tasks(self._images[name], [order], turns, self._cpus.num_tasks, self._cpus.task)
                 for _, ref in refs:
                     if self._closed:
                         return
@@ -72,12 +71,12 @@ class CacheFiller:
             if not self._closed:
                 self._coordinator.fail_blocks.remote(root_cause(error))
 
-    def _add_head(self, name: str, cached: CachedImages) -> int:
+    def _add_head(self, name: str, order: CacheOrder) -> int:
         """Read the first blocks in this process; return how many."""
-        count, order = min(_FIRST_BLOCKS, len(cached.order)) if name == "train" else 0, cached.order
-        with cached.images.reader(isolated=True) as reader:
+        images, count = self._images[name], min(_FIRST_BLOCKS, len(order)) if name == "train" else 0
+        with images.reader(isolated=True) as reader:
             for number in range(count):
-                table = read_table(cached.images, reader, order.samples(number), order.epoch(number))
+                table = read_table(images, reader, order.samples(number), order.epoch(number))
                 self._add(name, ray.put(table))
         return count
 

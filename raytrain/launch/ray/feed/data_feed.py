@@ -19,7 +19,7 @@ from raytrain.launch.coordinator import Ending
 from raytrain.launch.placement import Placement
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials, start_coordinator, stop_coordinator
-from raytrain.launch.ray.feed.block_cache import CachedImages, CacheFiller
+from raytrain.launch.ray.feed.block_cache import CacheFiller
 from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
 from raytrain.launch.ray.feed.streaming import start_feeders, stop_feeders
@@ -38,39 +38,37 @@ class DataFeed:
 
     def __init__(self, config: ResolvedConfig, data: Dataset, first_step: int, object_store_bytes: int) -> None:
         data = data.read_by(config)
-        self._cache = choose_cache(config, data, first_step, object_store_bytes)
+        cache = choose_cache(config, data, first_step, object_store_bytes)
+        kept = ("train", cache.train), ("test", cache.test)
+        self.orders: dict[str, CacheOrder] = {name: order for name, order in kept if order is not None}
+        """The order in which each cached data set is kept; the others are streamed."""
         self._config = config
-        self._data = data.kept_on(self._cache.disk)
+        self._data = data.kept_on(cache.disk)
         self._plan = data.plan(config)
         self._first_step = first_step
 
-    @property
-    def orders(self) -> dict[str, CacheOrder]:
-        """The order in which each cached data set is kept."""
-        return {name: cached.order for name, cached in self._cached.items()}
-
     def connect(self, coordinator: CoordinatorHandle, credentials: LentCredentials, placement: Placement) -> None:
-        """Describe the images to data tasks and workers, as ``train`` and ``test``, and start the ``feeders``."""
+        """Describe the ``images`` to data tasks and workers, and start the ``feeders``."""
         data = self._data
         self._coordinator = coordinator
         self._credentials = credentials
-        self.train = self._image_set(data.train_store, data.train, data.train_format)
-        self.test = self._image_set(data.test_store, data.test, data.test_format)
-        kept = ("train", self.train, self._cache.train), ("test", self.test, self._cache.test)
-        self._cached = {name: CachedImages(images, order) for name, images, order in kept if order is not None}
+        self.images = {
+            "train": self._image_set(data.train_store, data.train, data.train_format),
+            "test": self._image_set(data.test_store, data.test, data.test_format),
+        }
         self._placement = placement
         self._cpus = DataCpus(placement.data_cpus * placement.num_workers, placement.task_cpus)
-        streams = len(self._cached) < len(kept)
+        streams = self.images.keys() - self.orders.keys()
         self.feeders = start_feeders(placement.num_workers, self._cpus) if streams else ()
 
     def start(self) -> None:
         """Fill the cache, and stream what is not cached: the training images from now on, while the workers start."""
-        if "train" not in self._cached:
+        if "train" not in self.orders:
             expected = Stream(0, 0, "train", self._first_step, self._placement.num_workers)
             loads = self._config.worker_load or (1.0,) * expected.num_workers
             for feeder in self.feeders:
-                feeder.open.remote(expected, self.train, self._plan, loads)
-        self._filler = CacheFiller(self._coordinator, self._cpus, self._cached)
+                feeder.open.remote(expected, self.images["train"], self._plan, loads)
+        self._filler = CacheFiller(self._coordinator, self._cpus, self.images, self.orders)
         if self._placement.cpus_beside_start >= _CPUS_TO_FILL_BESIDE_START:
             self._filler.start()
 
@@ -88,9 +86,8 @@ class DataFeed:
             store=store.with_lent_credentials(self._credentials),
             format=format,
             manifest=ray.put(manifest),
-            num_images=len(manifest),
+            rows_per_block=manifest.rows_per_block(format.shape),
             coordinator=self._coordinator,
-            packed=manifest.packing is not None,
         )
 
 

@@ -15,7 +15,7 @@ from raytrain.data.blocks import Buffers, to_table
 from raytrain.data.images.decode import ImageFormat, ImageShape
 from raytrain.data.images.image_reader import ImageReader
 from raytrain.data.labels.manifest import Manifest
-from raytrain.data.plan.partition import BlockOrder, BlockRef, rows_per_block
+from raytrain.data.plan.partition import BlockOrder, BlockRef
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.ray.coordinator import CoordinatorHandle
 from raytrain.launch.ray.private_api import is_repeated_task
@@ -31,19 +31,13 @@ class ImageSet:
     store: Store
     format: ImageFormat
     manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
-    num_images: int
-    packed: bool
+    rows_per_block: int  # images in one block
     coordinator: CoordinatorHandle | None = None  # hears of images that cannot be read, and of retried requests
 
     @property
     def shape(self) -> ImageShape:
         """The shape of the decoded images."""
         return self.format.shape
-
-    @property
-    def rows_per_block(self) -> int:
-        """Images in one block."""
-        return rows_per_block(self.shape.num_bytes, packed=self.packed)
 
     def reader(self, *, isolated: bool) -> ImageReader:
         """Fetches and decodes them."""
@@ -118,4 +112,4 @@ def read_table(images: ImageSet, reader: ImageReader, samples: Int64s, epoch: in
 def chosen(images: ImageSet, samples: Int64s) -> Manifest:
     """What the manifest says of ``samples`` (see :meth:`BatchPlan.samples`)."""
     manifest: Manifest = ray.get(images.manifest)  # shared memory, which a process that kept it would not let go
-    return manifest.select(samples % images.num_images)
+    return manifest.select(samples % len(manifest))
