@@ -120,10 +120,10 @@ class PreparedRun(Start):
             _LOG.warning(sentence, f"{resolved.batch_size:,}", f"{num_images:,}")
         return resolved
 
-    def scope(self, *writes: str) -> Scope | None:
-        """What lent credentials are good for: reading the images, and URLs below ``writes``. None: no limit."""
+    def scope(self) -> Scope | None:
+        """What lent credentials are good for: reading the images, and the run's own place. None: no limit."""
         reads = f"{self.data.train_store.url}/", f"{self.data.test_store.url}/"
-        return Scope(reads, writes) if self.config.scope_keys else None
+        return Scope(reads, (f"{self.store.url}/",)) if self.config.scope_keys else None
 
     def skip_limit(self) -> SkipLimit:
         """How many images may be skipped."""

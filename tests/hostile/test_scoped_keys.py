@@ -178,7 +178,7 @@ def test_sts_is_asked_once_for_all_stores(account: None, monkeypatch: pytest.Mon
 
 def test_the_scope_of_a_run_is_its_images_and_itself(images: Path, tmp_path: Path) -> None:
     with prepare(check_places(config(images, tmp_path, scope_keys=True))) as prepared:
-        scope = prepared.scope(f"{prepared.store.url}/")
+        scope = prepared.scope()
     assert scope == Scope((f"{images}/", f"{images}/"), (f"{tmp_path}/run/",))
     with prepare(check_places(config(images, tmp_path, name="other"))) as prepared:
-        assert prepared.scope(f"{prepared.store.url}/") is None
+        assert prepared.scope() is None

@@ -103,7 +103,7 @@ def fail(*_: object, **__: object) -> None:
 
 
 RUN_STAGES = [
-    "raytrain.launch.ray.ray_launch.lend_credentials",
+    "raytrain.launch.ray.coordinator.lend_credentials",
     "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
     "raytrain.launch.ray.ray_launch.TrainerThread",
     "raytrain.launch.ray.feed.data_feed.CacheFiller",
@@ -111,7 +111,7 @@ RUN_STAGES = [
     "raytrain.monitor.recorder.RunRecorder.begin",
 ]
 SWEEP_STAGES = [
-    "raytrain.launch.ray.feed.data_feed.lend_credentials",
+    "raytrain.launch.ray.coordinator.lend_credentials",
     "raytrain.launch.ray.feed.data_feed.DataFeed.connect",
     "raytrain.launch.ray.feed.data_feed.CacheFiller",
     "raytrain.experiments.sweep.ThreadPoolExecutor",

@@ -9,26 +9,32 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorProxy
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 
-from raytrain.errors import UsageError
+from raytrain.errors import CoordinatorLost, UsageError
 from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.ray.feed.exchange import BlockDirectory
 from raytrain.launch.ray.nodes import ObjectStores
 from raytrain.launch.ray.private_api import delay_barrier, on_this_node
+from raytrain.monitor.events import Event
 from raytrain.runs.documents import run_store
 from raytrain.runs.machine_history import MachineUse
-from raytrain.runs.outcome import StopReason
+from raytrain.runs.outcome import StopReason, failure_sentence
 from raytrain.storage.clouds.s3 import S3
 from raytrain.storage.credentials import BucketCredentials, CredentialFields, CredentialSource, restored
 from raytrain.storage.lent_credentials import CredentialBroker, CredentialLender, Scope, ScopedCredentials
 from raytrain.storage.store import Store
+
+if TYPE_CHECKING:
+    from raytrain.launch.prepare import PreparedRun
 
 WAIT, KEYS = "wait", "keys"
 """Concurrency groups of the calls that run beside the others: those of workers that wait, and those for credentials,
@@ -181,9 +187,48 @@ def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any
         ) from None
 
 
+def open_coordinator(
+    prepared: PreparedRun, opened: ExitStack, **known: Any
+) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender | None]:
+    """The coordinator of a run, until ``opened`` is closed, and what :func:`lend_credentials` returns for it."""
+    data, store = prepared.data, prepared.store
+    coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **known)
+    opened.callback(stop_coordinator, coordinator)
+    stores = store, data.train_store, data.test_store
+    return coordinator, *lend_credentials(coordinator, stores, prepared.scope())
+
+
 def stop_coordinator(coordinator: CoordinatorHandle) -> None:
     """End the coordinator's process."""
     ray.kill(coordinator)  # pyright: ignore[reportArgumentType] ; Ray types a handle as handle or class
+
+
+class RayMonitor:
+    """A :class:`raytrain.launch.session.Monitor`: the coordinator of a run, or ``of`` a sweep's trials."""
+
+    def __init__(
+        self, coordinator: CoordinatorHandle, prepared: PreparedRun, of: str = "it", command: str = "train"
+    ) -> None:
+        self._coordinator = coordinator
+        self._prepared = prepared
+        self._of, self._command = of, command
+
+    def __getattr__(self, name: str) -> Any:
+        """The coordinator's method of this name."""
+        return partial(self._ask, name)
+
+    def event(self, event: Event) -> None:
+        """Note something that a viewer should read, without waiting."""
+        self._coordinator.event.remote(event)
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """Its answer; raises :class:`CoordinatorLost` if it has died."""
+        try:
+            return ray.get(getattr(self._coordinator, method).remote(*arguments))
+        except RayActorError:
+            prepared, reason = self._prepared, f"the process that coordinates {self._of} has died"
+            sentence = failure_sentence(prepared.config, reason, prepared.loop, command=self._command)
+            raise CoordinatorLost(sentence, prepared.name, prepared.store.url) from None
 
 
 def request_stop_in_cluster(name: str, storage: str, address: str, request: StopReason) -> None:

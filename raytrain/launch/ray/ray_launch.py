@@ -11,64 +11,24 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
-from raytrain.errors import CoordinatorLost
-from raytrain.launch.coordinator import Ending
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
 from raytrain.launch.ray.connection import Connection
-from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials, start_coordinator, stop_coordinator
+from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, open_coordinator
 from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
 from raytrain.launch.ray.nodes import check_shared, cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
-from raytrain.monitor.events import Event
-from raytrain.monitor.snapshot import RowCursor, Snapshot, Status
-from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.outcome import StopReason, TrainResult, failure_sentence
+from raytrain.launch.session import Monitor
+from raytrain.monitor.snapshot import Snapshot
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.assembly import load_initial_weights
 from raytrain.training.run_spec import RunSpec
 
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a loop or a model may read files by relative paths
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # what a loop prints would be in both logs of its worker
-
-
-class RayMonitor:
-    """A :class:`raytrain.launch.session.Monitor`: the run's coordinator, in its own process."""
-
-    def __init__(self, coordinator: CoordinatorHandle, prepared: PreparedRun) -> None:
-        self._coordinator = coordinator
-        self._prepared = prepared
-
-    def snapshot(self, since: RowCursor) -> Snapshot:
-        return self._ask("snapshot", since)
-
-    def event(self, event: Event) -> None:
-        self._coordinator.event.remote(event)
-
-    def skip(self, images: list[SkippedImage]) -> None:
-        self._coordinator.skip.remote(images)
-
-    def request_stop(self, request: StopReason) -> None:
-        self._ask("request_stop", request)
-
-    def ending(self) -> Ending:
-        return self._ask("ending")
-
-    def finish(self, status: Status, result: TrainResult) -> None:
-        self._ask("finish", status, result)
-
-    def _ask(self, method: str, *arguments: object) -> Any:
-        """Its answer; raises :class:`CoordinatorLost` if it has died."""
-        try:
-            return ray.get(getattr(self._coordinator, method).remote(*arguments))
-        except RayActorError:
-            prepared, reason = self._prepared, "the process that coordinates it has died"
-            sentence = failure_sentence(prepared.config, reason, prepared.loop)
-            raise CoordinatorLost(sentence, prepared.name, prepared.store.url) from None
 
 
 class RayLaunch:
@@ -97,24 +57,20 @@ class RayLaunch:
         self._weights = None if weights is None else ray.put(weights)
         self._is_finished = False
 
-    def start(self) -> RayMonitor:
+    def start(self) -> Monitor:
         """Start the coordinator, the workers and the reading of the data."""
         prepared, plan = self._prepared, self._spec.plan
         with ExitStack() as opened:
             self._capacity = CapacityCheck(self._placement)
-            coordinator = start_coordinator(
-                prepared.name,
-                prepared.store,
+            coordinator, credentials, self._lender = open_coordinator(
+                prepared,
+                opened,
                 num_steps=plan.num_steps,
                 steps_per_epoch=plan.steps_per_epoch,
                 num_workers=self.num_workers,
-                skip_limit=prepared.skip_limit(),
                 started_at=None if prepared.restarting else prepared.started_at,  # that is in the history
             )
-            opened.callback(stop_coordinator, coordinator)
             coordinator.checked.remote()
-            stores = prepared.store, prepared.data.train_store, prepared.data.test_store
-            credentials, self._lender = lend_credentials(coordinator, stores, prepared.scope(f"{prepared.store.url}/"))
             if self._owns_feed:
                 self._feed.connect(coordinator, credentials, self._placement)
             folder = opened.enter_context(TemporaryFolder())  # Ray Train's own notes; the run's are in its storage
@@ -135,12 +91,11 @@ class RayLaunch:
             if self._owns_feed:
                 self._feed.start()
                 opened.callback(self._feed.close)
-            monitor = RayMonitor(coordinator, prepared)
-            self._monitor = monitor
-            self._head = HeadWatch(monitor.event)
+            self._monitor: Any = RayMonitor(coordinator, prepared)
+            self._head = HeadWatch(self._monitor.event)
             opened.callback(self._head.close)
             self._opened = opened.pop_all()
-        return monitor
+        return self._monitor
 
     def look(self, snapshot: Snapshot) -> None:
         """Renew credentials, and look after the cluster."""

@@ -6,19 +6,16 @@ import dataclasses
 from contextlib import AbstractContextManager, ExitStack
 
 import ray
-from ray.exceptions import RayActorError
 
 from raytrain.config import ResolvedConfig
 from raytrain.data.dataset import Dataset
 from raytrain.data.images.decode import ImageFormat
 from raytrain.data.labels.manifest import Manifest
 from raytrain.data.plan.partition import CacheOrder
-from raytrain.errors import CoordinatorLost
 from raytrain.launch.cache_choice import choose_cache, keeps_shared
-from raytrain.launch.coordinator import Ending
 from raytrain.launch.placement import Placement
 from raytrain.launch.prepare import PreparedRun
-from raytrain.launch.ray.coordinator import CoordinatorHandle, lend_credentials, start_coordinator, stop_coordinator
+from raytrain.launch.ray.coordinator import CoordinatorHandle, RayMonitor, open_coordinator
 from raytrain.launch.ray.feed.block_cache import CacheFiller
 from raytrain.launch.ray.feed.exchange import Stream
 from raytrain.launch.ray.feed.ingest import DataCpus, ImageSet
@@ -26,7 +23,7 @@ from raytrain.launch.ray.feed.streaming import start_feeders, stop_feeders
 from raytrain.launch.ray.nodes import cluster_hardware
 from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.metric_row import SkippedImage
-from raytrain.runs.outcome import EndStatus, failure_sentence
+from raytrain.runs.outcome import EndStatus
 from raytrain.storage.credentials import LentCredentials
 from raytrain.storage.store import Store
 
@@ -95,25 +92,16 @@ class SharedImages(AbstractContextManager["SharedImages"]):
     """Images that runs of this process share, decoded once, while it is open; ``feed`` is None if they do not fit."""
 
     def __init__(self, prepared: PreparedRun, config: ResolvedConfig, placement: Placement, num_steps: int) -> None:
-        self._prepared = prepared
         data, room = prepared.data, cluster_hardware().object_store_bytes
         self.feed: DataFeed | None = None
         if keeps_shared(config, data, room):
             in_memory = dataclasses.replace(config, cache="memory")
             self.feed = DataFeed(in_memory, data, 0, room)
         with ExitStack() as opened:
-            self.coordinator = start_coordinator(
-                prepared.name,
-                prepared.store,
-                num_steps=num_steps,
-                steps_per_epoch=num_steps,
-                num_workers=placement.num_workers,
-                skip_limit=prepared.skip_limit(),
+            self.coordinator, credentials, self._lender = open_coordinator(
+                prepared, opened, num_steps=num_steps, steps_per_epoch=num_steps, num_workers=placement.num_workers
             )
-            opened.callback(stop_coordinator, self.coordinator)
-            stores = prepared.store, data.train_store, data.test_store
-            scope = prepared.scope(f"{prepared.store.url}/")
-            credentials, self._lender = lend_credentials(self.coordinator, stores, scope)
+            self._monitor = RayMonitor(self.coordinator, prepared, of="its trials", command="sweep")
             if self.feed is not None:
                 self.feed.connect(self.coordinator, credentials, placement)
                 self.feed.start()
@@ -130,13 +118,9 @@ class SharedImages(AbstractContextManager["SharedImages"]):
         To be called every second or so, as this also renews the credentials with which images are read. Raises
         :class:`CoordinatorLost` if the coordinator has died.
         """
-        try:
-            snapshot: Snapshot = ray.get(self.coordinator.snapshot.remote(START))
-            ending: Ending = ray.get(self.coordinator.ending.remote())
-            if self._lender is not None:
-                self._lender.lend_if_due()
-        except RayActorError:
-            raise self._lost() from None
+        snapshot, ending = self._monitor.snapshot(START), self._monitor.ending()
+        if self._lender is not None:
+            self._lender.lend_if_due()
         return snapshot, ending.failure
 
     def skipped_images(self) -> list[SkippedImage]:
@@ -146,8 +130,3 @@ class SharedImages(AbstractContextManager["SharedImages"]):
     def finish(self, status: EndStatus) -> None:
         """End the list of skipped images: it is in storage when this returns."""
         ray.get(self.coordinator.finish.remote(status, None))
-
-    def _lost(self) -> CoordinatorLost:
-        reason = "the process that coordinates its trials has died"
-        sentence = failure_sentence(self._prepared.config, reason, command="sweep")
-        return CoordinatorLost(sentence, self._prepared.name, self._prepared.store.url)
