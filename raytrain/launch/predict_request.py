@@ -47,10 +47,9 @@ class PredictRequest:
 
     def blocks(self, first: int, stride: int) -> list[Manifest]:
         """Every ``stride``-th block of images, from block ``first`` on."""
-        rows = self.manifest.rows_per_block(self.format.shape)
-        starts = range(first * rows, len(self.manifest), stride * rows)
-        stops = [min(start + rows, len(self.manifest)) for start in starts]
-        return [self.manifest.select(np.arange(*each)) for each in zip(starts, stops, strict=True)]
+        rows, count = self.manifest.rows_per_block(self.format.shape), len(self.manifest)
+        starts = range(first * rows, count, stride * rows)
+        return [self.manifest.select(np.arange(start, min(start + rows, count))) for start in starts]
 
 
 @dataclass(frozen=True)

@@ -162,13 +162,11 @@ def open_machines(config: TrainConfig) -> Iterator[Callable[[], Hardware]]:
 
 def _train_locally(config: TrainConfig, start: Start) -> TrainResult:
     """Train on this machine. The agent that starts the workers imports torch while the data is listed."""
-    from raytrain.launch.local.local_launch import AgentProcess
+    from raytrain.launch.local.local_launch import AgentProcess, LocalLaunch
 
     check_room(config, machine_hardware(config.gpus))
     agent = AgentProcess(visible_gpus(config.gpus) if config.gpus else {})
     with closing(agent), prepare(config, start) as prepared:
-        from raytrain.launch.local.local_launch import LocalLaunch
-
         STARTUP.info("starting the workers …")
         with prepared.signals, RunSession(prepared, LocalLaunch(prepared, agent)) as session:
             return session.watch()

@@ -114,8 +114,8 @@ class RayLaunch:
         return self._trainer.ended.done()
 
     def failure(self) -> str | None:
-        """Why Ray Train gave up."""
-        return self._trainer.failure()
+        """Why Ray Train gave up; None if it has not ended, or ended normally."""
+        return self._trainer.ended.result() if self._trainer.ended.done() else None
 
     def end_workers(self) -> None:
         """Note the images that runs beside this one could not use. The workers end by themselves, or when it closes."""

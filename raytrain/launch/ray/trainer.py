@@ -77,8 +77,6 @@ _ENDS_WITHIN_S = 10.0
 # A controller that starts workers answers when they have started. Killed before, it leaves their CPUs reserved.
 _WORKERS_START_WITHIN_S = 180.0
 _SETTINGS = "RAY_TRAIN_", "RAY_CHDIR_"  # of Ray Train, which the workers get from their controller
-# The process that tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
-_WITHOUT_WATCHER = {WATCHER: "0"}
 
 
 def check_elastic(placement: Placement) -> None:
@@ -155,10 +153,6 @@ class TrainerThread:
             remove_placement_group(self._reserved)
         concurrent.futures.wait([self.ended], timeout=_ENDS_WITHIN_S)
 
-    def failure(self) -> str | None:
-        """Why Ray Train gave up; None if it has not ended, or ended normally."""
-        return self.ended.result() if self.ended.done() else None
-
     def _fit(self, trainer: TorchTrainer) -> None:
         try:
             trainer.fit()
@@ -176,7 +170,8 @@ class _Trainer(TorchTrainer):
         super().__init__(*args, **options)
         self._coordinator = coordinator
         self._grows = grows
-        self._settings = _WITHOUT_WATCHER if one_node and not grows else {}
+        # It tells workers of nodes that will be taken away: with one node, that would take all of Ray away.
+        self._settings = {WATCHER: "0"} if one_node and not grows else {}
 
     def _create_default_callbacks(self) -> list[Any]:
         defaults = super()._create_default_callbacks()
