@@ -53,7 +53,8 @@ def test_workers_find_room_while_the_first_blocks_are_read(images: Path, tmp_pat
     store = open_store(str(images))
     manifest = build_manifest(store)
     shape = ImageShape(12, 12, 3)
-    image_set = ImageSet(store, ImageFormat(shape), ray.put(manifest), manifest.rows_per_block(shape))
+    nobody: Any = None
+    image_set = ImageSet(store, ImageFormat(shape), ray.put(manifest), manifest.rows_per_block(shape), nobody)
     order: Any = Slow(tmp_path)
     blocks = block_refs(image_set, [order], DataCpus(all=1.0, task=0.5))  # of 2 CPUs
 

@@ -144,5 +144,4 @@ class RayLaunch:
             folder=os.getcwd() if self._cluster.own else None,
             feeders=self._feed.feeders,
             coordinator=coordinator,
-            directory=self._shared.coordinator if self._shared and not self._owns_feed else coordinator,
         )

@@ -96,7 +96,6 @@ class Surroundings:
     folder: str | None  # that of the driver, on the same machine; None if the cluster may have others
     feeders: tuple[FeederHandle, ...]  # from which workers get what is streamed
     coordinator: CoordinatorHandle
-    directory: CoordinatorHandle  # knows where the images are that are kept
 
 
 def work(spec: RunSpec, here: Surroundings) -> None:
@@ -137,8 +136,9 @@ class RayBatches:
         self._train = Partition(spec.plan, rank, loads)
         self._test = Partition(spec.test_plan, rank, loads)
         self._caches = {
-            dataset: CachedBlocks(RemoteBlocks(here.directory, dataset, here.images[dataset].shape), order)
-            for dataset, order in here.orders.items()
+            dataset: CachedBlocks(RemoteBlocks(images.coordinator, dataset, images.shape), here.orders[dataset])
+            for dataset, images in here.images.items()
+            if dataset in here.orders
         }
 
     def train(self, first_step: int) -> Iterator[LocalBatch]:

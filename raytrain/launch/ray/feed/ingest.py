@@ -32,7 +32,7 @@ class ImageSet:
     format: ImageFormat
     manifest: Any  # ObjectRef[Manifest]: one copy per node, however many tasks there are
     rows_per_block: int  # images in one block
-    coordinator: CoordinatorHandle | None = None  # hears of images that cannot be read, and of retried requests
+    coordinator: CoordinatorHandle  # hears of images that cannot be read, and of retried requests; has what is kept
 
     @property
     def shape(self) -> ImageShape:
@@ -95,7 +95,6 @@ def read_block(images: ImageSet, order: BlockOrder, number: int) -> pa.Table:
 
 def read_table(images: ImageSet, reader: ImageReader, samples: Int64s, epoch: int) -> pa.Table:
     """Fetch ``samples`` and decode them: columns image (H*W*C bytes), label (below 0 if unreadable) and sample."""
-    assert images.coordinator is not None
     wanted = chosen(images, samples)
     labels = wanted.labels.astype(np.int64)
     room = _buffers.take((images.rows_per_block * images.shape.num_bytes,))
