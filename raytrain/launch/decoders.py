@@ -97,7 +97,7 @@ class Decoders(AbstractContextManager["Decoders"]):
             if skipped or num_retries:
                 with self._reporting:
                     self._heard.clear()
-                    self._answer(None, None, skipped, num_retries)
+                    self._answer(None, (skipped, num_retries))
                     self._heard.wait()
             return
         if num_retries:
@@ -118,14 +118,14 @@ class Decoders(AbstractContextManager["Decoders"]):
         """Take the answers of a process; if a signal ends it, such as that of an image, it ends this process, too."""
         while True:
             try:
-                answer = connection.recv()
+                number, answer = connection.recv()
             except (EOFError, OSError):
                 break
             try:
-                self._take(*answer)
+                self._take(number, answer)
             except Exception as error:  # what the reporter raises
                 self._fail(error)
-            if answer[0] is None:
+            if number is None:
                 with self._sending, suppress(OSError):
                     connection.send(_HEARD)
         process.join()
@@ -134,9 +134,10 @@ class Decoders(AbstractContextManager["Decoders"]):
                 os.kill(os.getpid(), -process.exitcode)
             self._fail(RuntimeError(f"a process that decodes has ended with {process.exitcode}"))
 
-    def _take(self, number: int | None, answer: Any, skipped: list[SkippedImage], num_retries: int) -> None:
-        self.report(skipped, num_retries)
-        if number is not None and (asked := self._waiting.pop(number, None)):
+    def _take(self, number: int | None, answer: Any) -> None:
+        if number is None:
+            self.report(*answer)
+        elif asked := self._waiting.pop(number, None):
             future, pixels, samples = asked
             if isinstance(answer, Exception):
                 future.set_exception(answer)
@@ -169,14 +170,15 @@ class Decoders(AbstractContextManager["Decoders"]):
         try:
             block = self._reads[which](samples, epoch, self._memory.part(part))
         except Exception as error:
-            self._answer(number, _portable(error), [], 0)
+            self._answer(number, _portable(error))
         else:
-            self._answer(number, (block.images.shape, block.labels), [], 0)
+            self._answer(number, (block.images.shape, block.labels))
 
-    def _answer(self, *answer: Any) -> None:
+    def _answer(self, number: int | None, answer: Any) -> None:
+        """Send the answer to what was asked under ``number``; without a number, a report."""
         assert self._answers is not None
         with self._sending, suppress(OSError):  # the worker has ended
-            self._answers.send(answer)
+            self._answers.send((number, answer))
 
 
 def _shares(num_threads: int) -> list[int]:
