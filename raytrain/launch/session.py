@@ -9,14 +9,12 @@ from typing import Protocol
 
 from raytrain.config import ResolvedConfig
 from raytrain.errors import CoordinatorLost, RaytrainError, StorageError
-from raytrain.launch.coordinator import Ending
+from raytrain.launch.coordinator import Coordinator, Ending
 from raytrain.launch.prepare import PreparedRun
-from raytrain.monitor.events import Event
 from raytrain.monitor.recorder import RunRecorder, progress_of
-from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status
+from raytrain.monitor.snapshot import START, Snapshot
 from raytrain.runs.background import Background
 from raytrain.runs.checkpoint_files import newest_checkpoint
-from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.outcome import Outcome, StopReason, TrainResult, failure_sentence, successful
 from raytrain.runs.redact import printable, redact
 from raytrain.trackers.tracking import Tracking
@@ -30,25 +28,18 @@ _STATUS_AFTER: dict[object, str] = {
 }
 
 
-class Monitor(Protocol):
-    """A :class:`Coordinator`, of this process or of another one: then :class:`CoordinatorLost` if it has died."""
-
-    def snapshot(self, since: RowCursor) -> Snapshot: ...
-    def event(self, event: Event) -> None: ...
-    def skip(self, images: list[SkippedImage]) -> None: ...
-    def request_stop(self, request: StopReason) -> None: ...
-    def ending(self) -> Ending: ...
-    def finish(self, status: Status, result: TrainResult) -> None: ...
-
-
 class Launch(Protocol):
     """The workers of a run and what they need: on a Ray cluster, or on this machine without Ray."""
 
     config: ResolvedConfig
     num_workers: int
 
-    def start(self) -> Monitor:
-        """Start the workers, and what they read and report to."""
+    def start(self) -> Coordinator:
+        """Start the workers, and what they read and report to.
+
+        The coordinator may be in another process: then what is returned in its place asks it, and raises
+        :class:`CoordinatorLost` if it has died.
+        """
         ...
 
     def look(self, snapshot: Snapshot) -> None:

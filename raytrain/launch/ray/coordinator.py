@@ -204,7 +204,7 @@ def stop_coordinator(coordinator: CoordinatorHandle) -> None:
 
 
 class RayMonitor:
-    """A :class:`raytrain.launch.session.Monitor`: the coordinator of a run, or ``of`` a sweep's trials."""
+    """Asks the coordinator of a run, or ``of`` a sweep's trials, from another process; has all of its methods."""
 
     def __init__(
         self, coordinator: CoordinatorHandle, prepared: PreparedRun, of: str = "it", command: str = "train"

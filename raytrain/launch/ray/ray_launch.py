@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from raytrain.launch.coordinator import Coordinator
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import PreparedRun
 from raytrain.launch.ray.cluster_watch import CapacityCheck, HeadWatch
@@ -21,7 +22,6 @@ from raytrain.launch.ray.feed.data_feed import DataFeed, SharedImages
 from raytrain.launch.ray.nodes import check_shared, cluster_hardware, fastest_on_nodes, fastest_resizer_on_nodes
 from raytrain.launch.ray.trainer import TrainerThread, check_elastic
 from raytrain.launch.ray.worker import Surroundings, pickle_functions, work
-from raytrain.launch.session import Monitor
 from raytrain.monitor.snapshot import Snapshot
 from raytrain.storage.temporary_files import TemporaryFolder
 from raytrain.training.assembly import load_initial_weights
@@ -57,7 +57,7 @@ class RayLaunch:
         self._weights = None if weights is None else ray.put(weights)
         self._is_finished = False
 
-    def start(self) -> Monitor:
+    def start(self) -> Coordinator:
         """Start the coordinator, the workers and the reading of the data."""
         prepared, plan = self._prepared, self._spec.plan
         with ExitStack() as opened:
