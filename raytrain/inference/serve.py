@@ -78,8 +78,7 @@ def serve(
                     ready(url)
                 while signals.stop_request is None:
                     time.sleep(_LOOK_EVERY_S)
-                    if lender is not None:
-                        lender.lend_if_due()
+                    lender.lend_if_due()
 
 
 def served_model(trained: TrainedRun, store: Store, top_k: int, thresholds: Floats) -> ServedModel:

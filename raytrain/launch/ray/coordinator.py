@@ -189,7 +189,7 @@ def start_coordinator(name: str, store: Store, *, num_workers: int, **known: Any
 
 def open_coordinator(
     prepared: PreparedRun, opened: ExitStack, **known: Any
-) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender | None]:
+) -> tuple[CoordinatorHandle, ServedCredentials, CredentialLender]:
     """The coordinator of a run, until ``opened`` is closed, and what :func:`lend_credentials` returns for it."""
     data, store = prepared.data, prepared.store
     coordinator = start_coordinator(prepared.name, store, skip_limit=prepared.skip_limit(), **known)
@@ -272,12 +272,12 @@ class ServedCredentials:
 
 def lend_credentials(
     server: Any, stores: Iterable[Store], scope: Scope | None = None
-) -> tuple[ServedCredentials, CredentialLender | None]:
+) -> tuple[ServedCredentials, CredentialLender]:
     """This process's credentials for the ``stores`` in other processes, through an actor that serves them.
 
     Those of each cloud that has a store are lent now and whenever the lender is told that they may be due again. If all
-    stores are folders, there is no lender: the actor has nothing that it could give away. With a ``scope``, what is
-    lent is good for that alone; raises UsageError if STS does not issue such credentials.
+    stores are folders, nothing is lent: the actor has nothing that it could give away. With a ``scope``, what is lent
+    is good for that alone; raises UsageError if STS does not issue such credentials.
     """
     served = ServedCredentials(server, secrets.token_hex(16))
     first: dict[str, Store] = {}
@@ -285,7 +285,7 @@ def lend_credentials(
         if store.cloud is not None:
             first.setdefault(store.cloud.name, store)
     sources = {cloud: _lent_source(store, scope) for cloud, store in first.items()}
-    return served, CredentialLender(served._lend, sources) if sources else None
+    return served, CredentialLender(served._lend, sources)
 
 
 def _lent_source(store: Store, scope: Scope | None) -> CredentialSource:
@@ -300,7 +300,7 @@ def _lent_source(store: Store, scope: Scope | None) -> CredentialSource:
 @contextmanager
 def serving_credentials(
     stores: Iterable[Store], scope: Scope | None = None
-) -> Iterator[tuple[ServedCredentials, CredentialLender | None]]:
+) -> Iterator[tuple[ServedCredentials, CredentialLender]]:
     """Serve credentials as :func:`lend_credentials` does, with an actor that lives as long as the ``with`` block."""
     server: Any = (
         ray.remote(CredentialBroker)  # keys are lent later: the cluster keeps the arguments of constructors

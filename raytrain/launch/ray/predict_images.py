@@ -30,8 +30,7 @@ def predict_images(request: PredictRequest, placement: Placement, *, scope_keys:
             sources = [actor.predict.remote(*each) for actor, each in zip(actors, arguments, strict=True)]
             for table in in_turn(sources):
                 yield ray.get(table)
-                if lender is not None:
-                    lender.lend_if_due()
+                lender.lend_if_due()
         finally:
             for actor in actors:
                 ray.kill(actor)

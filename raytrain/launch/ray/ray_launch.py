@@ -103,8 +103,7 @@ class RayLaunch:
             self._feed.workers_started()
         if snapshot.status == "starting":
             self._capacity.check()
-        if self._lender is not None:
-            self._lender.lend_if_due()
+        self._lender.lend_if_due()
         self._head.look()
         self._trainer.remember_reserved()
 

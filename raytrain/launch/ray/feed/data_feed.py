@@ -119,8 +119,7 @@ class SharedImages(AbstractContextManager["SharedImages"]):
         :class:`CoordinatorLost` if the coordinator has died.
         """
         snapshot, ending = self._monitor.snapshot(START), self._monitor.ending()
-        if self._lender is not None:
-            self._lender.lend_if_due()
+        self._lender.lend_if_due()
         return snapshot, ending.failure
 
     def skipped_images(self) -> list[SkippedImage]:
