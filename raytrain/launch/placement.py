@@ -219,7 +219,9 @@ def wanted(config: TrainConfig, found: Hardware) -> tuple[str, int, int]:
     """The device, and the least and the most workers."""
     any_gpu = found.gpus >= 1 or config.accelerator_type is not None
     device = ("cuda" if any_gpu else "cpu") if config.device_type == "auto" else config.device_type
-    fewest, most = config.elastic_workers or (_wanted_workers(config, device, found),) * 2
+    fitting = available_workers(config, device, found) if device == "cuda" else max(1, int(found.cpus * 3 / 4))
+    number = fitting if config.workers == "auto" else config.workers
+    fewest, most = config.elastic_workers or (int(number), int(number))
     return device, fewest, most
 
 
@@ -235,12 +237,6 @@ def available_workers(config: TrainConfig, device: str, found: Hardware) -> int:
 def device_kind(accelerator_type: str | None, device: str) -> str:
     """What workers compute with, as messages name it."""
     return "CPUs" if device == "cpu" else f"{accelerator_type or ''} GPUs".strip()
-
-
-def _wanted_workers(config: TrainConfig, device: str, found: Hardware) -> int:
-    if config.workers != "auto":
-        return int(config.workers)
-    return available_workers(config, device, found) if device == "cuda" else max(1, int(found.cpus * 3 / 4))
 
 
 def _floor(cpus: float) -> float:
