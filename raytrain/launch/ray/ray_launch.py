@@ -86,7 +86,6 @@ class RayLaunch:
                 max_failures=self.config.max_failures,
                 one_node=self._one_node,
             )
-            self._trainer.start()
             opened.callback(self._end_trainer)
             if self._owns_feed:
                 self._feed.start()

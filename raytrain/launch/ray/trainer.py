@@ -90,7 +90,7 @@ def check_elastic(placement: Placement) -> None:
 
 
 class TrainerThread:
-    """Runs ``work`` on every worker of ``placement``, and restarts failed workers up to ``max_failures`` times.
+    """Runs ``work`` on every worker of ``placement`` from now on, restarts failed ones up to ``max_failures`` times.
 
     It needs a thread of its own: in the main thread, Ray Train would answer signals with an abort. Ray Train keeps its
     own notes in ``folder``.
@@ -129,11 +129,7 @@ class TrainerThread:
             ),
         )
         # The thread alone holds the trainer, and with it the run's images in the object store.
-        self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer")
-
-    def start(self) -> None:
-        """Start the workers."""
-        self._thread.start()
+        threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="trainer").start()
 
     def remember_reserved(self) -> None:
         """Ask the coordinator for what the workers have reserved, to be called now and then: it may die."""
