@@ -226,13 +226,13 @@ def _free_name(storage: str, name: str, store: Store) -> None:
 
 def _check_free(config: TrainConfig, name: str, store: Store) -> None:
     """Raise UsageError if a new run exists already."""
-    if store.exists(CONFIG) and not config.resume:
+    if store.exists(CONFIG):
+        if config.resume:
+            return
         raise UsageError(
             f"A run called {name!r} is in {config.storage} already; resume it with --resume, or choose another --name."
         )
-    if not store.exists(CONFIG) and (
-        other := next((each.path for each in store.list() if not is_own(each.path)), None)
-    ):
+    if other := next((each.path for each in store.list() if not is_own(each.path)), None):
         raise UsageError(
             f"{store.url} is where the run would be stored, and holds files that no run wrote, such as {other}; choose "
             "another --name or --storage."
