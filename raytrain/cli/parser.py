@@ -24,8 +24,8 @@ from raytrain.config import SECTIONS, TrainConfig
 from raytrain.config.user_code import names_own_function, stored_function_error
 from raytrain.errors import UsageError, did_you_mean, flag
 from raytrain.recipes import RECIPES
-from raytrain.runs.documents import CONFIG
-from raytrain.runs.outcome import DECIDED_ANEW
+from raytrain.runs.documents import CONFIG, open_run, read_config, run_store
+from raytrain.runs.outcome import DECIDED_ANEW, OWN_CODE, as_tuple
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -314,8 +314,6 @@ def _option_names(command: Callable[..., Any]) -> Iterator[str]:
 
 def _starts_here(typed: Mapping[str, Any]) -> bool:
     """Whether there is no run to resume, and the command has --data, which nobody types who resumes a run."""
-    from raytrain.runs.documents import run_store  # deferred: a new run can be parsed without storage
-
     return bool(typed["data"]) and not run_store(typed["storage"], typed["name"]).exists(CONFIG)
 
 
@@ -323,8 +321,6 @@ def _stored_options(
     command: str, typed: Mapping[str, Any], recipe: str | None, defaults: Mapping[str, TrainConfig]
 ) -> TrainConfig:
     """The stored options of the run to resume, but for where it trains; ``recipe`` is what was typed."""
-    from raytrain.runs.documents import open_run, read_config  # deferred: a new run can be parsed without storage
-
     stored = read_config(open_run(typed["storage"], typed["name"]))
     if recipe not in (None, stored.recipe) or stored.recipe not in defaults:
         raise UsageError(
@@ -337,12 +333,8 @@ def _stored_options(
 
 def _check_functions(typed: Mapping[str, Any], resumed: Mapping[str, Any]) -> None:
     """Raise UsageError if a function would run that was not typed: one that only the stored options name."""
-    for option in ("model", "loop", "transforms", "track"):
-        for name in set(_names(resumed[option])) - set(_names(typed[option])):
+    for option in OWN_CODE:
+        for name in map(str, set(as_tuple(resumed[option])).difference(as_tuple(typed[option]))):
             if names_own_function(name):
                 document = f"{resumed['storage']}/{resumed['name']}/{CONFIG}"
                 raise stored_function_error(option, name, document, may_be_named=True)
-
-
-def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else (value,) if value else ()

@@ -135,7 +135,8 @@ def successful(result: TrainResult) -> TrainResult:
 
 DECIDED_ANEW = ("backend", "workers", "wait_for_machines_s", "worker_load", "device", "address")
 """Where a resumed run trains: each start decides on it."""
-_OWN_CODE = ("model", "loop", "transforms", "track")
+OWN_CODE = ("model", "loop", "transforms", "track")
+"""Options that may name code of the user's own."""
 _NO_FLAGS = ("recipe", "resume")
 
 
@@ -148,9 +149,7 @@ def train_command(config: TrainConfig) -> str:
 
 def resume_command(config: TrainConfig, command: str = "train") -> str:
     """The shortest command that resumes a run: its documents hold its options, but for where it trains, and code."""
-    code = [
-        name for name in _OWN_CODE if any(names_own_function(str(each)) for each in as_tuple(getattr(config, name)))
-    ]
+    code = [name for name in OWN_CODE if any(names_own_function(str(each)) for each in as_tuple(getattr(config, name)))]
     return shell_command(command, *_flags(config, ["name", "storage", *DECIDED_ANEW, *code]), "--resume")
 
 
