@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 from rich import box
 from rich.bar import Bar
@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from raytrain.runs.outcome import as_tuple
 from raytrain.runs.redact import one_line, printable
 
 _STATUS_STYLES = {
@@ -86,9 +87,9 @@ def format_value(value: object) -> str:
 
 def format_option(value: object) -> str:
     """The value of an option as a user types it; the values of a tuple are separated by blanks."""
-    values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
     return " ".join(
-        UNKNOWN if one is None else f"{one:g}" if isinstance(one, float) else one_line(str(one)) for one in values
+        UNKNOWN if one is None else f"{one:g}" if isinstance(one, float) else one_line(str(one))
+        for one in as_tuple(value)
     )
 
 
