@@ -24,6 +24,7 @@ from raytrain.data.labels.manifest import Shrinking
 from raytrain.data.plan.permutation import Int64s
 from raytrain.launch.prepare import check_named, with_preprocessing_of_weights
 from raytrain.runs.documents import new_name, plain, run_store
+from raytrain.runs.metric_row import SkippedImage
 from raytrain.training.augment import Augment, build_transforms
 from raytrain.training.batch import Batch, mix_batch, to_batch
 from raytrain.training.gallery import screen_pixels
@@ -115,13 +116,6 @@ class Range(NamedTuple):
         return cls(*(int(of(numbers)) for of in (np.min, np.median, np.max))) if len(numbers) else None
 
 
-class Unreadable(NamedTuple):
-    """An image that cannot be read, and why."""
-
-    key: str
-    reason: str
-
-
 @dataclass(frozen=True)
 class ImageSample:
     """What ``images`` random images are like."""
@@ -130,13 +124,13 @@ class ImageSample:
     formats: dict[str, int]
     width: Range | None
     height: Range | None
-    unreadable: tuple[Unreadable, ...]
+    unreadable: tuple[SkippedImage, ...]
 
 
 def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
     """Decode up to 2,048 random training images, and as many test images, in another process, until ``deadline_s``."""
     headers: list[ImageHeader] = []
-    unreadable: list[Unreadable] = []
+    unreadable: list[SkippedImage] = []
     with DecodeProcess(data.test_format.shape) as process:
         for key, content in _contents(data, seed, deadline_s):
             try:
@@ -144,7 +138,7 @@ def sample_images(data: Dataset, seed: int, deadline_s: float) -> ImageSample:
                 process.decode(file)
                 headers.append(read_header(file))
             except BadImage as error:
-                unreadable.append(Unreadable(key, str(error)))
+                unreadable.append(SkippedImage(key, str(error)))
     return ImageSample(
         images=len(headers) + len(unreadable),
         formats=dict(Counter(header.format for header in headers).most_common()),

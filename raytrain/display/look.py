@@ -61,7 +61,7 @@ def _class_table(classes: Sequence[ClassCount]) -> RenderableType:
 
 def _problems(sample: ImageSample, duplicates: Duplicates) -> Iterable[RenderableType]:
     """A sentence for each kind of problem, with the first files; one that there is none otherwise."""
-    unreadable = [f"{one_line(key)}: {one_line(reason)}" for key, reason in sample.unreadable]
+    unreadable = [f"{one_line(image.key)}: {one_line(image.reason)}" for image in sample.unreadable]
     found = {
         f"{format_count(len(unreadable), 'image')} of {sample.images:,} cannot be read": unreadable,
         f"{format_count(len(duplicates.test), 'test image')} with the content of a training image": _pairs(

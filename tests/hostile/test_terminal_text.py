@@ -22,7 +22,7 @@ from raytrain.cli.main import main
 from raytrain.data.duplicates import Duplicate, Duplicates
 from raytrain.data.table_file import encode_table
 from raytrain.diagnostics.audit import AuditResult, EpochAudit
-from raytrain.diagnostics.look import ClassCount, FirstImages, ImageSample, LookResult, Unreadable
+from raytrain.diagnostics.look import ClassCount, FirstImages, ImageSample, LookResult
 from raytrain.display.console import PlainConsole, format_option, format_value
 from raytrain.display.curves import save_png
 from raytrain.display.dashboard import dashboard
@@ -35,6 +35,7 @@ from raytrain.errors import StorageError
 from raytrain.inference.classification_metrics import EvaluationResult, LabelEvaluation, LabelScore, score
 from raytrain.monitor.events import ImageSkipped, TimedEvent
 from raytrain.runs.documents import CONFIG, SKIPPED, STATUS, SUMMARY, write_json
+from raytrain.runs.metric_row import SkippedImage
 from raytrain.runs.redact import one_line
 from tests.helpers.snapshots import snapshot
 from tests.hostile.stored_runs import make_run, options
@@ -175,7 +176,7 @@ def test_names_in_a_data_set_are_shown_and_drawn(text: str, tmp_path: Path) -> N
         left_out={},
         classes=counts,
         size_bytes=None,
-        sample=ImageSample(5, {"PNG": 4}, None, None, (Unreadable(text, text),)),
+        sample=ImageSample(5, {"PNG": 4}, None, None, (SkippedImage(text, text),)),
         shrinking=None,
         duplicates=Duplicates(5, 5, same, same),
         first_images=FirstImages(np.zeros((2, 4, 4, 3), np.uint8), (text, f"60% {text} 40% dog")),

@@ -73,7 +73,7 @@ def test_classes_files_and_problems_are_told(images: Path) -> None:
     ]
     assert result.sample.images == 41 and result.sample.formats == {"PNG": 39, "JPEG": 1}
     assert result.sample.width == (12, 12, 40) and result.sample.height == (12, 12, 20)
-    assert [key for key, _ in result.sample.unreadable] == ["red/000.png"]
+    assert [image.key for image in result.sample.unreadable] == ["red/000.png"]
     assert result.duplicates.compared == result.duplicates.images == 41
     assert [(each.key, each.training_key) for each in result.duplicates.test] == [
         ("blue/002.png", "blue/002.png"),
