@@ -181,9 +181,9 @@ def node_warnings(node: Node) -> Iterator[str]:
         )
     if node.report.shm_bytes is not None and node.report.shm_bytes < node.object_store_bytes:
         yield (
-            f"/dev/shm has {_gigabytes(node.report.shm_bytes)} and the object store "
-            f"{_gigabytes(node.object_store_bytes)}, so images are written to disk; run the container with --shm-size "
-            f"{node.object_store_bytes / 2**30:.0f}g or more."
+            f"/dev/shm has {node.report.shm_bytes / 1e9:,.1f} GB and the object store "
+            f"{node.object_store_bytes / 1e9:,.1f} GB, so images are written to disk; run the container with "
+            f"--shm-size {node.object_store_bytes / 2**30:.0f}g or more."
         )
     if abs(node.clock_ahead_s) > _CLOCK_TOLERANCE_S:
         direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
@@ -233,7 +233,3 @@ def folder_on_many_nodes(storage: Store, num_nodes: int) -> str | None:
 
 def _count(number: float, noun: str) -> str:
     return f"{number:g} {noun if number == 1 else noun + 's'}"
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

@@ -11,8 +11,6 @@ from raytrain.monitor import events
 from raytrain.monitor.events import Event
 from raytrain.runs.outcome import StopReason, stop_reason_of
 
-_SIGNALS = {"SIGINT": "Ctrl-C"}
-
 
 def event_text(event: Event) -> str:
     """What happened, as one line."""
@@ -63,7 +61,7 @@ def stop_text(reason: StopReason) -> str:
     value = math.nan if reason.value is None else reason.value
     epochs, bound = format_count(count, "epoch"), "a number" if reason.value is None else f"better than {value:.4f}"
     texts = {
-        "signal": _SIGNALS.get(detail, detail or "a signal"),
+        "signal": "Ctrl-C" if detail == "SIGINT" else detail or "a signal",
         "command": f"raytrain stop on {detail}",
         "page": f"the page on {detail}",
         "early_stopping": f"early stopping: test {metric} {value:.4f} after {epochs}, below the better half of "

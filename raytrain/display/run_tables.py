@@ -19,6 +19,7 @@ from raytrain.display.console import (
     format_count,
     format_duration,
     format_option,
+    format_optional,
     format_time,
     format_value,
     headed_table,
@@ -276,15 +277,15 @@ def _num_seen(before: list[str], now: list[str]) -> int:
 
 _MAX_HEADINGS = 44  # characters of all names together that 80 columns have room for
 _RESULTS = {
-    "status": ("status", "{}"),
-    "steps": ("steps", "{:,}"),
-    "epochs": ("epochs", "{:g}"),
-    "test_accuracy": ("last accuracy", "{:.4f}"),
-    "test_loss": ("last loss", "{:.4f}"),
-    "loss": ("training loss", "{:.4f}"),
-    "images_per_s": ("images/s", "{:,.0f}"),
-    "seconds": ("seconds", "{:,.0f}"),
-    "skipped": ("skipped", "{:,}"),
+    "status": ("status", ""),
+    "steps": ("steps", ","),
+    "epochs": ("epochs", "g"),
+    "test_accuracy": ("last accuracy", ".4f"),
+    "test_loss": ("last loss", ".4f"),
+    "loss": ("training loss", ".4f"),
+    "images_per_s": ("images/s", ",.0f"),
+    "seconds": ("seconds", ",.0f"),
+    "skipped": ("skipped", ","),
 }
 
 
@@ -302,8 +303,8 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
     for option in runs[0].options:
         table.add_row(option.replace("_", " "), *(Text(format_option(run.options[option])) for run in runs))
     table.add_section()
-    for name, (label, text) in _RESULTS.items():
-        table.add_row(label, *(_text(getattr(run, name), text) for run in runs))
+    for name, (label, spec) in _RESULTS.items():
+        table.add_row(label, *(one_line(format_optional(getattr(run, name), spec)) for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         table.add_row(one_line(name), *(format_value(run.metrics.get(name)) for run in runs))
     problems = (problem_lines(record.name, record.problems) for record in records if record.problems)
@@ -313,7 +314,3 @@ def comparison_page(records: Sequence[RunRecord]) -> RenderableType:
 def _letter(number: int) -> str:
     """A, B, … Z, AA, AB, …"""
     return ("" if number < 26 else _letter(number // 26 - 1)) + chr(ord("A") + number % 26)
-
-
-def _text(value: object, text: str) -> str:
-    return UNKNOWN if value is None else one_line(text.format(value))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 from raytrain.experiments.compare import differing_options
 from raytrain.launch.placement import place
 from raytrain.launch.prepare import check_asked
@@ -129,9 +129,8 @@ def _check_same_options(config: TrainConfig, stored: TrainConfig) -> None:
     device = wanted.device if wanted.gpus else stored.device  # other GPUs of the same kind change nothing
     for name in differing_options([wanted, dataclasses.replace(stored, device=device, backend=wanted.backend)]):
         if name not in decided_by_run:
-            flag = "--" + name.replace("_", "-")
             raise UsageError(
-                f"Run {config.name!r} was started with {flag} {getattr(stored, name)}, and this study has "
+                f"Run {config.name!r} was started with {flag(name)} {getattr(stored, name)}, and this study has "
                 f"{getattr(wanted, name)}; use the same options, or another --name."
             )
 
