@@ -68,9 +68,7 @@ def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
         UsageError: there is no such run, or it has no trace.
     """
     store = open_run(os.fspath(storage), run)
-    steps, samples = _read_trace(store)
-    if not len(steps):
-        raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")
+    steps, samples = _read_trace(store, run)
     manifest = Manifest.from_parquet(store.get(MANIFEST))
     skipped = {image.key for image in read_skipped(store)}
     auditor = _Auditor(steps, samples, training_plan(read_resolved_config(store), manifest), manifest, skipped)
@@ -78,7 +76,7 @@ def audit(run: str, *, storage: Location = "./runs") -> AuditResult:
     return AuditResult(run, first, last, tuple(auditor.audit_epochs(first, last)))
 
 
-def _read_trace(store: Store) -> tuple[Int64s, Int64s]:
+def _read_trace(store: Store, run: str) -> tuple[Int64s, Int64s]:
     """The samples that all workers used, one by one, and their steps, counted from 1; raises what storage raises."""
     tables: list[pa.Table] = []
     for content in store.get_many([stored.path for stored in store.list(TRACE)]):
@@ -86,7 +84,7 @@ def _read_trace(store: Store) -> tuple[Int64s, Int64s]:
             raise content
         tables.append(pyarrow.parquet.read_table(io.BytesIO(content)))
     if not tables:
-        return np.array([], np.int64), np.array([], np.int64)
+        raise UsageError(f"Run {run!r} has no trace; train with --trace to record which samples each step uses.")
     table = pa.concat_tables(tables)
     return table["step"].to_numpy(), table["sample"].to_numpy()
 
