@@ -8,7 +8,7 @@ import math
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -165,7 +165,7 @@ class Curves:
         self.clear()
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._num_points
 
     def clear(self) -> None:
         """Forget all rows: the run resumes from an earlier step, or is another one."""
@@ -173,10 +173,9 @@ class Curves:
         self.width = 1
         self._last_step = -1
         self._rows_per_point = 1
-        self._waiting_steps = np.empty(0, np.int64)
-        self._waiting: dict[str, Floats] = {}
-        self._steps = array("q")
-        self._columns: dict[str, tuple[array[float], ...]] = {}  # mean, minimum and maximum of each point
+        self._num_points = 0
+        self._steps = array("q")  # the last one of each point, and those of the rows that wait
+        self._columns: dict[str, tuple[array[float], ...]] = {}  # mean, minimum and maximum of each of them
 
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
@@ -184,18 +183,23 @@ class Curves:
         before = np.maximum.accumulate(np.append(self._last_step, steps))
         increases = steps > before[:-1]
         self._last_step = int(before[-1])
-        self._wait(steps[increases], {name: column[increases] for name, column in values.items()})
-        self._add_waiting()
-        while self._steps and self._steps[-1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
+        self._steps.frombytes(steps[increases].tobytes())
+        unknown = np.full(len(steps), math.nan)
+        for name, column in self._columns.items():
+            added = values.get(name, unknown)[increases].tobytes()
+            for part in column:
+                part.frombytes(added)
+        self._make_points()
+        while len(self) and self._steps[len(self) - 1] // self.width - self._steps[0] // self.width >= MAX_BUCKETS:
             self.width *= 2
             self.generation += 1
 
     def since(self, row: int) -> dict[str, Any]:
         """The buckets that rows from index ``row`` on belong to; see :meth:`between`."""
-        if row >= len(self._steps):
-            return self._buckets(len(self._steps), len(self._steps), self.width)
+        if row >= len(self):
+            return self._buckets(len(self), len(self), self.width)
         first = bisect_left(self._steps, self._steps[row] // self.width * self.width)
-        return self._buckets(first, len(self._steps), self.width)
+        return self._buckets(first, len(self), self.width)
 
     def between(self, first_step: int, last_step: int) -> dict[str, Any]:
         """Finer buckets of a part of the run, for a viewer who looks closer.
@@ -203,7 +207,8 @@ class Curves:
         Returns ``step``, the last step of each bucket, and ``metrics`` by name: ``mean``, and ``low`` and ``high`` if a
         bucket holds more than one row. A value that is unknown or not finite is None.
         """
-        first, end = bisect_left(self._steps, first_step), bisect_right(self._steps, last_step)
+        first = bisect_left(self._steps, first_step, hi=len(self))
+        end = bisect_right(self._steps, last_step, hi=len(self))
         width = 2 ** max(0, math.ceil(math.log2(max(1, last_step - first_step) / MAX_BUCKETS)))
         return self._buckets(first, end, width)
 
@@ -222,40 +227,26 @@ class Curves:
         for name in names:
             if name not in self._columns and len(self._columns) < _MAX_NAMES:
                 self._columns[name] = tuple(array("d", [math.nan]) * len(self._steps) for _ in range(3))
-                self._waiting[name] = np.full(len(self._waiting_steps), math.nan)
 
-    def _wait(self, steps: Steps, values: Mapping[str, Floats]) -> None:
-        """Add rows to those that wait."""
-        self._waiting_steps = np.append(self._waiting_steps, steps)
-        unknown = np.full(len(steps), math.nan)
-        self._waiting = {name: np.append(column, values.get(name, unknown)) for name, column in self._waiting.items()}
-
-    def _add_waiting(self) -> None:
+    def _make_points(self) -> None:
         """Make points of the rows that wait, apart from the last ones if they are too few for a point."""
-        while num_points := min(len(self._waiting_steps) // self._rows_per_point, _MAX_POINTS - len(self._steps)):
-            end = num_points * self._rows_per_point
-            self._add_points(self._waiting_steps[:end], {name: column[:end] for name, column in self._waiting.items()})
-            self._waiting_steps = self._waiting_steps[end:]
-            self._waiting = {name: column[end:] for name, column in self._waiting.items()}
-            if len(self._steps) >= _MAX_POINTS:
-                self._merge_pairs()
+        while count := min((len(self._steps) - len(self)) // self._rows_per_point, _MAX_POINTS - len(self)):
+            self._merge(len(self), count, self._rows_per_point)
+            self._num_points += count
+            if len(self) >= _MAX_POINTS:
+                self._num_points //= 2
+                self._rows_per_point *= 2
+                self._merge(0, len(self), 2)
+                self.generation += 1
 
-    def _add_points(self, steps: Steps, values: Mapping[str, Floats]) -> None:
-        """Add a point for each so many rows; its step is that of the last one of them."""
-        self._steps.frombytes(steps[self._rows_per_point - 1 :: self._rows_per_point].tobytes())
-        for name, column in values.items():
-            grouped = column.reshape(-1, self._rows_per_point)
-            for kept, added in zip(self._columns[name], _merged(grouped, grouped, grouped), strict=True):
-                kept.frombytes(added.tobytes())
-
-    def _merge_pairs(self) -> None:
-        """Make one point of every two."""
-        for name, column in self._columns.items():
-            merged = _merged(*(np.array(part).reshape(-1, 2) for part in column))
-            self._columns[name] = tuple(array("d", part) for part in merged)
-        self._steps = self._steps[1::2]
-        self._rows_per_point *= 2
-        self.generation += 1
+    def _merge(self, first: int, count: int, size: int) -> None:
+        """Make ``count`` points of what is there from index ``first`` on, each of ``size`` rows or points."""
+        end = first + count * size
+        self._steps[first:end] = self._steps[first + size - 1 : end : size]
+        for column in self._columns.values():
+            merged = _merged(*(np.array(part[first:end]).reshape(-1, size) for part in column))
+            for part, values in zip(column, merged, strict=True):
+                part[first:end] = array("d", values.tobytes())
 
     def _buckets(self, first: int, end: int, width: int) -> dict[str, Any]:
         steps = np.array(self._steps[first:end], np.int64)
