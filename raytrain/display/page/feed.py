@@ -28,18 +28,12 @@ _MAX_ENCODED = 8  # most messages that are kept for viewers who have read equall
 _KINDS: tuple[Kind, ...] = ("step", "evaluation")
 
 
-class _CurveCursor(NamedTuple):
-    generation: int = -1
-    row: int = 0
-
-
 class FeedCursor(NamedTuple):
-    """How far a viewer has read a run: the version of its state, and the rows of its curves."""
+    """How far a viewer has read a run: the version of its state, and generation and points of its curves."""
 
     version: int = 0
     event: int = 0
-    step: _CurveCursor = _CurveCursor()
-    evaluation: _CurveCursor = _CurveCursor()
+    curves: tuple[tuple[int, int], ...] = ((-1, 0),) * len(_KINDS)
 
 
 class RunFeed:
@@ -100,19 +94,20 @@ class RunFeed:
             return {kind: curves.between(first_step, last_step) for kind, curves in self._curves.items()}
 
     def _message(self, cursor: FeedCursor) -> dict[str, Any]:
-        changes = {kind: self._change(kind, getattr(cursor, kind)) for kind in _KINDS}
+        seen = zip(self._curves.items(), cursor.curves, strict=True)
+        changes = {kind: _change(curves, *known) for (kind, curves), known in seen}
         events = [_event(timed) for number, timed in sorted(self._events.items()) if number >= cursor.event]
         return {"run": self.name, "state": self._state, "events": events, "curves": changes}
 
-    def _change(self, kind: Kind, cursor: _CurveCursor) -> dict[str, Any]:
-        """Buckets of a curve: those from a step on that replace what the viewer has, or all (``reset``)."""
-        curves = self._curves[kind]
-        reset = cursor.generation != curves.generation
-        return {"reset": reset, **curves.since(0 if reset else cursor.row)}
-
     def _cursor(self) -> FeedCursor:
-        step, evaluation = (_CurveCursor(self._curves[kind].generation, len(self._curves[kind])) for kind in _KINDS)
-        return FeedCursor(self._version, max(self._events, default=-1) + 1, step, evaluation)
+        known = tuple((curves.generation, len(curves)) for curves in self._curves.values())
+        return FeedCursor(self._version, max(self._events, default=-1) + 1, known)
+
+
+def _change(curves: Curves, generation: int, row: int) -> dict[str, Any]:
+    """Buckets of a curve: those from a step on that replace what the viewer has, or all (``reset``)."""
+    reset = generation != curves.generation
+    return {"reset": reset, **curves.since(0 if reset else row)}
 
 
 def _event(timed: TimedEvent) -> dict[str, Any]:
