@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,5 @@ def _widget(stop: Callable[[], None]) -> RunWidget | None:
 
 def is_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    try:
-        from IPython.core.getipython import get_ipython
-    except ImportError:
-        return False
-    return getattr(get_ipython(), "kernel", None) is not None
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
