@@ -165,7 +165,7 @@ class _Session:
                     signals.request_stop(request)
                 if signals.stop_request is not None:
                     for run in self._runs:
-                        run.stop(signals.stop_request)
+                        run.signals.request_stop(signals.stop_request)
         return self._conclude(*self._look(view), signals.stop_request, time.monotonic() - started_at)
 
     def _train(self, run: _TrialRun) -> None:
@@ -225,24 +225,20 @@ class _TrialRun:
         self.result = stored_result(trial)
         self.aborted = False
         self._early = early
-        self._signals = StopSignals()
+        self.signals = StopSignals()  # a trial that waits, and is asked to stop, does not start
         self._evaluations: dict[int, tuple[int, float]] = {}  # by step: epoch and accuracy
         if is_over(self.result):
             for evaluation in self.result.evaluations:
                 self._is_worse(evaluation)  # the others are compared with it
 
-    def stop(self, request: StopReason) -> None:
-        """Stop the trial with a checkpoint; one that waits does not start."""
-        self._signals.request_stop(request)
-
     def train(self, gpu: str | None, group: RunGroup) -> None:
         """Train until the trial ends. One that fails ends alone, so nothing is raised."""
-        if self.aborted or self._signals.stop_request is not None:
+        if self.aborted or self.signals.stop_request is not None:
             return
         try:
             config = _with_place(self.trial.config, gpu, group.placement)
             config = dataclasses.replace(config, resume=self.trial.store.exists(CONFIG))
-            start_run(config, Start(loop=self._loop, view=self._look, signals=self._signals, group=group))
+            start_run(config, Start(loop=self._loop, view=self._look, signals=self.signals, group=group))
         except KeyboardInterrupt:
             self.result = dataclasses.replace(self.result, status="interrupted")
         except Exception as error:
@@ -260,7 +256,7 @@ class _TrialRun:
                 self._evaluations[row.step] = evaluation = (row.epoch, row.accuracy)
                 if self._is_worse(evaluation):
                     reason = StopReason("early_stopping", metric="accuracy", value=row.accuracy, count=row.epoch)
-                    self.stop(reason)
+                    self.signals.request_stop(reason)
         self.result = self.result.now(snapshot, self._evaluations.values())
 
     def _is_worse(self, evaluation: tuple[int, float]) -> bool:
