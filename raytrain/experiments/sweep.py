@@ -123,7 +123,7 @@ class _Session:
         configs = [_resolved(trial, prepared, placement.device) for trial in trials]
         plans = [prepared.data.plan(config) for config in configs]
         num_epochs = max(-(-plan.num_steps // plan.steps_per_epoch) for plan in plans)
-        early = EarlyStopping(num_epochs) if early_stopping else None
+        early = EarlyStopping(num_epochs if early_stopping else 0)  # which compares nothing in 0 epochs
         self._runs = [_TrialRun(trial, loop, early) for trial in trials]
         num_steps = sum(plan.num_steps for plan in plans)
         self._open_images = partial(_shared_images, prepared, configs[0], placement, num_steps)
@@ -219,7 +219,7 @@ class _Session:
 class _TrialRun:
     """One trial: an ordinary run, in a thread, watched by its view and stopped by its signals; ``aborted`` kills it."""
 
-    def __init__(self, trial: Trial, loop: Loop | None, early: EarlyStopping | None) -> None:
+    def __init__(self, trial: Trial, loop: Loop | None, early: EarlyStopping) -> None:
         self.trial = trial
         self._loop = loop
         self.result = stored_result(trial)
@@ -229,7 +229,7 @@ class _TrialRun:
         self._evaluations: dict[int, tuple[int, float]] = {}  # by step: epoch and accuracy
         if is_over(self.result):
             for evaluation in self.result.evaluations:
-                self._is_worse(evaluation)  # the others are compared with it
+                early.is_worse(trial.name, *evaluation)  # the others are compared with it
 
     def train(self, gpu: str | None, group: RunGroup) -> None:
         """Train until the trial ends. One that fails ends alone, so nothing is raised."""
@@ -254,13 +254,10 @@ class _TrialRun:
         for row in snapshot.rows:
             if row.kind == "evaluation" and row.accuracy is not None:
                 self._evaluations[row.step] = evaluation = (row.epoch, row.accuracy)
-                if self._is_worse(evaluation):
+                if self._early.is_worse(self.trial.name, *evaluation):
                     reason = StopReason("early_stopping", metric="accuracy", value=row.accuracy, count=row.epoch)
                     self.signals.request_stop(reason)
         self.result = self.result.now(snapshot, self._evaluations.values())
-
-    def _is_worse(self, evaluation: tuple[int, float]) -> bool:
-        return self._early is not None and self._early.is_worse(self.trial.name, *evaluation)
 
 
 def check_trials(trials: Sequence[Trial]) -> None:

@@ -121,7 +121,7 @@ def test_the_upper_half_passes_each_rung_whoever_comes_first() -> None:
     assert not early.is_worse("better", 8, 0.1), "nobody came as far before"
 
 
-@pytest.mark.parametrize("num_epochs", [1, 2, 3])
+@pytest.mark.parametrize("num_epochs", [0, 1, 2, 3])
 def test_a_short_sweep_compares_from_its_first_epoch_on(num_epochs: int) -> None:
     early = EarlyStopping(num_epochs)
     assert not early.is_worse("good", 1, 0.9)
