@@ -65,12 +65,12 @@ class PageServer:
         except BaseException:
             self._end_thread()
             raise
-        self._runs.on_change(lambda: self._loop.call_soon_threadsafe(self._wake_viewers))
+        self._runs.on_change = lambda: self._loop.call_soon_threadsafe(self._wake_viewers)
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Tell every viewer how the runs stand, and close."""
-        self._runs.on_change(lambda: None)
+        self._runs.on_change = lambda: None
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._end_thread()
 

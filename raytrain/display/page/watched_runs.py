@@ -50,11 +50,8 @@ class WatchedRuns:
         self.feeds = [RunFeed(name) for name in names]
         self.phase = ""  # what a run that starts waits for
         self._keys: dict[str, Any] = {}  # of the test images of each run
-        self._on_change: Callable[[], object] = lambda: None
-
-    def on_change(self, notify: Callable[[], object]) -> None:
-        """Call ``notify``, in any thread, whenever there is something new."""
-        self._on_change = notify
+        self.on_change: Callable[[], object] = lambda: None
+        """Called, in any thread, whenever there is something new."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Show ``snapshot``; a run that is not known yet is added."""
@@ -63,12 +60,12 @@ class WatchedRuns:
             feed = RunFeed(snapshot.name)
             self.feeds.append(feed)
         feed.update(snapshot)
-        self._on_change()
+        self.on_change()
 
     def starting(self, phase: str) -> None:
         """Show what a run waits for that is about to start."""
         self.phase = phase
-        self._on_change()
+        self.on_change()
 
     def description(self, chosen: Sequence[str] | None) -> dict[str, Any]:
         """What a viewer is told first."""
@@ -149,7 +146,7 @@ class StoredRuns(WatchedRuns):
                     self.update(reader.snapshot(feed.rows))
             except StorageError as error:
                 feed.report(str(error))
-                self._on_change()
+                self.on_change()
             if not reader.behind:
                 self._closed.wait(max(_READ_EVERY_S, (time.monotonic() - started) / _READ_FRACTION))
 
