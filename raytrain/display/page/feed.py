@@ -166,7 +166,6 @@ class Curves:
         """Forget all rows: the run resumes from an earlier step, or is another one."""
         self.generation += 1
         self.width = 1
-        self._last_step = -1
         self._rows_per_point = 1
         self._num_points = 0
         self._steps = array("q")  # the last one of each point, and those of the rows that wait
@@ -175,9 +174,8 @@ class Curves:
     def extend(self, rows: Sequence[MetricRow]) -> None:
         """Add rows. Those of another kind are left out, and those whose step does not follow the last one's."""
         steps, values = self._columns_of(rows_of_kind(rows, self._kind))
-        before = np.maximum.accumulate(np.append(self._last_step, steps))
-        increases = steps > before[:-1]
-        self._last_step = int(before[-1])
+        last_step = self._steps[-1] if self._steps else -1
+        increases = steps > np.maximum.accumulate(np.append(last_step, steps))[:-1]
         self._steps.frombytes(steps[increases].tobytes())
         unknown = np.full(len(steps), math.nan)
         for name, column in self._columns.items():
