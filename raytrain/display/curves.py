@@ -86,10 +86,9 @@ def _curves(name: str, rows: Sequence[MetricRow], height: int = 8) -> Plot:
     return Plot(name.replace("_", " "), lines, height)
 
 
-def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str] | None = None) -> RenderableType:
-    """Training loss and test accuracy over the steps, a line for each run, called by its name or its label."""
-    loss, accuracy = _compared(records, labels or [record.name for record in records])
-    return side_by_side(loss, accuracy)
+def comparison_plots(records: Sequence[RunRecord], labels: Sequence[str]) -> RenderableType:
+    """Training loss and test accuracy over the steps, a line for each run, called by its label."""
+    return side_by_side(*_compared(records, labels))
 
 
 def _compared(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Plot]:
