@@ -145,9 +145,9 @@ class DriverLog(LogCopies):
             self._file = opened.enter_context(self._path.open("w", encoding="utf-8", errors="replace"))
             self._kept = opened.pop_all()
             for stream in ("stdout", "stderr"):
-                opened.enter_context(_copied(stream, self._keep))
+                opened.enter_context(_copied(stream, self.write))
             for logger in _INFORMING:
-                opened.enter_context(_informing(logger, self._keep))
+                opened.enter_context(_informing(logger, self))
             self._opened = opened.pop_all()
         self.start()
         return self
@@ -155,14 +155,15 @@ class DriverLog(LogCopies):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         self._opened.close()
         if error is not None:
-            self._keep("".join(traceback.format_exception(error)))
+            self.write("".join(traceback.format_exception(error)))
         self.close()
         self._kept.close()
 
     def files(self) -> Iterable[LogFile]:
         return [LogFile(self._path, self._name)]
 
-    def _keep(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Add to the log, as to a stream."""
         with self._writing:
             self._file.write(text)
             self._file.flush()
@@ -207,9 +208,10 @@ def _redirect_handlers(before: TextIO, after: TextIO) -> None:
 
 
 @contextmanager
-def _informing(name: str, keep: Callable[[str], object]) -> Generator[None]:
+def _informing(name: str, log: DriverLog) -> Generator[None]:
     """Hand on what the logger with this name logs at INFO, which others see only if they would see it anyway."""
-    logger, handler = logging.getLogger(name), _Records(keep)
+    logger, handler = logging.getLogger(name), logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     level, propagate = logger.level, logger.propagate
     logger.propagate = propagate and logger.isEnabledFor(logging.INFO)
     logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
@@ -220,19 +222,6 @@ def _informing(name: str, keep: Callable[[str], object]) -> Generator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-
-
-class _Records(logging.Handler):
-    """Hands on log records as lines."""
-
-    def __init__(self, keep: Callable[[str], object]) -> None:
-        super().__init__()
-        self._keep = keep
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Called by ``logging``."""
-        self._keep(self.format(record) + "\n")
 
 
 @dataclass(frozen=True, order=True)
