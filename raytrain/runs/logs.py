@@ -56,11 +56,11 @@ class LogCopies:
         """The files at present."""
         raise NotImplementedError
 
-    def start(self) -> None:
-        """Start the thread that copies."""
+    def __enter__(self) -> LogCopies:
         self._thread.start()
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
         """Copy the rest, and end the thread."""
         self._closed.set()
         self._thread.join()
@@ -101,14 +101,10 @@ class ProcessLog(LogCopies):
             if (path := _file_of(number)) is not None
         ]
 
-    def __enter__(self) -> ProcessLog:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
         if error is not None:
             traceback.print_exception(error)
-        self.close()
+        super().__exit__(kind, error, *trace)
 
     def files(self) -> Iterable[LogFile]:
         sys.stdout.flush()
@@ -139,7 +135,7 @@ class DriverLog(LogCopies):
         self._name = log_name(DRIVER, stamp(), "log")
         self._writing = threading.Lock()
 
-    def __enter__(self) -> DriverLog:
+    def __enter__(self) -> LogCopies:
         with ExitStack() as opened:
             self._path = opened.enter_context(TemporaryFolder()) / "log"
             self._file = opened.enter_context(self._path.open("w", encoding="utf-8", errors="replace"))
@@ -149,14 +145,13 @@ class DriverLog(LogCopies):
             for logger in _INFORMING:
                 opened.enter_context(_informing(logger, self))
             self._opened = opened.pop_all()
-        self.start()
-        return self
+        return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
         self._opened.close()
         if error is not None:
             self.write("".join(traceback.format_exception(error)))
-        self.close()
+        super().__exit__(kind, error, *trace)
         self._kept.close()
 
     def files(self) -> Iterable[LogFile]:

@@ -62,9 +62,7 @@ class LocalLaunch:
             cache = (self._shared and self._shared.cache) or image_cache(
                 self.config, prepared.data, prepared.first_step, opened
             )
-            logs = WorkerLogs(prepared.store, folder)
-            logs.start()
-            opened.callback(logs.close)
+            opened.enter_context(WorkerLogs(prepared.store, folder))
             opened.callback(self._agent.close)
             self._agent.start_workers(
                 RunSpec.of(self.config, prepared.data, prepared.store, prepared.loop, self.num_workers),
