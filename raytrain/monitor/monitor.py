@@ -142,7 +142,8 @@ class RunMonitor:
 
     def skipped_images(self) -> list[SkippedImage]:
         """The images that could not be used so far."""
-        return self._history.skipped_images
+        with self._lock:
+            return self._history.skipped_images
 
     def wait_for_stop_request(self, timeout_s: float) -> StopReason | None:
         """Wait at most ``timeout_s`` seconds for a stop request; return :attr:`stop_request`."""

@@ -24,14 +24,13 @@ class History:
 
     Recording never waits for storage and never fails because of it: a thread writes and retries (``error`` says what
     is wrong), and :meth:`close` writes what is left. A history that exists is read when it is first needed, and
-    continued. Safe to use from several threads.
+    continued. One call at a time may record or read; any thread may :meth:`flush`.
     """
 
     def __init__(self, store: Store) -> None:
         self.error: str | None = None
         self._store = store
         self._problems: list[str] = []
-        self._lock = threading.RLock()
         self._metrics = LineFile(store, METRICS, MetricRow.from_json, MetricRow.to_json)
         self._skipped = LineFile(store, SKIPPED, SkippedImage.from_json, asdict)
         self._events = LineFile[dict[str, Any]](store, EVENTS, dict, dict)
@@ -53,13 +52,11 @@ class History:
 
     def rows(self) -> list[MetricRow]:
         """The metrics so far, in the order of recording; of many, the latest and a part of the others."""
-        with self._lock:
-            return self._sample.rows
+        return self._sample.rows
 
     def rows_since(self, row: int) -> tuple[int, list[MetricRow]]:
         """What a reader of the first ``row`` metrics lacks, and how many there are before; see :meth:`Sample.since`."""
-        with self._lock:
-            return self._sample.since(row)
+        return self._sample.since(row)
 
     def take_problems(self) -> list[str]:
         """What could not be read of the history that existed, each said once."""
@@ -67,9 +64,8 @@ class History:
 
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics."""
-        with self._lock:
-            self._sample.extend([row])
-            self._metrics.extend([row])
+        self._sample.extend([row])
+        self._metrics.extend([row])
         self._changed.set()
 
     def note(self, event: dict[str, Any]) -> None:
@@ -79,20 +75,18 @@ class History:
 
     def skip(self, images: Iterable[SkippedImage]) -> list[SkippedImage]:
         """Add the images that are not listed yet; return those."""
-        with self._lock:
-            listed = self._skipped_keys
-            new = list({image.key: image for image in images if image.key not in listed}.values())
-            listed.update(image.key for image in new)
-            self.skipped_images.extend(new)
-            self._skipped.extend(new)
+        listed = self._skipped_keys
+        new = list({image.key: image for image in images if image.key not in listed}.values())
+        listed.update(image.key for image in new)
+        self.skipped_images.extend(new)
+        self._skipped.extend(new)
         self._changed.set()
         return new
 
     def rewind(self, step: int) -> None:
         """Drop the metrics after ``step``: a run that resumes from that step's checkpoint records them again."""
-        with self._lock:
-            self._sample.keep(lambda row: row.step <= step)
-            self._metrics.cut(lambda row: row.step <= step)
+        self._sample.keep(lambda row: row.step <= step)
+        self._metrics.cut(lambda row: row.step <= step)
         self._changed.set()
 
     def flush(self) -> None:
