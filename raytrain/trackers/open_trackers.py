@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -41,7 +41,7 @@ def open_trackers(*several: Trackers) -> list[NamedTracker]:
             continue
         named = _by_name(tracker) if isinstance(tracker, str) else _of_object(tracker)
         number = sum(other.name.partition("#")[0] == named.name for other in opened) + 1
-        opened.append(named if number == 1 else named._replace(name=f"{named.name}#{number}"))
+        opened.append(named if number == 1 else replace(named, name=f"{named.name}#{number}"))
     return opened
 
 
@@ -53,11 +53,7 @@ def _by_name(name: str) -> NamedTracker:
         known = ", ".join(_BUILT_IN)
         raise UsageError(f"There is no tracker {name!r}{hint}; give {known}, or package.module:Class.")
     own = load_function("--track", name)
-
-    def make(run: TrackedRun) -> Tracker:
-        return own()
-
-    return NamedTracker(name, make)
+    return NamedTracker(name, lambda run: own())
 
 
 def _built_in(name: str, module: str, kind: str, needs: str) -> Callable[[TrackedRun], Tracker]:
@@ -72,11 +68,7 @@ def _of_object(tracker: object) -> NamedTracker:
             f"trackers has {tracker!r}, which is no tracker: it needs the methods log_hyperparams, log_metrics and "
             "finalize."
         )
-
-    def make(run: TrackedRun) -> Tracker:
-        return tracker
-
-    return NamedTracker(type(tracker).__name__, make)
+    return NamedTracker(type(tracker).__name__, lambda run: tracker)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ class Position:
         return dataclasses.replace(self, evaluation_step=row.step)
 
 
-class NamedTracker(NamedTuple):
+@dataclass(frozen=True)
+class NamedTracker:
     """A tracker by its name. ``make`` is called in the tracker's thread, because it may take long."""
 
     name: str
@@ -81,7 +82,7 @@ class TrackerThread:
         report: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self._make = tracker
+        self.name, self._make = tracker.name, tracker.make
         self.failed = False
         self.num_rows = 0
         """Taken from the queue so far, also those that the tracker had already."""

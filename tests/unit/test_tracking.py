@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_resumed_run_goes_on_after_what_was_sent_under_the_same_id(store: Stor
         seen.append(run.id)
         return second
 
-    named = [open_trackers([first])[0]._replace(make=make)]
+    named = [replace(open_trackers([first])[0], make=make)]
     tracking = Tracking(named)
     tracking.begin(options(), store, print)
     tracking.update(snapshot(step_rows(1, 8)))
