@@ -114,8 +114,15 @@ class BucketStore(Store):
         return dataclasses.replace(self, request_s=_OWNERS_REQUEST_S) if brief else self
 
     def put_if(self, path: str, data: bytes, expected: bytes | None) -> None:
-        if not self._call(path, lambda client: _put_if(client, path, data, expected, self._check_owner)):
+        if not self._call(path, lambda client: self._put_if(client, path, data, expected)):
             raise ObjectChanged(f"{self.url}/{path}")
+
+    def _put_if(self, client: ObjectStore, path: str, data: bytes, expected: bytes | None) -> bool:
+        """Write an object if its content is ``expected``; whether it holds ``data`` now."""
+        got = _if_found(lambda: client.get(path))
+        version, found = (_version(got.meta), bytes(got.bytes())) if got else (None, None)
+        self._check_owner(client)
+        return found == data or (found == expected and _put_unless_changed(client, path, data, version))
 
     def has_conditional_puts(self) -> bool:
         name = f".condition-check-{uuid.uuid4().hex}"
@@ -239,18 +246,6 @@ def _part(client: ObjectStore, path: str, start: int, num_bytes: int) -> bytes:
         return bytes(client.get_range(path, start=start, end=min(start + num_bytes, size_bytes)))
     except GenericError:  # rclone's server says that it sends the whole object, which obstore refuses
         return bytes(client.get(path).bytes())[start : start + num_bytes]
-
-
-def _put_if(
-    client: ObjectStore, path: str, data: bytes, expected: bytes | None, check_owner: Callable[[ObjectStore], None]
-) -> bool:
-    """Write an object if its content is ``expected``; whether it holds ``data`` now."""
-    got = _if_found(lambda: client.get(path))
-    version, found = (_version(got.meta), bytes(got.bytes())) if got else (None, None)
-    check_owner(client)
-    if found == data:
-        return True
-    return found == expected and _put_unless_changed(client, path, data, version)
 
 
 def _version_now(client: ObjectStore, path: str) -> UpdateVersion | None:
