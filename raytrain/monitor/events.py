@@ -204,14 +204,14 @@ class TimedEvent(NamedTuple):
         """A line of events.jsonl, whose place in the file is the number."""
         return {"at_s": round(self.at_s, 3), "kind": self.event.kind, **self.event.fields()}
 
-    @classmethod
-    def from_json(cls, number: int, document: Mapping[str, Any]) -> TimedEvent:
-        """The inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError if the line is no event."""
-        kind = _KINDS[document["kind"]]
-        hints = get_type_hints(kind)
-        known = [field.name for field in dataclasses.fields(kind) if field.name in document]
-        values = {name: _checked(document[name], hints[name]) for name in known}
-        return cls(number, _checked(document["at_s"], float), kind(**values))
+
+def parse_event(document: Mapping[str, Any]) -> tuple[float, Event]:
+    """What a line of events.jsonl says; raises KeyError, TypeError or ValueError if it is no event."""
+    kind = _KINDS[document["kind"]]
+    hints = get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind) if field.name in document]
+    values = {name: _checked(document[name], hints[name]) for name in known}
+    return _checked(document["at_s"], float), kind(**values)
 
 
 def _checked(value: object, hint: Any) -> Any:

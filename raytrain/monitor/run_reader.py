@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast, get_args
 
 from raytrain.errors import StorageError
-from raytrain.monitor.events import TimedEvent
+from raytrain.monitor.events import TimedEvent, parse_event
 from raytrain.monitor.snapshot import START, RowCursor, Snapshot, Status, View, time_left_s
 from raytrain.monitor.stop_request import read_stop_request
-from raytrain.runs.documents import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY, known_fields, parse_line, read_json
+from raytrain.runs.documents import CONFIG, EVENTS, METRICS, SKIPPED, SUMMARY, known_fields, parse_lines, read_json
 from raytrain.runs.line_file import BLOCK_BYTES, StoredLines
 from raytrain.runs.machine_history import read_machines
 from raytrain.runs.metric_row import MetricRow, steps_per_epoch
@@ -40,10 +40,9 @@ class RunReader:
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.name = name
-        parse_rows = RowParser()
-        self._rows = _GrowingLines(store, METRICS, lambda number, lines: parse_rows(lines))
-        self._events = _GrowingLines(store, EVENTS, partial(_parse_each, TimedEvent.from_json))
-        self._skipped = _GrowingLines(store, SKIPPED, partial(_parse_each, lambda number, document: number))
+        self._rows = _GrowingLines(store, METRICS, RowParser())
+        self._events = _GrowingLines(store, EVENTS, partial(parse_lines, parse_event))
+        self._skipped = _GrowingLines(store, SKIPPED, partial(parse_lines, bool))  # only their number is of interest
         self._steps: deque[MetricRow] = deque(maxlen=_NUM_ROWS_TIMED)  # the latest
         self._evaluation: MetricRow | None = None
         self._steps_per_epoch = 1
@@ -75,7 +74,7 @@ class RunReader:
             num_steps=max(1, status.num_steps, step),
             steps_per_epoch=self._count_steps_per_epoch(status),
             num_workers=status.num_workers,
-            elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(event.at_s for event in self._events.parsed)]),
+            elapsed_s=max([0.0, *(row.elapsed_s for row in latest), *(at_s for at_s, _ in self._events.parsed)]),
             time_left_s=time_left_s(self._steps, status.num_steps) if status.active else None,
             attempt=self._rows.generation,
             first_row=first_row,
@@ -86,7 +85,7 @@ class RunReader:
             num_skipped=len(self._skipped.parsed),
             num_retries=result.num_retries if result else 0,
             stop_request=read_stop_request(self.store) if status.active else None,
-            events=tuple(self._events.parsed),
+            events=tuple(TimedEvent(number, *event) for number, event in enumerate(self._events.parsed)),
             result=result,
             machines=read_machines(self.store) if status.active else (),
         )
@@ -128,21 +127,21 @@ def follow_run(reader: RunReader, view: View, pause: Callable[[float], None] = t
 
 
 class _GrowingLines(Generic[T]):
-    """A document of JSON lines that mostly grows, read in pieces: ``parsed`` is what ``parse`` makes of the number of
-    the next line and some lines, apart from what was forgotten.
+    """A document of JSON lines that mostly grows, read in pieces.
 
+    ``parsed`` is what ``parse`` makes of its lines, apart from what was forgotten.
     ``generation`` counts how often the document was replaced by another one, as by a run that resumes.
     """
 
-    def __init__(self, store: Store, path: str, parse: Callable[[int, list[bytes]], Sequence[T]]) -> None:
+    def __init__(self, store: Store, path: str, parse: Callable[[list[bytes]], Sequence[T]]) -> None:
         self.generation = 1
-        self._lines = StoredLines(store, path)
+        self._open = partial(StoredLines, store, path)
         self._parse = parse
         self.restart()
 
     def restart(self) -> None:
         """Read the document from its beginning."""
-        self._lines.restart()
+        self._lines = self._open()
         self.parsed: Sequence[T] = []
         self.num_parsed = 0
         self.behind = False  # the last piece did not reach the end
@@ -158,7 +157,7 @@ class _GrowingLines(Generic[T]):
             data = self._piece()
         new = data[len(self._end) :]
         whole = new[: new.rfind(b"\n") + 1]  # the last line may still be growing
-        parsed = self._parse(self.num_parsed, whole.splitlines())
+        parsed = self._parse(whole.splitlines())
         self.parsed = [*self.parsed, *parsed] if self.parsed else parsed
         self.num_parsed += len(parsed)
         self.behind = len(new) == BLOCK_BYTES and bool(whole)
@@ -178,16 +177,6 @@ class _GrowingLines(Generic[T]):
             return self._lines.get_range(start, len(self._end) + BLOCK_BYTES)
         except FileNotFoundError:
             return b""
-
-
-def _parse_each(parse: Callable[[int, dict[str, Any]], T], first: int, lines: Sequence[bytes]) -> list[T]:
-    """What ``parse`` makes of each line that is whole, and of its number."""
-    parsed: list[T] = []
-    for line in lines:
-        one = parse_line(line, partial(parse, first + len(parsed)))
-        if one is not None:
-            parsed.append(one)
-    return parsed
 
 
 def _result(store: Store) -> TrainResult | None:

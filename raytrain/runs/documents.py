@@ -95,6 +95,11 @@ def parse_line(line: bytes, parse: Callable[[dict[str, Any]], T]) -> T | None:
     return None
 
 
+def parse_lines(parse: Callable[[dict[str, Any]], T], lines: Iterable[bytes]) -> list[T]:
+    """What ``parse`` makes of each line that is whole, as :func:`parse_line` says it."""
+    return [row for line in lines if (row := parse_line(line, parse)) is not None]
+
+
 def plain(value: Any) -> Any:
     """``value`` as lists, dictionaries and what JSON has, with None in place of every number that is not finite.
 

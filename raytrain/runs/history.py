@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from raytrain.runs.documents import EVENTS, METRICS, SKIPPED, Report, ignore, parse_line
+from raytrain.runs.documents import EVENTS, METRICS, SKIPPED, Report, ignore, parse_lines
 from raytrain.runs.line_file import LineFile, StoredLines
 from raytrain.runs.metric_row import MetricRow, SkippedImage
 from raytrain.storage.store import Store
@@ -213,7 +213,7 @@ def read_skipped(store: Store, report: Report = ignore) -> list[SkippedImage]:
 
 def _whole(lines: list[bytes], path: str, parse: Callable[[dict[str, Any]], T], report: Report) -> list[T]:
     """What ``parse`` makes of lines; those that are damaged are left out and counted."""
-    parsed = [row for line in lines if (row := parse_line(line, parse)) is not None]
+    parsed = parse_lines(parse, lines)
     if num_damaged := len(lines) - len(parsed):
         report(f"{num_damaged:,} of {len(lines):,} lines of {path} cannot be read")
     return parsed

@@ -38,10 +38,6 @@ class StoredLines:
         self.starts = [0]
         """Where each of its objects begins, as far as it has been read."""
 
-    def restart(self) -> None:
-        """Forget what is known of its objects: the document has been replaced."""
-        self.starts = [0]
-
     def get_range(self, start: int, num_bytes: int) -> bytes:
         """At most ``num_bytes`` of the document, from byte ``start`` on. Raises FileNotFoundError and StorageError."""
         data, number = b"", bisect_right(self.starts, start) - 1

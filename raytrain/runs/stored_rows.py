@@ -14,7 +14,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 from pyarrow import json
 
-from raytrain.runs.documents import METRICS, parse_line, plain
+from raytrain.runs.documents import METRICS, parse_lines, plain
 from raytrain.runs.line_file import StoredLines
 from raytrain.runs.metric_row import Kind, MetricRow
 from raytrain.storage.store import Store
@@ -81,10 +81,10 @@ class RowParser:
 
     def __call__(self, lines: Sequence[bytes]) -> Sequence[MetricRow]:
         if len(lines) >= _MANY:
-            self._learn(_parse_one_by_one(lines[:_NUM_LOOKED_AT]))
+            self._learn(parse_lines(MetricRow.from_json, lines[:_NUM_LOOKED_AT]))
             if (rows := self._parse_together(lines)) is not None:
                 return rows
-        rows = _parse_one_by_one(lines)
+        rows = parse_lines(MetricRow.from_json, lines)
         self._learn(rows)
         return rows
 
@@ -117,10 +117,6 @@ def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
 def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:
     """The rows of one kind."""
     return rows.of_kind(kind) if isinstance(rows, StoredRows) else [row for row in rows if row.kind == kind]
-
-
-def _parse_one_by_one(lines: Iterable[bytes]) -> list[MetricRow]:
-    return [row for line in lines if (row := parse_line(line, MetricRow.from_json)) is not None]
 
 
 def _row(document: dict[str, Any]) -> MetricRow:
