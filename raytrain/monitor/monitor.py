@@ -164,7 +164,7 @@ class RunMonitor:
         """How the run stands, with the rows that a viewer at ``since`` lacks: all of them if a failure undid some."""
         with self._lock:
             self._report_storage_errors()
-            first_row, rows = self._history.rows_since(since.row if since.attempt == self._attempt else 0)
+            first_row, rows = self._history.sample.since(since.row if since.attempt == self._attempt else 0)
             return Snapshot(
                 name=self._name,
                 status=self._status,
@@ -178,7 +178,7 @@ class RunMonitor:
                 attempt=self._attempt,
                 first_row=first_row,
                 rows=tuple(rows),
-                num_rows=self._history.num_rows,
+                num_rows=self._history.sample.num_rows,
                 latest=self._latest,
                 evaluation=self._evaluation,
                 num_skipped=len(self._history.skipped_images),
@@ -200,7 +200,7 @@ class RunMonitor:
     def _continue_clock(self) -> None:
         """Add the time of a run that is resumed to that of its start-up; the clock never goes back."""
         elapsed_s = self._elapsed_s()
-        rows_s = max([row.elapsed_s for row in self._history.rows()[-1:]], default=0.0)
+        rows_s = max([row.elapsed_s for row in self._history.sample.rows[-1:]], default=0.0)
         if self._startup_s is None:
             self._startup_s = elapsed_s
             self._elapsed_before_s = rows_s + elapsed_s
@@ -211,7 +211,7 @@ class RunMonitor:
     def _restore(self, step: int) -> None:
         """Rewind to the state after ``step``."""
         self._history.rewind(step)
-        rows = self._history.rows()
+        rows = self._history.sample.rows
         self._step = step
         self._latest = next((row for row in reversed(rows) if row.kind == "step"), None)
         self._evaluation = next((row for row in reversed(rows) if row.kind == "evaluation"), None)

@@ -45,18 +45,12 @@ class History:
         """The skipped images so far, each once."""
         return read_skipped(self._store, self._problems.append)
 
-    @property
-    def num_rows(self) -> int:
-        """How many metrics there are."""
-        return self._sample.num_rows
-
-    def rows(self) -> list[MetricRow]:
+    @cached_property
+    def sample(self) -> Sample[MetricRow]:
         """The metrics so far, in the order of recording; of many, the latest and a part of the others."""
-        return self._sample.rows
-
-    def rows_since(self, row: int) -> tuple[int, list[MetricRow]]:
-        """What a reader of the first ``row`` metrics lacks, and how many there are before; see :meth:`Sample.since`."""
-        return self._sample.since(row)
+        sample = sample_of_rows()
+        sample.extend(read_metrics(self._store, self._problems.append))
+        return sample
 
     def take_problems(self) -> list[str]:
         """What could not be read of the history that existed, each said once."""
@@ -64,7 +58,7 @@ class History:
 
     def record(self, row: MetricRow) -> None:
         """Add a row of metrics."""
-        self._sample.extend([row])
+        self.sample.extend([row])
         self._metrics.extend([row])
         self._changed.set()
 
@@ -85,7 +79,7 @@ class History:
 
     def rewind(self, step: int) -> None:
         """Drop the metrics after ``step``: a run that resumes from that step's checkpoint records them again."""
-        self._sample.keep(lambda row: row.step <= step)
+        self.sample.keep(lambda row: row.step <= step)
         self._metrics.cut(lambda row: row.step <= step)
         self._changed.set()
 
@@ -101,12 +95,6 @@ class History:
         self._changed.set()
         self._writer.join()
         self.flush()
-
-    @cached_property
-    def _sample(self) -> Sample[MetricRow]:
-        sample = sample_of_rows()
-        sample.extend(read_metrics(self._store, self._problems.append))
-        return sample
 
     @cached_property
     def _skipped_keys(self) -> set[str]:

@@ -304,7 +304,7 @@ def test_a_history_of_any_length_takes_a_bounded_amount_of_memory(
     history = History(open_store(str(tmp_path)))
     for step in range(1, 2001):
         history.record(step_row(step))
-    assert history.num_rows == 2000 and len(history.rows()) <= 300
+    assert history.sample.num_rows == 2000 and len(history.sample.rows) <= 300
     history.close()
     assert [row.step for rows in read_rows(open_store(str(tmp_path))) for row in rows] == list(range(1, 2001))
 
