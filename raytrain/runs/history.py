@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
 from functools import cached_property
@@ -122,15 +123,14 @@ class Sample(Generic[T]):
         """Of the history, also those that are left out."""
         self._kind = kind
         self._size = size
-        self._num_older = 0
-        self._older: dict[Hashable, _Thinned[T]] = {}
+        self._older: list[tuple[T, Hashable, int]] = []  # each with its kind, and its number among those
+        self._num_older = Counter[Hashable]()
         self._newest: list[T] = []
 
     @property
     def rows(self) -> list[T]:
         """The rows that are kept, in their order."""
-        older = sorted(row for thinned in self._older.values() for row in thinned.rows)
-        return [*(row for _, row in older), *self._newest]
+        return [*(row for row, _, _ in self._older), *self._newest]
 
     def since(self, row: int) -> tuple[int, list[T]]:
         """What a reader of the first ``row`` rows lacks, or :attr:`rows` if not all are kept; and the number before."""
@@ -143,9 +143,7 @@ class Sample(Generic[T]):
         self._newest.extend(rows)
         self.num_rows += len(self._newest) - before
         if len(self._newest) > 2 * self._size:
-            for row in self._newest[: -self._size]:
-                self._older.setdefault(self._kind(row), _Thinned(self._size)).add(self._num_older, row)
-                self._num_older += 1
+            self._thin(self._newest[: -self._size])
             del self._newest[: -self._size]
 
     def follow(self, first_row: int, rows: Iterable[T]) -> None:
@@ -157,27 +155,18 @@ class Sample(Generic[T]):
     def keep(self, wanted: Callable[[T], bool]) -> None:
         """Drop the rows that are not wanted; the others count as the whole history."""
         self._newest = [row for row in self._newest if wanted(row)]
-        for thinned in self._older.values():
-            thinned.rows = [(number, row) for number, row in thinned.rows if wanted(row)]
+        self._older = [each for each in self._older if wanted(each[0])]
+        self._num_older = Counter({kind: number + 1 for _, kind, number in self._older})
         self.num_rows = len(self.rows)
 
-
-class _Thinned(Generic[T]):
-    """Every n-th of many rows, with their numbers: n doubles when they become too many."""
-
-    def __init__(self, size: int) -> None:
-        self.rows: list[tuple[int, T]] = []
-        self._size = size
-        self._every = 1
-        self._num_added = 0
-
-    def add(self, number: int, row: T) -> None:
-        if self._num_added % self._every == 0:
-            self.rows.append((number, row))
-        self._num_added += 1
-        if len(self.rows) > self._size:
-            del self.rows[1::2]
-            self._every *= 2
+    def _thin(self, more: Iterable[T]) -> None:
+        """Keep every n-th of each kind, also of ``more`` rows: n, a power of two, is as small as ``size`` allows."""
+        for row in more:
+            kind = self._kind(row)
+            self._older.append((row, kind, self._num_older[kind]))
+            self._num_older[kind] += 1
+        every = {kind: 2 ** ((num - 1) // self._size).bit_length() for kind, num in self._num_older.items()}
+        self._older = [each for each in self._older if each[2] % every[each[1]] == 0]
 
 
 def sample_of_rows(size: int | None = None) -> Sample[MetricRow]:
