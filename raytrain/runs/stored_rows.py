@@ -50,10 +50,6 @@ class StoredRows(Sequence[MetricRow]):
         """A field or a metric of all rows, (len(self),); NaN if it is not known."""
         return self.table[name].cast("float64").to_numpy()
 
-    def of_kind(self, kind: Kind) -> StoredRows:
-        """The rows of one kind."""
-        return StoredRows(self.table.filter(pc.equal(self.table["kind"], kind)))
-
     def __len__(self) -> int:
         return self.table.num_rows
 
@@ -116,7 +112,9 @@ def read_rows(store: Store) -> Iterator[Sequence[MetricRow]]:
 
 def rows_of_kind(rows: Sequence[MetricRow], kind: Kind) -> Sequence[MetricRow]:
     """The rows of one kind."""
-    return rows.of_kind(kind) if isinstance(rows, StoredRows) else [row for row in rows if row.kind == kind]
+    if isinstance(rows, StoredRows):
+        return StoredRows(rows.table.filter(pc.equal(rows.table["kind"], kind)))
+    return [row for row in rows if row.kind == kind]
 
 
 def _row(document: dict[str, Any]) -> MetricRow:
