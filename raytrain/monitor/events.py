@@ -31,9 +31,8 @@ class Event:
 
     def fields(self) -> dict[str, Any]:
         """The fields that are known, as plain values."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: v.to_json() if isinstance(v, StopReason) else v for name, v in values.items()}
-        return {name: value for name, value in plain.items() if value is not None}
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: v.to_json() if isinstance(v, StopReason) else v for name, v in known.items()}
 
     def redacted(self) -> Event:
         """The event without the secrets in its texts, which may be messages of others."""
