@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from raytrain.errors import StorageError, UsageError
-from raytrain.storage.clouds.cloud import Cloud, CloudSentences, checked_endpoint
+from raytrain.storage.clouds.cloud import Cloud, CloudSentences, check_endpoint
 from raytrain.storage.credentials import AzureCredentials
 
 _SCOPE = "https://storage.azure.com/.default"
@@ -71,7 +71,7 @@ class Azure(Cloud):
         if not account:
             raise UsageError(f"AZURE_STORAGE_ACCOUNT_NAME is not set; set it to the storage account of {url}.")
         endpoint_url = os.environ.get("AZURE_STORAGE_ENDPOINT") or f"https://{account}.blob.core.windows.net"
-        checked_endpoint(endpoint_url, "AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_KEY")
+        check_endpoint(endpoint_url, "AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_KEY")
         return Azure(account, endpoint_url.rstrip("/"))
 
     def credentials(self) -> AzureCredentials | None:

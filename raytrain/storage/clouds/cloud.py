@@ -72,8 +72,8 @@ class Cloud(ABC):
         return None
 
 
-def checked_endpoint(endpoint_url: str, variable: str, key_variables: str) -> str:
-    """The URL found in ``variable``; UsageError if it is malformed, or has keys, which ``key_variables`` are for."""
+def check_endpoint(endpoint_url: str, variable: str, key_variables: str) -> None:
+    """Raise UsageError if the URL found in ``variable`` is malformed, or has keys, which ``key_variables`` are for."""
     if "@" in endpoint_url or "?" in endpoint_url:  # not shown: it may be secret
         raise UsageError(
             f"{variable} must look like https://host or http://host:port, without a user name, a password or a "
@@ -81,4 +81,3 @@ def checked_endpoint(endpoint_url: str, variable: str, key_variables: str) -> st
         )
     if not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w./-]*)?", endpoint_url):
         raise UsageError(f"{variable} is {endpoint_url!r}; it must look like https://host or http://host:port.")
-    return endpoint_url

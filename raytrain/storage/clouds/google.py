@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from raytrain.errors import StorageError
-from raytrain.storage.clouds.cloud import Cloud, CloudSentences, checked_endpoint
+from raytrain.storage.clouds.cloud import Cloud, CloudSentences, check_endpoint
 from raytrain.storage.credentials import GoogleCredentials
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -58,7 +58,7 @@ class Google(Cloud):
         if not emulator:
             return Google()
         endpoint_url = emulator if "://" in emulator else f"http://{emulator}"
-        checked_endpoint(endpoint_url, "STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS")
+        check_endpoint(endpoint_url, "STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS")
         return Google(endpoint_url.rstrip("/"))
 
     def credentials(self) -> GoogleCredentials | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raytrain.errors import StorageError
-from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences, checked_endpoint, is_loopback
+from raytrain.storage.clouds.cloud import UNREACHABLE, UNTRUSTED, Cloud, CloudSentences, check_endpoint, is_loopback
 from raytrain.storage.credentials import BucketCredentials, Credentials, CredentialSource, LentCredentials
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ class S3(Cloud):
     def configured(cls, url: str) -> S3:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if value := os.environ.get(variable):
-                checked_endpoint(value, variable, _KEY_VARIABLES)
+                check_endpoint(value, variable, _KEY_VARIABLES)
         found = _configured(_aws_configuration())
         if found.endpoint_url is not None:
-            checked_endpoint(found.endpoint_url, "endpoint_url", _KEY_VARIABLES)
+            check_endpoint(found.endpoint_url, "endpoint_url", _KEY_VARIABLES)
         return found
 
     def credentials(self) -> Credentials | None:
