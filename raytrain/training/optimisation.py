@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.batch_plan import BatchPlan
 from raytrain.errors import UsageError
-from raytrain.training.transfer import body_and_head
+from raytrain.training.transfer import head_parameters
 
 
 def build_optimizer(config: ResolvedConfig, model: nn.Module, num_classes: int) -> Optimizer:
@@ -47,16 +47,27 @@ def _begin_momentum(optimizer: Optimizer, *_: object) -> None:
 def parameter_groups(config: ResolvedConfig, model: nn.Module, num_classes: int) -> list[dict[str, Any]]:
     """The trainable parameters of ``model``, in a group for each learning rate (``lr``) and weight decay of its own.
 
-    Raises UsageError if the network lacks a head or layers that learn at a rate of their own.
+    The body comes before the head, layers that learn faster before others, and matrices and kernels before vectors,
+    which are norms and biases. Raises UsageError if the network lacks a head or layers that learn at a rate of their
+    own.
     """
-    rate = config.learning_rate
-    groups = body_and_head(model, num_classes, rate, config.head_learning_rate_factor)
-    if config.layer_decay < 1:
-        scales = _layer_scales(model, config.layer_decay)
-        groups = [part for group in groups for part in _split_by_layer(group, scales, rate)]
-    if not config.decay_norms_and_biases:
-        groups = [part for group in groups for part in _with_and_without_decay(group)]
-    return groups
+    head_factor = config.head_learning_rate_factor
+    in_head = head_parameters(model, num_classes, head_factor) if head_factor != 1 else set[Tensor]()
+    scales = _layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
+    groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
+    for each in model.parameters():
+        if each.requires_grad:
+            no_decay = each.ndim < 2 and not config.decay_norms_and_biases
+            groups.setdefault((each in in_head, -scales.get(each, 1.0), no_decay), []).append(each)
+    rate, decay = config.learning_rate, config.weight_decay
+    return [
+        {
+            "params": groups[is_head, minus_scale, no_decay],
+            "lr": (rate * head_factor if is_head else rate) * -minus_scale,
+            "weight_decay": 0.0 if no_decay else decay,
+        }
+        for is_head, minus_scale, no_decay in sorted(groups)
+    ]
 
 
 def _timm_optimizer(name: str, groups: list[dict[str, Any]], rate: float, decay: float) -> Optimizer:
@@ -65,14 +76,6 @@ def _timm_optimizer(name: str, groups: list[dict[str, Any]], rate: float, decay:
     if name == "lion":
         return Lion(groups, lr=rate, weight_decay=decay)
     return Lamb(groups, lr=rate, weight_decay=decay, max_grad_norm=None)  # --clip-norm alone clips
-
-
-def _with_and_without_decay(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The group's matrices and kernels, and apart from them its vectors, which are norms and biases, without decay."""
-    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
-    others = [parameter for parameter in group["params"] if parameter.ndim >= 2]
-    parts = [{**group, "params": others}, {**group, "params": vectors, "weight_decay": 0.0}]
-    return [part for part in parts if part["params"]]
 
 
 def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
@@ -92,16 +95,6 @@ def _layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
     layer_of: Any = group_parameters(model, matcher(coarse=False), reverse=True)
     last = max(layer_of.values())
     return {parameter: decay ** (last - layer_of[name]) for name, parameter in model.named_parameters()}
-
-
-def _split_by_layer(group: dict[str, Any], scales: dict[Tensor, float], learning_rate: float) -> list[dict[str, Any]]:
-    """An optimizer's group, whose default is ``learning_rate``, as a group for each scale, the largest first."""
-    rate = group.get("lr", learning_rate)
-    params: list[Tensor] = group["params"]
-    return [
-        {**group, "params": [each for each in params if scales[each] == scale], "lr": rate * scale}
-        for scale in sorted({scales[each] for each in params}, reverse=True)
-    ]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

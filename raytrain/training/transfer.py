@@ -127,22 +127,15 @@ def _freeze_body(model: nn.Module, num_classes: int) -> None:
             batchnorm.freeze(layer)
 
 
-def body_and_head(model: nn.Module, num_classes: int, learning_rate: float, head_factor: float) -> list[dict[str, Any]]:
-    """The trainable parameters for an optimizer, the head's by themselves unless ``head_factor`` is 1."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if head_factor == 1:
-        return [{"params": trainable}]
+def head_parameters(model: nn.Module, num_classes: int, rate_factor: float) -> set[Tensor]:
+    """The parameters of the head, which is to learn ``rate_factor`` times as fast. Raises UsageError without one."""
     heads = find_heads(model, num_classes)
     if not heads:
         raise UsageError(
-            f"--head-learning-rate-factor is {head_factor:g}, and the network has no fully connected layer or "
+            f"--head-learning-rate-factor is {rate_factor:g}, and the network has no fully connected layer or "
             f"convolution with {num_classes} outputs, one per class; leave the factor at 1."
         )
-    in_head = {id(parameter) for head in heads for parameter in model.get_submodule(head).parameters()}
-    body_group = {"params": [parameter for parameter in trainable if id(parameter) not in in_head]}
-    head_group = {"params": [parameter for parameter in trainable if id(parameter) in in_head]}
-    groups = [body_group, {**head_group, "lr": learning_rate * head_factor}]
-    return [group for group in groups if group["params"]]
+    return {parameter for head in heads for parameter in model.get_submodule(head).parameters()}
 
 
 def _read(place: str) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:

@@ -24,7 +24,8 @@ from raytrain.errors import StorageError, UsageError
 from raytrain.launch.prepare import check_places, prepare
 from raytrain.training import batchnorm
 from raytrain.training.model import build_model
-from raytrain.training.transfer import body_and_head, find_heads, initial_model, initial_weights
+from raytrain.training.optimisation import build_optimizer
+from raytrain.training.transfer import find_heads, initial_model, initial_weights
 from tests.helpers.folder_runs import folder_run, largest_difference, train_runs
 from tests.helpers.small_runs import config
 
@@ -98,9 +99,10 @@ def test_all_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path, n
 
 
 def test_the_head_has_a_learning_rate_of_its_own() -> None:
-    model = build_model("timm:test_convnext", 5, 3, seed=0)
-    body, head = body_and_head(model, 5, 0.5, head_factor=20)
-    assert head["lr"] == 10
+    model, given = build_model("timm:test_convnext", 5, 3, seed=0), options(head_learning_rate_factor=20.0)
+    resolved = given.resolve(name="run", num_workers=1, device="cpu", mean=(0.5,) * 3, std=(0.2,) * 3)
+    body, head = build_optimizer(resolved, model, 5).param_groups
+    assert head["lr"] == 2
     assert [*map(id, head["params"])] == [*map(id, model.get_submodule("head.fc").parameters())]
     assert len(body["params"]) + len(head["params"]) == len(list(model.parameters()))
 

@@ -28,7 +28,8 @@ from raytrain.training.batchnorm import FrozenBatchNorm
 from raytrain.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from raytrain.training.loop import train
 from raytrain.training.model import build_model
-from raytrain.training.transfer import body_and_head, find_heads, freeze, initial_model, initial_weights
+from raytrain.training.optimisation import parameter_groups
+from raytrain.training.transfer import find_heads, freeze, initial_model, initial_weights
 from raytrain.training.weights_source import check_weights_source, to_safetensors
 from tests.helpers.gloo_processes import run_in_processes
 from tests.hostile import stored_runs
@@ -321,16 +322,16 @@ def test_unknown_layers_and_freezing_everything_are_refused() -> None:
 
 
 def test_the_head_has_a_learning_rate_of_its_own() -> None:
-    model = small()
+    model, options = small(), config(learning_rate=0.5, head_learning_rate_factor=20.0)
     freeze(model, ["0"], 5)
-    body, head = body_and_head(model, 5, 0.5, head_factor=20)
-    assert (len(body["params"]), body.get("lr")) == (2, None)
+    body, head = parameter_groups(options, model, 5)
+    assert (len(body["params"]), body["lr"]) == (2, 0.5)
     assert (len(head["params"]), head["lr"]) == (2, 10)
     assert head["params"][0] is model[3].weight  # type: ignore[index]
     freeze(model, ["1"], 5)
-    assert [group["lr"] for group in body_and_head(model, 5, 0.5, head_factor=20)] == [10]
+    assert [group["lr"] for group in parameter_groups(options, model, 5)] == [10]
     with pytest.raises(UsageError, match="no fully connected layer or convolution with 9 outputs"):
-        body_and_head(model, 9, 0.5, head_factor=20)
+        parameter_groups(options, model, 9)
 
 
 TRANSFER = config(
