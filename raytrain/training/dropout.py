@@ -25,12 +25,13 @@ _BITS = 53
 def convert(model: nn.Module) -> nn.Module:
     """Change the dropout layers of ``model`` in place, numbered by its modules; called twice they draw the same."""
     for number, layer in enumerate(model.modules()):
-        kind = _KINDS.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
-        if kind is not None and getattr(layer, "mode", "row") == "row":
-            layer.__class__ = kind
+        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        if kind in _OWN_DIMENSIONS and getattr(layer, "mode", "row") == "row":
+            layer.__class__ = _SampledDropout
             converted = cast(_SampledDropout, layer)
             converted.key = as_int64(mix(number))
             converted.keys = None
+            converted.own_dimensions = _OWN_DIMENSIONS[kind]
     return model
 
 
@@ -44,29 +45,21 @@ def begin(layers: Iterable[nn.Module], samples: Tensor, seed: int, step: int) ->
 
 
 class _SampledDropout(nn.Module):
-    """The base of all kinds. Layers get their class from ``convert``, never from a constructor."""
+    """Layers get this class from ``convert``, never from a constructor."""
 
     key: int  # of the layer, an int64
     keys: Tensor | None  # int64 (m,), one for each sample; None before the first step
+    own_dimensions: int | None  # see _OWN_DIMENSIONS
 
     def forward(self, input: Tensor) -> Tensor:
         """The same shape, with some elements 0 and the others scaled up so that the mean stays."""
-        rate = self.rate()
+        options = cast(Any, self)
+        rate = options.drop_prob or 0.0 if hasattr(self, "drop_prob") else options.p  # timm's, or torch's
         if not self.training or rate == 0:
             return input
         kept = self.draws(input) >= rate
-        scale = 1 / (1 - rate) if self.scales() and rate < 1 else 1.0
+        scale = 1 / (1 - rate) if getattr(self, "scale_by_keep", True) and rate < 1 else 1.0
         return input * kept.to(input.dtype).mul_(scale)
-
-    def rate(self) -> float:
-        return cast(nn.Dropout, self).p
-
-    def scales(self) -> bool:
-        return True
-
-    def mask_shape(self, input: Tensor) -> tuple[int, ...]:
-        """Which elements are 0 together: they have one random number."""
-        return tuple(input.shape)
 
     def draws(self, input: Tensor) -> Tensor:
         """Uniform random numbers in [0, 1), float64, that broadcast against ``input``.
@@ -74,7 +67,8 @@ class _SampledDropout(nn.Module):
         Rows of the input that belong to one sample, such as the windows of an image, follow each other. If the first
         dimension is no multiple of the number of samples, torch's generator draws.
         """
-        shape = self.mask_shape(input)
+        num_own = self.own_dimensions or input.ndim
+        shape = (*input.shape[:num_own], *[1] * (input.ndim - num_own))
         if self.keys is None or shape[0] % len(self.keys):
             return torch.rand(shape, dtype=torch.float64, device=input.device)
         # torch.compile takes arange for an index, with which it computes in too few bits, or fails; but not this.
@@ -82,36 +76,15 @@ class _SampledDropout(nn.Module):
         return (splitmix64(self.keys[:, None] ^ self.key, positions).double() * 2.0**-_BITS).view(shape)
 
 
-class _ChannelDropout(_SampledDropout):
-    """nn.Dropout1d, 2d and 3d, for inputs with a batch dimension: whole channels become 0."""
-
-    def mask_shape(self, input: Tensor) -> tuple[int, ...]:
-        return (*input.shape[:2], *[1] * (input.ndim - 2))
-
-
-class _RowDropout(_SampledDropout):
-    """torchvision's StochasticDepth in mode "row": whole images become 0."""
-
-    def mask_shape(self, input: Tensor) -> tuple[int, ...]:
-        return (len(input), *[1] * (input.ndim - 1))
-
-
-class _DropPath(_RowDropout):
-    """timm's DropPath."""
-
-    def rate(self) -> float:
-        return cast(Any, self).drop_prob or 0.0
-
-    def scales(self) -> bool:
-        return cast(Any, self).scale_by_keep
-
-
-_KINDS: dict[str, type[_SampledDropout]] = {
-    "torch.nn.modules.dropout.Dropout": _SampledDropout,
-    "torch.nn.modules.dropout.Dropout1d": _ChannelDropout,
-    "torch.nn.modules.dropout.Dropout2d": _ChannelDropout,
-    "torch.nn.modules.dropout.Dropout3d": _ChannelDropout,
-    "torchvision.ops.stochastic_depth.StochasticDepth": _RowDropout,
-    "timm.layers.drop.DropPath": _DropPath,
+_OWN_DIMENSIONS = {
+    "torch.nn.modules.dropout.Dropout": None,
+    "torch.nn.modules.dropout.Dropout1d": 2,
+    "torch.nn.modules.dropout.Dropout2d": 2,
+    "torch.nn.modules.dropout.Dropout3d": 2,
+    "torchvision.ops.stochastic_depth.StochasticDepth": 1,
+    "timm.layers.drop.DropPath": 1,
 }
-"""By the name of the plain class, so that neither torchvision nor timm is imported."""
+"""In how many of the first dimensions each element has a random number of its own: all, whole channels, whole images.
+
+By the name of the plain class, so that neither torchvision nor timm is imported.
+"""
