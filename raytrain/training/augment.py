@@ -147,10 +147,7 @@ def build_transforms(config: ResolvedConfig, own: Callable[[], Any] | None = Non
         return chain[0] if chain else None
     from torchvision.transforms import v2  # deferred: the import takes seconds
 
-    chain += [*_geometry(config), *_colours(config)]
-    if config.random_erasing:
-        chain.append(v2.RandomErasing(config.random_erasing, value=_mean_colour(config)))
-    return v2.Compose(chain)
+    return v2.Compose([*chain, *_named_transforms(config)])
 
 
 def _own_transforms(config: ResolvedConfig, own: Callable[..., Any]) -> list[Any]:
@@ -202,10 +199,10 @@ def _kind(image: Any) -> str:
     return f"{str(image.dtype).removeprefix('torch.')} {tuple(image.shape)}"
 
 
-def _geometry(config: ResolvedConfig) -> list[Transform]:
+def _named_transforms(config: ResolvedConfig) -> list[Transform]:
     from torchvision.transforms import v2
 
-    fill = _mean_colour(config)
+    fill: Any = [round(255 * mean) for mean in config.mean]  # torchvision says float, and takes one for each channel
     bilinear = v2.InterpolationMode.BILINEAR
     chain: list[Transform] = []
     if config.auto_augment is not None:
@@ -213,24 +210,15 @@ def _geometry(config: ResolvedConfig) -> list[Transform]:
         chain.append(kind(interpolation=bilinear, fill=fill))
     if config.rotation:
         chain.append(v2.RandomRotation([-config.rotation, config.rotation], interpolation=bilinear, fill=fill))
-    return chain
-
-
-def _colours(config: ResolvedConfig) -> list[Transform]:
-    from torchvision.transforms import v2
-
-    chain: list[Transform] = []
     if config.color_jitter:
         chain.append(v2.ColorJitter(*[config.color_jitter] * 3))
     if config.blur:
         smallest_image, _ = first_and_full_size(config.image_size)
         largest = min(smallest_image) // 10 * 2 + 1  # a fifth of the image, odd
         chain.append(v2.RandomApply([v2.GaussianBlur(largest, _BLUR_SIGMA)], config.blur))
+    if config.random_erasing:
+        chain.append(v2.RandomErasing(config.random_erasing, value=fill))
     return chain
-
-
-def _mean_colour(config: ResolvedConfig) -> Any:  # torchvision says float, and takes a number for each channel
-    return [round(255 * mean) for mean in config.mean]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
