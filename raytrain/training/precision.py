@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,9 +74,4 @@ def _slowdown(precision: str) -> float:
 
 def _fastest_s(action: Callable[[], None]) -> float:
     action()  # the first time, more is set up
-    times: list[float] = []
-    for _ in range(_NUM_TIMES):
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(timeit.repeat(action, number=1, repeat=_NUM_TIMES))
