@@ -102,11 +102,6 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
-    """Scale the gradients down to the Euclidean norm ``max_norm`` over all parameters, if theirs is larger."""
-    nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
-
-
 def check_step(optimizer: object, closure: object, learning_rate: object, clip_norm: object) -> None:
     """Raise UsageError if ``run.step`` got something else than an optimizer, a function, and numbers that fit."""
     if not hasattr(optimizer, "param_groups"):
@@ -162,12 +157,6 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int, num_steps: int)
     if schedule.shape == "linear":
         return 1 - done
     return 1.0
-
-
-def rising_rate(rates: tuple[float, float], step: int, num_steps: int) -> float:
-    """The learning rate, low to high, at ``step`` (counted from 0): low · (high / low) ^ (step / (num_steps - 1))."""
-    low, high = rates
-    return low * (high / low) ** (step / max(num_steps - 1, 1))
 
 
 class LearningRates:
@@ -232,10 +221,14 @@ class LearningRates:
             raise UsageError("The loop calls optimizer.step() itself; call run.step(optimizer) in its place.")
 
     def _scale(self, step: int, rate: float) -> float:
-        """What multiplies the rates of the groups at ``step``; ``rate`` is the first one's."""
+        """What multiplies the rates of the groups at ``step``; ``rate`` is the first one's.
+
+        A rate that rises from low to high is low · (high / low) ^ (step / (num_steps - 1)).
+        """
         config, num_steps = self._config, self._plan.num_steps
         if config.is_range_test:
-            return rising_rate(config.learning_rate_schedule.rates, step, num_steps) / rate
+            low, high = config.learning_rate_schedule.rates
+            return low * (high / low) ** (step / max(num_steps - 1, 1)) / rate
         return factor(config, step, self._plan.steps_per_epoch, num_steps)
 
     def _two_schedules(self) -> UsageError:

@@ -37,7 +37,6 @@ from raytrain.training.optimisation import (
     check_closure,
     check_logits,
     check_step,
-    clip_gradients,
     parameters_of,
 )
 from raytrain.training.prepared_models import PreparedModels, WeightAverage, shapes_of
@@ -230,7 +229,7 @@ class Run:
             else:
                 self.steps.optimizer_steps()
                 if clip_norm is not None:
-                    clip_gradients(optimizer, clip_norm)
+                    nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
                 self._scale_gradients(optimizer)
                 self._scaler.step(optimizer)
         self.steps.learning_rates += rates
@@ -339,7 +338,7 @@ class Run:
         if not isinstance(loss, Tensor):
             raise UsageError("The closure of run.step returns no loss; return what it gives to run.backward.")
         if clip_norm is not None:
-            clip_gradients(optimizer, clip_norm)
+            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
         total = loss.detach().double() * (part.num_used > 0)
         if self.world_size > 1:
             dist.all_reduce(total)
