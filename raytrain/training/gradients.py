@@ -8,6 +8,7 @@ none has, it stays without: so unused layers, layers left out at random and unfr
 from __future__ import annotations
 
 import gc
+import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -74,7 +75,7 @@ class JoinedGradients:
 
     def _follow(self, parameters: list[Tensor]) -> None:
         """Divide ``parameters`` into buckets, unless they are the same as before."""
-        if len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters)):
+        if len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters)):
             return
         unique = list({id(each): each for each in parameters}.values())
         for hook in self._hooks:
@@ -278,7 +279,3 @@ def _like(parameter: Tensor, row: Tensor) -> Tensor:
         parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     )
     return row.as_strided(parameter.shape, parameter.stride()) if is_dense else row.view(parameter.shape)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
