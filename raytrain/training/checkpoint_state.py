@@ -79,10 +79,8 @@ class CheckpointState:
 
     def _add(self, name: str, thing: Stateful) -> None:
         self._objects[name] = thing
-        if self._resumes:
-            self._load(name, thing)
-
-    def _load(self, name: str, thing: Stateful) -> None:
+        if not self._resumes:
+            return
         if name not in self._restored:
             raise UsageError(
                 f"The checkpoint holds no {name}: it was made by another loop; prepare the same things in the same "
