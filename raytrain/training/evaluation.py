@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -169,13 +168,9 @@ def agreed(measured: Mapping[str, Any], world_size: int) -> dict[str, float]:
     for rank, other in enumerate(gathered):
         for name in {**gathered[0], **other}:
             first, second = gathered[0].get(name), other.get(name)
-            if first is None or second is None or not _are_close(first, second):
+            if first is None or second is None or not np.isclose(first, second, rtol=1e-6, atol=0, equal_nan=True):
                 raise UsageError(
                     f"The loop's evaluation measured {name} {first} on worker 0 and {second} on worker {rank}; add up "
                     "what each worker counts with run.total(...), so that all have the same numbers."
                 )
     return gathered[0]
-
-
-def _are_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
