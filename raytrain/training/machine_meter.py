@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypedDict
+from typing import Any
 
 import psutil
 import torch
@@ -29,13 +29,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, _TRIM_LIMIT)
         any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
-
-
-class _Gpu(TypedDict, total=False):
-    gpu: str
-    gpu_fraction: float
-    gpu_memory_bytes: int
-    gpu_memory_total_bytes: int
 
 
 class MachineMeter:
@@ -86,11 +79,11 @@ class MachineMeter:
         )
 
 
-def _gpu(device: torch.device) -> _Gpu:
+def _gpu(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        return _Gpu()
+        return {}
     free, total = torch.cuda.mem_get_info(device)
-    use = _Gpu(gpu=torch.cuda.get_device_name(device), gpu_memory_bytes=total - free, gpu_memory_total_bytes=total)
+    use: dict[str, Any] = {"gpu_memory_bytes": total - free, "gpu_memory_total_bytes": total}
     with suppress(Exception):  # NVML knows no use of some GPUs, and says so in many ways
         use["gpu_fraction"] = torch.cuda.utilization(device) / 100
-    return use
+    return {"gpu": torch.cuda.get_device_name(device), **use}
