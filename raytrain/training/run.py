@@ -161,7 +161,7 @@ class Run:
                     break
         finally:
             local_batches.close()
-        self.steps.exhausted()
+        self.steps.exhausted = True
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """The parts of ``batch`` that ``--accumulate`` asks for: backpropagate each, then step once.

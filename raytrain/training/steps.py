@@ -121,7 +121,7 @@ class Steps:
         self._start_reported = False
         self._told: set[str] = set()
         self._asked_at = step  # when the loop called run.batches last
-        self._exhausted = False  # the loop has got all batches that it gets
+        self.exhausted = False  # the loop has got all batches that it gets
         self.notes: Callable[[], Iterable[str]] = tuple  # what to tell of the loop after its first step
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
 
@@ -211,18 +211,18 @@ class Steps:
         Evaluates if the run was stopped before an evaluation that was due. UsageError if one call gave several epochs.
         """
         num_given = self.progress.step - self._asked_at
-        if self._exhausted and self.progress.step == self._plan.num_steps and num_given > self._plan.steps_per_epoch:
+        if self.exhausted and self.progress.step == self._plan.num_steps and num_given > self._plan.steps_per_epoch:
             raise UsageError(
                 f"The loop calls run.batches() again after {num_given:,} steps to the end of the run: it gives the "
                 "batches of all epochs, not of one; call it once, and do what is due after an epoch if (batch.step + "
                 "1) % run.plan.steps_per_epoch == 0."
             )
-        if self._stepped and not self._exhausted:
-            self._exhausted = self.end(evaluate)
+        if self._stepped and not self.exhausted:
+            self.exhausted = self.end(evaluate)
         elif self._evaluation_is_due() and self.progress.evaluated_step != self.progress.step:
             evaluate()
         self._asked_at = self.progress.step
-        return self._exhausted
+        return self.exhausted
 
     def evaluated(self, measured: Mapping[str, float], thresholds: tuple[float, ...] | None) -> int:
         """Record what an evaluation has ``measured``; after which step it was."""
@@ -237,32 +237,28 @@ class Steps:
             network=self._models.measured(),
         )
         self.progress = self._early_stop.evaluated(progress, measured)
-        self._measured_last = self._exhausted
+        self._measured_last = self.exhausted
         if measured and progress.network is None:
             self._tell_once(_NOT_PREPARED)
         epoch = epoch_of(step, self._plan.steps_per_epoch)
         self._record(MetricRow(kind="evaluation", step=step, epoch=epoch, metrics=dict(measured)))
         return step
 
-    def exhausted(self) -> None:
-        """The loop has got its last batch."""
-        self._exhausted = True
-
     def finish(self, evaluate: Callable[[], object]) -> Outcome:
         """The loop has returned: record the last metrics, evaluate if it was left after the last step, and save.
 
         Raises UsageError if only some loops have, or if the run has no step.
         """
-        if not self._exhausted and self._stepped:  # the loop returned after this step
+        if not self.exhausted and self._stepped:  # the loop returned after this step
             is_last = self.progress.step + 1 == self._plan.num_steps
             self.end(evaluate) if is_last else self._complete()
-            self._exhausted = is_last
-        if not self._exhausted and not self.progress.step:
+            self.exhausted = is_last
+        if not self.exhausted and not self.progress.step:
             raise UsageError(
                 "The loop has returned without a step; it goes over run.batches() to their end, and is a plain "
                 "function, without yield and async."
             )
-        totals = self.metrics.flush(StepTotals(loops_returned=not self._exhausted))
+        totals = self.metrics.flush(StepTotals(loops_returned=not self.exhausted))
         _check_together(totals, self._worker.world_size, self.progress.step)
         self._models.end_part()
         if self._models.trained and (self._measured_last or self._schedule.due_at_end(self.progress.step)):
@@ -272,7 +268,7 @@ class Steps:
         if error := self._schedule.divergence:
             return Outcome(status="failed", progress=self.progress, checkpoint=checkpoint, error=error)
         status = "stopped" if self.progress.step < self._plan.num_steps else "finished"
-        reason = self._early_stop.reason or (None if self._exhausted else StopReason("caller", "the loop returned"))
+        reason = self._early_stop.reason or (None if self.exhausted else StopReason("caller", "the loop returned"))
         return Outcome(status=status, progress=self.progress, checkpoint=checkpoint, stop_reason=reason)
 
     def _complete(self) -> StepTotals:

@@ -171,7 +171,7 @@ def read_local_batches(run: Any, folder: str) -> None:
     local_batches = Prefetch(run.source.train(0), run.config.prefetch)
     arrays = ((each.batch.epoch, np.require(each.images, requirements=["C", "W"])) for each in local_batches)
     read(((epoch, torch.from_numpy(images)) for epoch, images in arrays), run.rank, folder)
-    run.steps.exhausted()  # otherwise a loop without a step is an error
+    run.steps.exhausted = True  # otherwise a loop without a step is an error
 
 
 # Ray's documented way: a reader that shuffles the files each epoch, a map over its rows, a shard for each worker.
