@@ -15,7 +15,7 @@ from raytrain.config import TrainConfig
 from raytrain.config.network import first_and_full_size, timm_name
 from raytrain.config.user_code import in_one_sentence, load_function
 from raytrain.errors import StorageError, UsageError, did_you_mean
-from raytrain.training.model_names import unknown_classifier, unknown_timm_model
+from raytrain.training.model_names import missing, unknown_classifier, unknown_timm_model
 
 if TYPE_CHECKING:
     from timm.models import PretrainedCfg
@@ -226,7 +226,7 @@ def _find_pretrained(name: str) -> PretrainedCfg:
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
-        raise unknown_timm_model(name, None) from None
+        raise missing(f"--model timm:{name}", "timm") from None
     architecture, _, tag = name.partition(".")
     if not is_model(architecture):
         raise unknown_timm_model(name, list_models())

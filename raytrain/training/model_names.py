@@ -34,10 +34,8 @@ def unknown_classifier(name: str, known: Iterable[str]) -> UsageError:
     )
 
 
-def unknown_timm_model(name: str, known: Iterable[str] | None) -> UsageError:
-    """The error for a ``name`` that is none of those ``known`` to timm; None if timm is not installed."""
-    if known is None:
-        return _missing_timm(f"--model timm:{name}")
+def unknown_timm_model(name: str, known: Iterable[str]) -> UsageError:
+    """The error for a ``name`` that is none of those ``known`` to timm."""
     architecture = name.partition(".")[0]
     return UsageError(
         f"--model timm:{name} is no network of timm{did_you_mean(architecture, known)}; timm.list_models() in Python "
@@ -48,16 +46,19 @@ def unknown_timm_model(name: str, known: Iterable[str] | None) -> UsageError:
 def check_optimizer_name(name: str) -> None:
     """Raise UsageError if an optimizer needs timm, which is not installed."""
     if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
-        raise _missing_timm(f"--optimizer {name}")
+        raise missing(f"--optimizer {name}", "timm")
 
 
-def _missing_timm(option: str) -> UsageError:
-    return UsageError(f"{option} needs timm, which is not installed; install raytrain[timm] (`uv sync --extra timm`).")
+def missing(option: str, package: str) -> UsageError:
+    """The error for an ``option`` that needs a ``package`` which comes with the extra for timm."""
+    return UsageError(
+        f"{option} needs {package}, which is not installed; install raytrain[timm] (`uv sync --extra timm`)."
+    )
 
 
 def _check_timm_name(name: str) -> None:
     if importlib.util.find_spec("timm") is None:
-        raise unknown_timm_model(name, None)
+        raise missing(f"--model timm:{name}", "timm")
     known = _classifiers_of("timm")
     if known and name.partition(".")[0] not in known:
         raise unknown_timm_model(name, known)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from raytrain.config.values import matches
 from raytrain.errors import StorageError, UsageError
 from raytrain.storage.open import open_store
+from raytrain.training.model_names import missing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,10 +76,7 @@ def _check_hub(place: str) -> re.Match[str]:
     if found is None:
         raise UsageError("--weights starts with hf://; write hf://owner/name or hf://owner/name/file.")
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise UsageError(
-            f"--weights {place} needs huggingface_hub, which is not installed; install raytrain[timm] (`uv sync "
-            "--extra timm`)."
-        )
+        raise missing(f"--weights {place}", "huggingface_hub")
     return found
 
 
