@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain.errors import UsageError
@@ -23,7 +24,7 @@ class NormaliseTogether(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, bias, mean, variance, total, ctx.eps, ctx.placeholder = inputs
         ctx.save_for_backward(x, weight, mean, variance, total)
-        return _normalise(x, weight, bias, mean, variance, ctx.eps)
+        return F.batch_norm(x, mean, variance, weight, bias, eps=ctx.eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -46,7 +47,7 @@ class NormaliseTogether(torch.autograd.Function):
                 dist.all_reduce(sums)
             if not ctx.placeholder:  # a placeholder is no part of the statistics
                 sums *= -weight * invstd / total
-                dx += _normalise(x, sums[0], sums[1], mean, variance, ctx.eps)  # the missing terms are again w'·x̂ + b'
+                dx += F.batch_norm(x, mean, variance, *sums, eps=ctx.eps)  # the missing terms are again w'·x̂ + b'
         return dx, dweight, dbias, None, None, None, None, None
 
 
@@ -76,10 +77,6 @@ def global_statistics(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def unbiased(variance: Tensor, count: Tensor) -> Tensor:
     """The unbiased variance of ``count`` values with this biased ``variance``."""
     return variance * count / (count - 1).clamp(min=1)
-
-
-def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 def world_size() -> int:
