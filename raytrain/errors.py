@@ -5,7 +5,7 @@ The exceptions survive pickling: Ray carries them from a worker to the process t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -89,3 +89,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean …?)`` with up to three of ``known`` that are similar to ``name``; empty if none is."""
     similar = get_close_matches(name, dict.fromkeys(known), cutoff=0.7)
     return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first three names, and how many others there are."""
+    others = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + others

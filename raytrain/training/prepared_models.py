@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.permutation import mix
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, some_of
 from raytrain.training import batchnorm, dropout
 from raytrain.training.autocast import full_precision, mixed_precision, prepare_for_autocast
 from raytrain.training.batch import Batch
@@ -27,7 +27,6 @@ from raytrain.training.model import initialise_lazy_layers
 from raytrain.training.optimisation import parameters_of
 from raytrain.training.protocols import Worker
 
-_NUM_NAMES = 3
 _CAUSE_IN_BUFFERS = (
     "a buffer is filled by a layer or the loop from a worker's own images; average or gather over the workers what "
     "goes into it, with torch.distributed"
@@ -244,9 +243,8 @@ class PreparedModels:
         names = differing(tensors, step)
         if names:
             is_weight = any(isinstance(tensors[name], nn.Parameter) for name in names)
-            more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
             raise UsageError(
-                f"After step {step:,} the workers differ in {', '.join(names[:_NUM_NAMES])}{more}: "
+                f"After step {step:,} the workers differ in {some_of(names)}: "
                 f"{_CAUSE_IN_WEIGHTS if is_weight else _CAUSE_IN_BUFFERS}, or train on one worker."
             )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.config import TrainConfig
-from raytrain.errors import UsageError, did_you_mean
+from raytrain.errors import UsageError, did_you_mean, some_of
 from raytrain.training import batchnorm
 from raytrain.training.checkpoint import checkpoint_in
 from raytrain.training.model import build_model, build_pretrained
@@ -193,20 +193,14 @@ def _difference(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str |
     reshaped = [name for name, value in own.items() if name in given and given[name].shape != value.shape]
     differences: list[str] = []
     if missing:
-        differences.append(f"they have no {_some(missing)}")
+        differences.append(f"they have no {some_of(missing)}")
     if unknown:
-        differences.append(f"they have {_some(unknown)}, which the network lacks")
+        differences.append(f"they have {some_of(unknown)}, which the network lacks")
     if reshaped:
         first, *others = reshaped
         shapes = f"their {first} is {_shape(given[first])}, and the network's is {_shape(own[first])}"
-        differences.append(f"{shapes}, and so differ {_some(others)}" if others else shapes)
+        differences.append(f"{shapes}, and so differ {some_of(others)}" if others else shapes)
     return "; ".join(differences) or None
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three names, and how many others there are."""
-    others = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + others
 
 
 def _shape(value: Tensor) -> str:
