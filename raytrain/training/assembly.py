@@ -59,7 +59,7 @@ def make_run(
     config, worker = spec.config, Worker.here(device)
     _set_up_device(config, worker, reporter)
     checkpoints = Checkpoints(spec.store, spec.identity, config.keep_checkpoints, report=reporter.event)
-    restored = checkpoints.load_newest(reporter.event, device)
+    restored = checkpoints.load_newest(device)
     state = CheckpointState(restored.state if restored else {})
     models = PreparedModels(config, worker, state)
     return Run(

@@ -65,7 +65,7 @@ class Checkpoints:
     """The checkpoints in the ``store`` of a run. A thread writes them, and keeps the ``keep`` newest ones and the best.
 
     If storage hangs, training goes on: of the checkpoints that wait for it, only the newest and the best are written.
-    ``report`` is called, in any thread, with an event for each checkpoint that was written or left out.
+    ``report`` is called, in any thread, with an event for each checkpoint that was written or left out, or is damaged.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Checkpoints:
             thread.join()
         self._raise_error()
 
-    def newest_readable(self, report: Callable[[Event], None]) -> str | None:
-        """The newest checkpoint that can be read, if any; ``report`` hears of damaged ones."""
+    def newest_readable(self) -> str | None:
+        """The newest checkpoint that can be read, if any; damaged ones are reported."""
         paths = [found.path for found in list_checkpoints(self.store)]
         damage = ""
         for path in reversed(paths):
@@ -117,7 +117,7 @@ class Checkpoints:
                 return path
             except ValueError as error:
                 damage = damage or str(error)
-                report(CheckpointDamaged(path, str(error)))
+                self._report(CheckpointDamaged(path, str(error)))
         if not paths:
             return None
         raise UsageError(
@@ -125,10 +125,10 @@ class Checkpoints:
             "or start a new run under another --name."
         )
 
-    def load_newest(self, report: Callable[[Event], None], device: torch.device) -> Checkpoint | None:
+    def load_newest(self, device: torch.device) -> Checkpoint | None:
         """The newest checkpoint that worker 0 can read, loaded on every worker, by collectives on ``device``."""
         distributed = dist.is_initialized()
-        path = [None if distributed and dist.get_rank() > 0 else self.newest_readable(report)]
+        path = [None if distributed and dist.get_rank() > 0 else self.newest_readable()]
         if distributed and dist.get_world_size() > 1:
             dist.broadcast_object_list(path, src=0, device=device)
         return None if path[0] is None else self.load(path[0])

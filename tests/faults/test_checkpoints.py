@@ -51,8 +51,8 @@ def path_of(step: int) -> str:
 def restored(store: Store, **identity: Any) -> tuple[int, list[Event]]:
     """Return the step from which a run would resume and the events that it reports; check the weights."""
     events: list[Event] = []
-    checkpoints = open_checkpoints(store, **identity)
-    checkpoint = checkpoints.load_newest(events.append, torch.device("cpu"))
+    checkpoints = Checkpoints(store, replace(IDENTITY, **identity), 2, events.append)
+    checkpoint = checkpoints.load_newest(torch.device("cpu"))
     assert checkpoint is not None
     step = checkpoint.progress.step
     assert (checkpoint.state["model"]["weight"] == step).all()
@@ -123,14 +123,15 @@ def test_a_malicious_checkpoint_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_if_no_checkpoint_can_be_read_the_error_says_what_to_do(store: Store) -> None:
-    assert open_checkpoints(store).newest_readable(lambda event: pytest.fail(str(event))) is None
+    nothing_there = Checkpoints(store, IDENTITY, 2, lambda event: pytest.fail(str(event)))
+    assert nothing_there.newest_readable() is None
     save(store, 10, 20)
     for step in (10, 20):
         store.put(path_of(step), b"")
     with pytest.raises(
         UsageError, match=f"None of the checkpoints in {store.url}/checkpoints/ can be read .*put a whole one there"
     ):
-        open_checkpoints(store).newest_readable(lambda text: None)
+        open_checkpoints(store).newest_readable()
 
 
 def test_checkpoints_saved_after_a_damaged_one_was_skipped_are_kept(store: Store) -> None:

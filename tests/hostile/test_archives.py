@@ -68,8 +68,8 @@ def test_a_run_resumes_from_the_checkpoint_before_a_bomb(tmp_path: Path) -> None
     add_checkpoint(store, build_model(config.model, 3, 1, 0), config)
     store.put(checkpoint_path(5), bomb({}))
     said: list[Event] = []
-    checkpoints = Checkpoints(store, Identity(config.model, ANIMALS, "", 128, 0), keep=1)
-    assert checkpoints.newest_readable(said.append) == checkpoint_path(1)
+    checkpoints = Checkpoints(store, Identity(config.model, ANIMALS, "", 128, 0), keep=1, report=said.append)
+    assert checkpoints.newest_readable() == checkpoint_path(1)
     assert "unpacks to" in str(said[0])
 
 
