@@ -33,8 +33,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(str(tmp_path) if request.param == "folder" else request.getfixturevalue("s3_url"))
 
 
-def open_checkpoints(store: Store, keep: int = 2, **identity: Any) -> Checkpoints:
-    return Checkpoints(store, replace(IDENTITY, **identity), keep)
+def open_checkpoints(store: Store, keep: int = 2) -> Checkpoints:
+    return Checkpoints(store, IDENTITY, keep)
 
 
 def save(store: Store, *steps: int, keep: int = 2) -> None:
