@@ -7,8 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ _MAX_CLASSES = 1000  # up to which confusions are counted, in a matrix of its sq
 _MAX_CONFUSIONS = 5000
 
 
-@dataclass(frozen=True)
-class _Examples:
+class _Examples(NamedTuple):
     """Some images with the network's answers, on the device; the one with the largest loss first if they are sorted."""
 
     images: Tensor  # (k, C, H, W), as the network sees them
@@ -46,15 +44,14 @@ class _Examples:
         return cls(batch.images, batch.labels, logits, batch.samples, losses)
 
     def take(self, places: Tensor | slice) -> _Examples:
-        return _Examples(*(column[places] for column in vars(self).values()))
+        return _Examples(*(column[places] for column in self))
 
     def on_host(self) -> _Examples:
-        return _Examples(*(column.cpu() for column in vars(self).values()))
+        return _Examples(*(column.cpu() for column in self))
 
     def worst(self, other: _Examples | None = None) -> _Examples:
         """The worst of these and of the ``other`` ones."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True) if other else ()
-        both = _Examples(*map(torch.cat, pairs)) if other else self
+        both = _Examples(*map(torch.cat, zip(self, other, strict=True))) if other else self
         return both.take(both.losses.topk(min(_NUM_IMAGES, len(both.losses))).indices)
 
 
