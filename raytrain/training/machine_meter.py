@@ -34,17 +34,10 @@ def keep_freed_memory() -> None:
 class MachineMeter:
     """Counts the images of a worker, and gives ``report`` what it measures every few seconds."""
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        report: Callable[[MachineUse], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, rank: int, device: torch.device, report: Callable[[MachineUse], None]) -> None:
         self._rank = rank
         self._device = device
         self._report = report
-        self._clock = clock
         self._node = socket.gethostname()
         psutil.cpu_percent()  # from now on
         self._reset()
@@ -53,13 +46,13 @@ class MachineMeter:
         """Count a step, after so many ``completed`` ones, and measure if it is time; else, this adds two numbers."""
         self._num_images += num_images
         self._wait_s += wait_s
-        seconds = self._clock() - self._since
+        seconds = time.monotonic() - self._since
         if seconds >= MEASURE_EVERY_S:
             self._report(self._measure(seconds, completed))
             self._reset()
 
     def _reset(self) -> None:
-        self._since = self._clock()
+        self._since = time.monotonic()
         self._num_images = 0
         self._wait_s = 0.0
 

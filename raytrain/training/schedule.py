@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raytrain.config import TrainConfig
@@ -20,11 +20,10 @@ _EXPLODED = 4
 class EarlyStop:
     """Looks at each evaluation for ``--until`` and ``--patience``, at the clock for ``--max-time``: see ``reason``."""
 
-    def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self.reason: StopReason | None = None
         self._config = config
-        self._clock = clock
-        self._started_at = clock()
+        self._started_at = time.monotonic()
         self._first_loss: float | None = None
 
     def evaluated(self, progress: Progress, measured: Mapping[str, float]) -> Progress:
@@ -75,7 +74,7 @@ class EarlyStop:
     def time_is_up(self) -> bool:
         """Whether ``--max-time`` is over. It counts from the start of this attempt."""
         limit_s = self._config.max_time_s
-        if limit_s is None or self._clock() - self._started_at < limit_s:
+        if limit_s is None or time.monotonic() - self._started_at < limit_s:
             return False
         self.reason = self.reason or StopReason("time", self._config.max_time)
         return True
@@ -96,20 +95,13 @@ def _is_loss(name: str) -> bool:
 class CheckpointSchedule:
     """Knows the step of the newest checkpoint, ``saved_step`` or None, and whether the next one is due."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        steps_per_epoch: int,
-        saved_step: int | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: TrainConfig, steps_per_epoch: int, saved_step: int | None) -> None:
         self.saved_step = saved_step
         self._diverged: tuple[int, str] | None = None  # the step of a checkpoint that was due later, and why it is not
         every = config.checkpoint_intervals
         self._every_steps = (every.steps, every.epochs * steps_per_epoch)
         self._every_s = every.seconds
-        self._clock = clock
-        self._saved_at = clock()
+        self._saved_at = time.monotonic()
 
     def due_at(self, step: int) -> bool:
         """Whether the options ask for a checkpoint after ``step`` completed steps."""
@@ -117,7 +109,7 @@ class CheckpointSchedule:
 
     def due_by_time(self) -> bool:
         """Whether the last checkpoint, or the start of the run, is too many seconds ago."""
-        return 0 < self._every_s <= self._clock() - self._saved_at
+        return 0 < self._every_s <= time.monotonic() - self._saved_at
 
     def attempted(self, step: int, not_finite: str | None = None) -> None:
         """A checkpoint after ``step`` completed steps is being written, unless the weight ``not_finite`` is not."""
@@ -125,7 +117,7 @@ class CheckpointSchedule:
             self.saved_step, self._diverged = step, None
         else:
             self._diverged = step, not_finite
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
 
     def due_at_end(self, step: int) -> bool:
         """Whether a run that ends after ``step`` completed steps still needs its last checkpoint."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
 from raytrain.launch.placement import cores, fastest_precision, gpus, machine_hardware
-from raytrain.runs.machine_history import MEASURE_EVERY_S, MachineUse
+from raytrain.runs.machine_history import MachineUse
+from raytrain.training import machine_meter
 from raytrain.training.machine_meter import MachineMeter
 from raytrain.training.precision import precision_warning
 from tests.gpu.trial import Trial
@@ -35,14 +37,15 @@ def _known(trial: Trial) -> None:
 
 def _metered(trial: Trial) -> None:
     """What the meter of a worker tells of its GPU while that multiplies matrices."""
-    seconds, measured = iter(range(1000)), list[MachineUse]()
-    meter = MachineMeter(0, torch.device(trial.device), measured.append, clock=lambda: next(seconds) * MEASURE_EVERY_S)
+    measured: list[MachineUse] = []
+    meter = MachineMeter(0, torch.device(trial.device), measured.append)
     matrix = torch.rand(trial.scaled(8192, on_cpu=256), trial.scaled(8192, on_cpu=256), device=trial.device)
     until = time.monotonic() + trial.scaled(2, on_cpu=0)
     while time.monotonic() < until:
         _ = matrix @ matrix
         trial.synchronise()
-    meter.step(32, 0.1, 1)
+    with patch.object(machine_meter, "MEASURE_EVERY_S", 0.0):
+        meter.step(32, 0.1, 1)
     use = measured[0]
     trial.says(str(use))
     trial.holds("the meter knows the machine's memory", (use.memory_bytes or 0) > 0 and use.cpu_fraction is not None)

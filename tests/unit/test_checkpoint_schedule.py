@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -20,9 +21,15 @@ class Clock:
         return self.now_s
 
 
-def schedule(clock: Clock | None = None, **options: Any) -> CheckpointSchedule:
-    config = TrainConfig(batch_size=1, learning_rate=0.1, **options)
-    return CheckpointSchedule(config, STEPS_PER_EPOCH, None, clock or Clock())
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def schedule(**options: Any) -> CheckpointSchedule:
+    return CheckpointSchedule(TrainConfig(batch_size=1, learning_rate=0.1, **options), STEPS_PER_EPOCH, None)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +47,8 @@ def test_steps_and_epochs(options: dict[str, Any], steps: list[int]) -> None:
     assert [step for step in range(1, 31) if found.due_at(step)] == steps
 
 
-def test_seconds_count_from_the_start_and_from_the_last_checkpoint() -> None:
-    clock = Clock()
-    found = schedule(clock, checkpoint_every=("1ep", "60s"))
+def test_seconds_count_from_the_start_and_from_the_last_checkpoint(clock: Clock) -> None:
+    found = schedule(checkpoint_every=("1ep", "60s"))
     clock.now_s += 59
     assert not found.due_by_time()
     clock.now_s += 1
@@ -53,8 +59,7 @@ def test_seconds_count_from_the_start_and_from_the_last_checkpoint() -> None:
     assert found.due_by_time()
 
 
-def test_zero_seconds_means_never() -> None:
-    clock = Clock()
-    found = schedule(clock, checkpoint_every=("1ep",))
+def test_zero_seconds_means_never(clock: Clock) -> None:
+    found = schedule(checkpoint_every=("1ep",))
     clock.now_s += 1e6
     assert not found.due_by_time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 
 import pytest
 import torch
@@ -12,25 +13,22 @@ from raytrain.runs.machine_history import MachineUse
 from raytrain.training.machine_meter import MachineMeter
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def measured(clock: Clock, device: torch.device, steps: int = 50) -> list[MachineUse]:
+def measured(monkeypatch: pytest.MonkeyPatch, device: torch.device, steps: int = 50) -> list[MachineUse]:
     """What a worker reports that takes a step of 8 images every 0.2 s, and waits for half of the time."""
     reported: list[MachineUse] = []
-    meter = MachineMeter(3, device, reported.append, clock)
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    meter = MachineMeter(3, device, reported.append)
     for step in range(steps):
-        clock.now_s += 0.2
+        now_s += 0.2
         meter.step(8, 0.1, step)
     return reported
 
 
-def test_a_worker_says_every_five_seconds_how_fast_it_is_and_what_its_machine_does() -> None:
-    first, second = measured(Clock(), torch.device("cpu"), steps=52)
+def test_a_worker_says_every_five_seconds_how_fast_it_is_and_what_its_machine_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = measured(monkeypatch, torch.device("cpu"), steps=52)
     assert (first.rank, first.node, first.images_per_s, first.data_wait_fraction) == (
         3,
         socket.gethostname(),
@@ -49,13 +47,13 @@ def test_a_gpu_is_measured_and_one_that_tells_nothing_of_its_use_too(monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 75)
-    told = measured(Clock(), torch.device("cuda", 0))[0]
+    told = measured(monkeypatch, torch.device("cuda", 0))[0]
     assert (told.gpu, told.gpu_fraction, told.gpu_memory_bytes, told.gpu_memory_total_bytes) == ("H200", 0.75, 50, 80)
 
     def refuse(device: torch.device) -> int:
         raise RuntimeError("not supported")
 
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    silent = measured(Clock(), torch.device("cuda", 0))[0]
+    silent = measured(monkeypatch, torch.device("cuda", 0))[0]
     known = dataclasses.replace(silent, cpu_fraction=None, memory_bytes=None, shared_memory_bytes=None)
     assert known.gpu_fraction is None and known.gpu_memory_bytes == 50
