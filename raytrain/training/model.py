@@ -44,7 +44,7 @@ def build_model(
     elif ":" in name:
         build = _own_builder(name, num_classes, channels)
     else:
-        build = _torchvision_builder(name, num_classes, channels)
+        build = partial(_build_torchvision, _torchvision_classifier(name), name, num_classes, channels)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = build()
@@ -141,12 +141,7 @@ def _own_builder(name: str, num_classes: int, channels: int) -> Callable[[], Any
     except TypeError as error:
         given = " and ".join(arguments) or "no arguments"
         raise UsageError(f"--model {name} is called with {given}, which is not enough: {error}.") from None
-
-    def build() -> Any:
-        with in_one_sentence(f"--model {name} cannot be built"):
-            return function(**arguments)
-
-    return build
+    return in_one_sentence(f"--model {name} cannot be built")(partial(function, **arguments))
 
 
 def _arguments(function: Callable[..., Any], num_classes: int, channels: int) -> dict[str, int]:
@@ -158,15 +153,9 @@ def _arguments(function: Callable[..., Any], num_classes: int, channels: int) ->
     return {name: number for name, number in zip(named, (num_classes, channels), strict=True) if name is not None}
 
 
-def _torchvision_builder(name: str, num_classes: int, channels: int) -> Callable[[], nn.Module]:
-    """torchvision's function for the classifier ``name`` with its arguments."""
-    make = _torchvision_classifier(name)
-
-    def build() -> nn.Module:
-        model = make(num_classes=num_classes, **_OPTIONS.get(name, {}))
-        return model if channels == 3 else _with_channels(model, channels)
-
-    return build
+def _build_torchvision(make: Callable[..., nn.Module], name: str, num_classes: int, channels: int) -> nn.Module:
+    model = make(num_classes=num_classes, **_OPTIONS.get(name, {}))
+    return model if channels == 3 else _with_channels(model, channels)
 
 
 def _torchvision_classifier(name: str) -> Callable[..., nn.Module]:
