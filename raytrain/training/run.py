@@ -299,7 +299,8 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Measure the run on the test images, at any time, on every worker; the numbers go into the metrics history."""
-        self.steps.begin_evaluation()
+        self.steps.report_start()  # otherwise nobody would read the test images
+        self.steps.check_all("evaluations")
         started = time.perf_counter()
         self.evaluating = True
         with self.models.evaluating():

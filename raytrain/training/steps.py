@@ -125,11 +125,6 @@ class Steps:
         self.notes: Callable[[], Iterable[str]] = tuple  # what to tell of the loop after its first step
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
 
-    def begin_evaluation(self) -> None:
-        """An evaluation begins. Raises UsageError, on all workers, if some of them do not evaluate."""
-        self.report_start()  # otherwise nobody would read the test images
-        self.check_all("evaluations")
-
     def check_all(self, call: str, given: object = None) -> None:
         """The loop makes a ``call``, a field of StepTotals. Raises UsageError if not all workers do, with one shape."""
         self.num_calls += 1
