@@ -31,6 +31,7 @@ from raytrain.errors import UsageError
 from raytrain.training.batch_statistics import NormaliseTogether, global_statistics, unbiased, world_size
 from raytrain.training.gradients import digest_of, digests_agree
 
+_OF_TIMM = "timm.layers.norm_act.BatchNormAct2d"  # told by its name, so that timm is not imported
 OWN_BUFFERS = ("batch_mean", "batch_var")  # of aggregated layers, which differ between workers
 
 
@@ -258,14 +259,9 @@ def _not_converted(model: nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def _is_timms(layer: nn.Module) -> bool:
-    """Whether it is timm's BatchNormAct2d, told by its name, so that timm is not imported."""
-    return f"{type(layer).__module__}.{type(layer).__qualname__}" == "timm.layers.norm_act.BatchNormAct2d"
-
-
 def _become(layer: _BatchNorm, kind: type[ConvertedBatchNorm]) -> None:
     plain_class = type(layer)
-    if _is_timms(layer):
+    if f"{plain_class.__module__}.{plain_class.__qualname__}" == _OF_TIMM:
         layer.register_forward_hook(_activate)
         plain_class = nn.BatchNorm2d
     if plain_class is nn.SyncBatchNorm:  # which has a forward of its own
