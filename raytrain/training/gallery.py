@@ -46,9 +46,6 @@ class _Examples(NamedTuple):
     def take(self, places: Tensor | slice) -> _Examples:
         return _Examples(*(column[places] for column in self))
 
-    def on_host(self) -> _Examples:
-        return _Examples(*(column.cpu() for column in self))
-
     def worst(self, other: _Examples | None = None) -> _Examples:
         """The worst of these and of the ``other`` ones."""
         both = _Examples(*map(torch.cat, zip(self, other, strict=True))) if other else self
@@ -114,12 +111,11 @@ class Gallery:
     def _last_batch(self) -> list[dict[str, Any]]:
         if self._latest is None or not self._latest[0].num_used:
             return []
-        examples = _Examples.of(*self._latest)
-        return self._described(examples.take(slice(_NUM_IMAGES)))
+        return self._described(_Examples.of(*self._latest).take(slice(_NUM_IMAGES)))
 
     def _described(self, examples: _Examples) -> list[dict[str, Any]]:
         """The examples on the host: pixels as uint8 (H, W, C), and plain numbers."""
-        examples = examples.on_host()  # on a GPU, each of the calls that follow would wait for it
+        examples = _Examples(*(column.cpu() for column in examples))  # on a GPU, each call that follows would wait
         probabilities, predictions = examples.logits.softmax(dim=1).max(dim=1)
         columns = {
             "image": list(screen_pixels(examples.images, self._config, _MAX_SIDE)),
