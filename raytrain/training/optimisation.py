@@ -278,10 +278,7 @@ class Loss:
     def __init__(
         self, config: TrainConfig, num_classes: int, class_weights: Sequence[float] | None, device: torch.device
     ) -> None:
-        self._num_classes = num_classes
-        self._smoothing = config.label_smoothing
-        self._gamma = config.focal_gamma
-        self._multi_label = config.multi_label
+        self._config, self._num_classes = config, num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         self._made_by = ""  # torch's name of what makes the logits
 
@@ -297,16 +294,17 @@ class Loss:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum, (), of the losses of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
+        config = self._config
         check_logits("run.loss", logits, targets, self._num_classes)
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
         weights = None if self._weights is None else self._weights.to(logits.dtype)
-        if self._multi_label:
+        if config.multi_label:
             each = F.binary_cross_entropy_with_logits(
                 logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
             )
             return each.mean(dim=1).sum()
-        losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self._smoothing)
-        if self._gamma:  # Lin et al. 2017
+        losses = F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=config.label_smoothing)
+        if config.focal_gamma:  # Lin et al. 2017
             probabilities = (-F.cross_entropy(logits, targets, reduction="none")).exp()
-            losses = losses * (1 - probabilities) ** self._gamma
+            losses = losses * (1 - probabilities) ** config.focal_gamma
         return losses.sum()
