@@ -234,14 +234,6 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         if not self.training or (world_size() == 1 and count > 1):
             return self._forward_again(input) if self.training and self.repeats else super().forward(input)
         self._check_input_dim(input)
-        return self._forward_together(input, count)
-
-    def _forward_again(self, input: Tensor) -> Tensor:
-        """What nn.BatchNorm does, on copies of the running statistics: as many tensors are saved for the backward."""
-        mean, variance = (None if each is None else each.clone() for each in (self.running_mean, self.running_var))
-        return _batch_norm(self, input, mean, variance, training=True)
-
-    def _forward_together(self, input: Tensor, count: int) -> Tensor:
         mean, variance, total = global_statistics(input.detach(), count)
         if self.running_mean is not None and not self.repeats:
             counts = total > 1
@@ -249,6 +241,11 @@ class SynchronisedBatchNorm(ConvertedBatchNorm):
         weight = torch.ones_like(mean) if self.weight is None else self.weight
         bias = torch.zeros_like(mean) if self.bias is None else self.bias
         return cast(Tensor, NormaliseTogether.apply(input, weight, bias, mean, variance, total, self.eps, count == 0))
+
+    def _forward_again(self, input: Tensor) -> Tensor:
+        """What nn.BatchNorm does, on copies of the running statistics: as many tensors are saved for the backward."""
+        mean, variance = (None if each is None else each.clone() for each in (self.running_mean, self.running_var))
+        return _batch_norm(self, input, mean, variance, training=True)
 
 
 def _not_converted(model: nn.Module) -> list[_BatchNorm]:
