@@ -83,32 +83,20 @@ def _check_hub(place: str) -> re.Match[str]:
 def _download(place: str) -> Path:
     """The file on this machine: Hugging Face's client keeps what it downloads below HF_HOME."""
     found = _check_hub(place)
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return _first_in_hub(found["repository"], (found["file"],) if found["file"] else _HUB_FILES)
-    except (OSError, EntryNotFoundError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise StorageError(
-            f"--weights {place} cannot be downloaded ({reason}); check the name and the network connection, or give a "
-            "file."
-        ) from None
-
-
-def _first_in_hub(repository: str, names: Sequence[str]) -> Path:
-    """The first of the files ``names`` that the repository has."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    *others, last = names
-    for name in others:
+    reason = ""
+    for name in (found["file"],) if found["file"] else _HUB_FILES:
         try:
-            return Path(hf_hub_download(repository, name))
-        except LocalEntryNotFoundError:  # there is no connection
-            raise
-        except EntryNotFoundError:
-            continue
-    return Path(hf_hub_download(repository, last))
+            return Path(hf_hub_download(found["repository"], name))
+        except (OSError, EntryNotFoundError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
+                break  # there is no connection, or no such repository, so no other file either
+    raise StorageError(
+        f"--weights {place} cannot be downloaded ({reason}); check the name and the network connection, or give a file."
+    )
 
 
 def to_safetensors(weights: Mapping[str, Tensor], classes: Sequence[str]) -> bytes:
