@@ -111,10 +111,10 @@ def check_step(optimizer: object, closure: object, learning_rate: object, clip_n
             f"run.step got a {type(closure).__name__} for its closure, a function that computes the loss; write the "
             "name before a number, as in learning_rate=0.1."
         )
-    for name, given, least in (("learning_rate", learning_rate, 0.0), ("clip_norm", clip_norm, math.ulp(0.0))):
-        if given is not None and not (isinstance(given, SupportsFloat) and float(given) >= least):
-            bound = "of at least 0" if least == 0 else "above 0"
-            raise UsageError(f"run.step got {name}={given!r:.80}; give a number {bound}.")
+    if learning_rate is not None and not (isinstance(learning_rate, SupportsFloat) and float(learning_rate) >= 0):
+        raise UsageError(f"run.step got learning_rate={learning_rate!r:.80}; give a number of at least 0.")
+    if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and float(clip_norm) > 0):
+        raise UsageError(f"run.step got clip_norm={clip_norm!r:.80}; give a number above 0.")
 
 
 @cache
