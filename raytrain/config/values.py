@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -34,6 +34,7 @@ _COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "lt": (operator.lt, "below"),
 }
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+_SHOWN = 80  # characters of a value
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -43,7 +44,8 @@ def read_values(config: Any) -> None:
         value = _plain(getattr(config, name))
         if not matches(value, hint) and matches((value,), hint):
             value = (value,)  # one of what there may be several of
-        if not matches(value, hint) and value == value:  # NaN is outside all limits
+        is_nan = isinstance(value, float) and math.isnan(value) and float in _alternatives(hint)
+        if not matches(value, hint) and not is_nan:  # which is outside all limits
             raise _wrong_type(name, getattr(config, name), hint)
         object.__setattr__(config, name, value)
 
@@ -93,8 +95,8 @@ def _plain(value: Any) -> Any:
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Set):
         return tuple(sorted(cast("Set[Any]", value)))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, cast("Iterable[Any]", value)))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(map(_plain, cast("Sequence[Any]", value)))
     return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
@@ -115,7 +117,8 @@ def _wrong_type(name: str, value: object, hint: Any) -> UsageError:
     names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
     allowed = " or ".join(forms or [*names, *([", ".join(words)] if words else [])])
     similar = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
-    return UsageError(f"{flag(name)} is {value!r:.80}{similar}; give {allowed}.")
+    shown = " ".join(repr(value).split())[:_SHOWN]
+    return UsageError(f"{flag(name)} is {shown}{similar}; give {allowed}.")
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:

@@ -33,6 +33,12 @@ def open_store(url: str, credentials: CredentialSource | None = None, cloud: Clo
         StorageError: the configuration of its cloud is broken.
     """
     if "://" not in url:
+        scheme, slash, _ = url.partition(":/")
+        if slash and scheme in _FORMS:  # otherwise a folder of this name would be made; it may contain credentials
+            raise UsageError(
+                f"A folder begins with {scheme}:/, which is what pathlib or os.path makes of a URL; give the URL as "
+                f"text, such as {_FORMS[scheme]}."
+            )
         return FolderStore(os.path.abspath(Path(url).expanduser()))
     check_url(url)
     from raytrain.storage.bucket import BucketStore  # a folder needs neither obstore nor boto3

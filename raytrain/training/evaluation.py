@@ -116,7 +116,8 @@ def evaluate_labels(run: Run, model: Network) -> dict[str, float]:
 def check_network(run: Run, model: nn.Module, images: Tensor) -> None:
     """Raise UsageError if ``model`` gives no logits for ``images`` alone, which the first evaluation would find out.
 
-    It is a copy that is called, so that the network stays as it is.
+    A copy is called, so that the network stays as it is. All networks are in evaluation mode meanwhile, as a
+    ``forward`` that somebody has replaced may still call the original.
     """
     try:
         network = copy.deepcopy(model).eval()
@@ -134,7 +135,7 @@ def check_network(run: Run, model: nn.Module, images: Tensor) -> None:
 def _answer(run: Run, network: nn.Module, images: Tensor) -> str | None:
     """What the network gives for ``images`` in place of logits; None if they are logits, or nobody can tell."""
     try:
-        with torch.no_grad(), run.models.computing():
+        with torch.no_grad(), run.models.evaluating():
             logits: object = network(images)
     except torch.OutOfMemoryError:
         return None

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain.config import ResolvedConfig, TrainConfig
 from raytrain.data.plan.batch_plan import BatchPlan
-from raytrain.errors import UsageError
+from raytrain.errors import UsageError, flag
 from raytrain.training.transfer import head_parameters
 
 
@@ -281,22 +281,29 @@ class Loss:
         self._config, self._num_classes = config, num_classes
         self._weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         self._made_by = ""  # torch's name of what makes the logits
+        self._learns_labels = False  # in place of targets
 
-    def notes(self) -> list[str]:
-        """A sentence if what was last given as logits are probabilities, of which no loss learns well."""
-        if not self._made_by.startswith(("Softmax", "Sigmoid")):
-            return []
-        function = self._made_by.partition("Backward")[0].lower()
-        return [
-            f"the network ends with a {function}, but run.loss takes logits: leave that layer out, so that the network "
-            "learns faster"
-        ]
+    def notes(self) -> Iterator[str]:
+        """A sentence if the network learns labels though images are mixed, and one if its logits are probabilities."""
+        mixing = [flag(name) for name in ("mixup", "cutmix") if getattr(self._config, name) > 0]
+        if mixing and self._learns_labels:
+            yield (
+                f"{' and '.join(mixing)}: run.loss gets the labels that the images had before they were mixed; give it "
+                "batch.targets in place of batch.labels"
+            )
+        if self._made_by.startswith(("Softmax", "Sigmoid")):
+            function = self._made_by.partition("Backward")[0].lower()
+            yield (
+                f"the network ends with a {function}, but run.loss takes logits: leave that layer out, so that the "
+                "network learns faster"
+            )
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum, (), of the losses of ``logits`` (m, C) with ``targets``: labels (m,), or probabilities (m, C)."""
         config = self._config
         check_logits("run.loss", logits, targets, self._num_classes)
         self._made_by = "" if logits.grad_fn is None else logits.grad_fn.name()
+        self._learns_labels |= targets.ndim == 1 and logits.requires_grad
         weights = None if self._weights is None else self._weights.to(logits.dtype)
         if config.multi_label:
             each = F.binary_cross_entropy_with_logits(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Add the weights after ``step`` (counted from 0). The decay is smaller in the first steps."""
+        if not isinstance(step, SupportsInt):
+            raise UsageError(f"WeightAverage.update got a {type(step).__name__}; give it batch.step.")
         decay = min(self._decay, (1 + step) / (10 + step))
         for average, source in zip(_weights(self.model), _weights(self.source), strict=True):
             if average.is_floating_point() or average.is_complex():

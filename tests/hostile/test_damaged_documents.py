@@ -191,7 +191,10 @@ def test_an_option_that_is_missing_has_its_default(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
-    [("flip", "sideways", "its option flip is 'sideways'"), ("schedule", "stairs", "--schedule is 'stairs'")],
+    [
+        ("flip", "sideways", "--flip is 'sideways'; give none, random, alternating"),
+        ("schedule", "stairs", "--schedule is 'stairs'"),
+    ],
 )
 def test_an_option_whose_value_is_not_valid_is_named(option: str, value: Any, reason: str, store: Store) -> None:
     store.put(CONFIG, json.dumps({**json.loads(store.get(CONFIG)), option: value}).encode())

@@ -49,6 +49,16 @@ def test_a_usual_url_is_accepted(url: str) -> None:
     assert open_store(url).url == url.rstrip("/")
 
 
+@pytest.mark.parametrize("url", [URLS[0], "s3://bucket/data", "az://container/data"])
+def test_a_url_that_pathlib_has_shortened_is_no_folder(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"what pathlib or os.path makes of a URL; give the URL as text") as raised:
+        open_store(str(Path(url)))
+    assert SECRET not in str(raised.value) and not list(tmp_path.iterdir())
+
+
 def test_the_command_line_does_not_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for url in URLS:
         assert main(["upload", str(tmp_path), url]) == 2

@@ -798,6 +798,12 @@ def test_an_average_with_a_decay_that_is_none_is_refused(decay: float) -> None:
         WeightAverage(nn.Linear(2, 2), decay)
 
 
+def test_an_average_that_gets_a_network_for_a_step_is_refused() -> None:
+    network = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"WeightAverage.update got a Linear; give it batch.step"):
+        WeightAverage(network, 0.9).update(network)  # pyright: ignore
+
+
 def with_rates_in_tensors(run: Run) -> None:
     model = run.prepare(run.build_model())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.125)))

@@ -76,6 +76,25 @@ def test_each_call_that_a_loop_leaves_out_is_told_once_with_the_options_that_nee
     ]
 
 
+def with_labels(run: Run) -> None:
+    model = run.prepare(run.build_model())
+    optimizer = run.prepare(run.build_optimizer(model))
+    for batch in run.batches():
+        run.backward(run.loss(model(batch.images), batch.labels))
+        run.step(optimizer)
+
+
+@pytest.mark.parametrize("options", [{"mixup": 0.2}, {"cutmix": 1.0}])
+def test_a_loss_that_gets_the_labels_of_mixed_images_is_told(options: dict[str, float], tmp_path: Path) -> None:
+    [note] = notes_of(tmp_path / "mixed", with_labels, **options)
+    assert note == (
+        f"--{next(iter(options))}: run.loss gets the labels that the images had before they were mixed; give it "
+        "batch.targets in place of batch.labels"
+    )
+    assert notes_of(tmp_path / "plain", with_labels) == []
+    assert notes_of(tmp_path / "targets", with_all, **options) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema_decay": 0.9, "flip": "random"}])
 def test_options_that_take_effect_in_every_loop_are_not_told(options: dict[str, Any], tmp_path: Path) -> None:
     assert notes_of(tmp_path, with_none, **options) == []

@@ -112,6 +112,18 @@ def test_a_text_that_is_malformed_is_refused(given: dict[str, Any], sentence: st
     assert sentence in str(refused.value)
 
 
+class Table:
+    """Has a text of several lines, and compares its cells, as a DataFrame does."""
+
+    def __repr__(self) -> str:
+        return "a table  of\ntwo lines"
+
+    def __eq__(self, other: object) -> Any:
+        return np.array([True, False])
+
+    __hash__ = None  # pyright: ignore
+
+
 @pytest.mark.parametrize(
     ("option", "given", "value"),
     [
@@ -147,6 +159,8 @@ def test_python_code_may_write_a_value_in_its_own_types(option: str, given: Any,
         ({"resume": "no"}, "--resume is 'no'; give True or False."),
         ({"mixup": True}, "--mixup is True; give a number."),
         ({"note": 3}, "--note is 3; give text."),
+        ({"labels": float("nan")}, "--labels is nan; give text."),
+        ({"labels": Table()}, "--labels is a table of two lines; give text."),
         ({"flip": True}, "--flip is True; give none, random, alternating."),
         ({"optimizer": "AdamW"}, "--optimizer is 'AdamW' (did you mean adamw?); give sgd, adamw, lamb, lion."),
         ({"precision": torch.float16}, "--precision is torch.float16; give auto, float32, tf32, bfloat16,"),
