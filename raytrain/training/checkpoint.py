@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import pickle
-import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,7 +25,7 @@ from raytrain.runs.checkpoint_files import (
 from raytrain.runs.documents import CHECKPOINTS
 from raytrain.runs.outcome import Progress
 from raytrain.storage.store import Store
-from raytrain.training.checkpoint_state import StateDict
+from raytrain.training.checkpoint_state import StateDict, check_readable, to_cpu
 from raytrain.training.weights_source import check_unpacked_size
 
 _LATE = "storage has not taken the one before yet"
@@ -159,7 +156,7 @@ class Checkpoints:
         progress = checkpoint.progress
         path = checkpoint_path(progress.step, self._takeover)
         if self._is_first:
-            _check_readable(checkpoint.state)
+            check_readable(checkpoint.state)
             self._is_first = False
         self.store.put(path, _encode(checkpoint))
         score = progress.score if progress.evaluated_step == progress.step else None
@@ -201,33 +198,6 @@ def read_checkpoint(store: Store, path: str) -> Checkpoint:
         raise UsageError(
             f"{store.url}/{path} is not a whole checkpoint ({error}); delete it to resume from the one before."
         ) from None
-
-
-def to_cpu(state: Any) -> Any:
-    """A copy of nested state_dicts that later steps do not change, with every tensor on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: to_cpu(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(to_cpu(value) for value in state)
-    return state.item() if isinstance(state, np.generic) else copy.copy(state)
-
-
-def _check_readable(state: dict[str, StateDict]) -> None:
-    """Raise UsageError if something in ``state`` could not be read again without running code."""
-    for name, content in state.items():
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        try:
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            raise UsageError(
-                f"The state of what the loop prepares as {name} cannot be in a checkpoint: it holds "
-                f"{found[1] if found else 'an object'}, which only running code can read; let its state_dict() return "
-                "tensors, numbers, texts, lists and dictionaries."
-            ) from None
 
 
 def _encode(checkpoint: Checkpoint) -> bytes:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -42,6 +48,8 @@ class CheckpointState:
             self._add_optimizer(name, thing)
         else:
             self._add(name, thing)
+        if kind == "state":  # of the others torch is known to make what can be read
+            check_readable({name: to_cpu(thing.state_dict())})
         optimizer = getattr(thing, "optimizer", None)
         if self._resumes and isinstance(optimizer, Optimizer):  # a scheduler, which set the rates of a first step
             for options, group in zip(self._groups.get(optimizer, []), optimizer.param_groups, strict=False):
@@ -94,6 +102,33 @@ class CheckpointState:
         except (RuntimeError, ValueError, KeyError) as error:
             what, difference = "network" if isinstance(thing, nn.Module) else name, " ".join(str(error).split())[:300]
             raise UsageError(f"The checkpoint's {what} is not the one that the loop prepares: {difference}") from None
+
+
+def to_cpu(state: Any) -> Any:
+    """A copy of nested state_dicts that later steps do not change, with every tensor on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: to_cpu(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(to_cpu(value) for value in state)
+    return state.item() if isinstance(state, np.generic) else copy.copy(state)
+
+
+def check_readable(state: dict[str, StateDict]) -> None:
+    """Raise UsageError if something in ``state`` could not be read again without running code."""
+    for name, content in state.items():
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        try:
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            raise UsageError(
+                f"The state of what the loop prepares as {name} cannot be in a checkpoint: it holds "
+                f"{found[1] if found else 'an object'}, which only running code can read; let its state_dict() return "
+                "tensors, numbers, texts, lists and dictionaries."
+            ) from None
 
 
 def _check_has_state(thing: object) -> None:

@@ -678,8 +678,11 @@ def leaves_the_parts(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> 
 
 
 class Window:
+    def __init__(self, losses: Any = None) -> None:
+        self.losses = losses
+
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": deque([0.0])}
+        return {"losses": self.losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -714,9 +717,15 @@ def steps_what_is_not_prepared(run: Run, model: nn.Module, optimizer: Any, batch
     run.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_refused_when_the_first_is_written(tmp_path: Path) -> None:
+def test_a_state_that_no_checkpoint_can_hold_is_refused_when_it_is_prepared(tmp_path: Path) -> None:
+    run = make_run(OPTIONS, images(NUM_IMAGES), str(tmp_path), Recorder())
+    with pytest.raises(UsageError, match=r"prepares as state .* holds collections.deque, which"):
+        run.prepare(Window(deque([0.0])))
+
+
+def test_a_state_that_no_checkpoint_can_hold_later_is_refused_when_the_first_is_written(tmp_path: Path) -> None:
     def with_window(run: Run) -> None:
-        run.prepare(Window())
+        run.prepare(Window()).losses = deque([0.0])
         to_the_end(run)
 
     with pytest.raises(UsageError, match=r"prepares as state .* holds collections.deque, which"):
