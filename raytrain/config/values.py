@@ -95,9 +95,11 @@ def _plain(value: Any) -> Any:
         return os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Set):
         return tuple(sorted(cast("Set[Any]", value)))
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(_plain, cast("Sequence[Any]", value)))
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+    return value
 
 
 def _match(values: tuple[object, ...], hints: tuple[Any, ...]) -> bool:

@@ -96,8 +96,12 @@ def train_run(spec: RunSpec, run: Run) -> Outcome:
 
     run.steps.notes = after_first_step
     with tell_long_waits(run.steps, run.reporter, run.worker):
-        _call_loop(spec, run)
-        return run.finish()
+        try:
+            _call_loop(spec, run)
+            return run.finish()
+        except BaseException:
+            run.steps.loop_failed()
+            raise
 
 
 def _call_loop(spec: RunSpec, run: Run) -> None:

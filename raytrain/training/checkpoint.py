@@ -98,6 +98,11 @@ class Checkpoints:
             if not each.is_best(progress):
                 self._report(CheckpointSkipped(each.checkpoint.progress.step, _LATE))
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until everything is written, at most so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
     def close(self) -> None:
         """Wait until everything is written; raises the error of a write."""
         if (thread := self._thread) is not None:

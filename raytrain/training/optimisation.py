@@ -102,8 +102,15 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_step(optimizer: object, closure: object, learning_rate: object, clip_norm: object) -> None:
-    """Raise UsageError if ``run.step`` got something else than an optimizer, a function, and numbers that fit."""
+def check_step(
+    optimizer: object, closure: object, learning_rate: object, clip_norm: object, *, is_last_part: bool
+) -> None:
+    """Raise UsageError if ``run.step`` comes too early, or got no optimizer, no function, or numbers that don't fit."""
+    if not is_last_part and closure is None:
+        raise UsageError(
+            "The loop calls run.step before the last part of its batch; call it once, after the loop over "
+            "run.parts(batch)."
+        )
     if not hasattr(optimizer, "param_groups"):
         raise UsageError(f"run.step got a {type(optimizer).__name__}; give it the optimizer that run.prepare returned.")
     if closure is not None and not callable(closure):

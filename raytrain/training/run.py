@@ -24,7 +24,7 @@ from raytrain.errors import UsageError
 from raytrain.runs.outcome import Outcome, Progress
 from raytrain.training import transfer
 from raytrain.training.augment import Augment, seed_generators
-from raytrain.training.autocast import full_precision
+from raytrain.training.autocast import LossScaler, full_precision
 from raytrain.training.batch import Batch, HostTensors, mix_batch, on_host, to_batch
 from raytrain.training.checkpoint_state import CheckpointState, Stateful
 from raytrain.training.evaluation import Network, check_network, with_views
@@ -75,8 +75,7 @@ class Run:
         self._part: Batch | None = None
         self._is_last_part = True
         self.rates = LearningRates(self.config, self.plan)
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "float16")  # pyright: ignore
-        self._scale_is_used = False  # an optimizer has stepped since the scale of the loss was last adapted
+        self._scaler = LossScaler(self.config.precision, self.device)
         self.state.add("scaler", self._scaler)
         seed_generators(mix(self.config.seed), self.device)  # a loop's own networks start the same on every worker
 
@@ -145,8 +144,8 @@ class Run:
         """
         self._evaluate = evaluate or self._evaluate
         self.state.check_complete()
-        self._adapt_scale()
-        if self.steps.are_over(self.evaluate):
+        self._scaler.adapt()
+        if self.steps.are_over(self._evaluate_when_due):
             return
         read = self.source.train(self.progress.step)
         ready = partial(on_host, augment=self.augment, device=self.device)
@@ -156,8 +155,8 @@ class Run:
                 batch = self._begin_step(local_batches)
                 with self.models.computing():
                     yield batch
-                self._adapt_scale()
-                if self.steps.end(self.evaluate):
+                self._scaler.adapt()
+                if self.steps.end(self._evaluate_when_due):
                     break
         finally:
             local_batches.close()
@@ -186,11 +185,11 @@ class Run:
         """
         part = self._current_part("backward")
         self.steps.backward(loss, part.num_used)
-        self._adapt_scale()
+        self._scaler.adapt()
         weight = self.world_size / self.steps.metrics.num_used().clamp(min=1) * (part.num_used > 0)
-        self._scale_gradients()
+        self._scaler.multiply(self.models.parameters())
         self.models.backward(self._scaler.scale(loss * weight.to(loss.dtype)))
-        self._scale_gradients(back=True)
+        self._scaler.divide(self.models.parameters())
 
     def step(
         self,
@@ -213,12 +212,7 @@ class Run:
 
         Raises UsageError if one of them cannot be used.
         """
-        check_step(optimizer, closure, learning_rate, clip_norm)
-        if not self._is_last_part and closure is None:
-            raise UsageError(
-                "The loop calls run.step before the last part of its batch; call it once, after the loop over "
-                "run.parts(batch)."
-            )
+        check_step(optimizer, closure, learning_rate, clip_norm, is_last_part=self._is_last_part)
         clip_norm = clip_norm or self.config.clip_norm
         check_closure(optimizer, self.config, is_given=closure is not None)
         self.models.check_trained_by(optimizer)
@@ -230,10 +224,10 @@ class Run:
                 self.steps.optimizer_steps()
                 if clip_norm is not None:
                     nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
-                self._scale_gradients(optimizer)
+                self._scaler.multiply(parameters_of(optimizer))
                 self._scaler.step(optimizer)
         self.steps.learning_rates += rates
-        self._scale_is_used = True
+        self._scaler.is_used = True
         optimizer.zero_grad()
         self.models.end_part()
 
@@ -312,8 +306,8 @@ class Run:
 
     def finish(self) -> Outcome:
         """The loop has returned: record the last metrics, write a checkpoint. UsageError if only some loops have."""
-        self._adapt_scale()
-        outcome = self.steps.finish(self.evaluate)
+        self._scaler.adapt()
+        outcome = self.steps.finish(self._evaluate_when_due)
         self.gallery.close()
         return outcome
 
@@ -345,6 +339,11 @@ class Run:
             dist.all_reduce(total)
         return (total / self.steps.metrics.num_used().clamp(min=1)).to(loss.dtype)
 
+    def _evaluate_when_due(self) -> None:
+        if self._evaluate != self._built_in_evaluation:
+            self.steps.before_own_evaluation()
+        self.evaluate()
+
     def _built_in_evaluation(self) -> dict[str, float]:
         return self.evaluation(self, with_views(self.models.evaluated, self.config.test_views))
 
@@ -361,18 +360,3 @@ class Run:
         self._part, self._is_last_part = batch, True
         self.models.begin_part(batch, is_last=True)
         return batch
-
-    def _scale_gradients(self, optimizer: Optimizer | None = None, *, back: bool = False) -> None:
-        """Multiply gradients by the scale of float16, a power of two, or divide them by it: loops see none of it."""
-        if self._scaler.is_enabled():
-            parameters = set(self.models.parameters() if optimizer is None else parameters_of(optimizer))
-            gradients = [each.grad for each in parameters if each.grad is not None]
-            scale = self._scaler.scale(torch.ones((), device=self.device))
-            if gradients:
-                torch._foreach_mul_(gradients, scale.reciprocal() if back else scale)  # pyright: ignore
-
-    def _adapt_scale(self) -> None:
-        """Adapt the scale of float16's losses once all optimizers have stepped with the gradients of a backward."""
-        if self._scale_is_used:
-            self._scaler.update()
-            self._scale_is_used = False

@@ -74,6 +74,7 @@ class SampleTrace:
                 self._store.delete(found.path)
 
 
+_WRITTEN_WITHIN_S = 60.0
 _NOT_PREPARED = (
     "the evaluation calls no prepared network as a whole, so evaluate, export, predict and raytrain.load will use the "
     "first one, and may give other numbers: prepare the network that is measured, such as an average of the weights"
@@ -123,6 +124,7 @@ class Steps:
         self._asked_at = step  # when the loop called run.batches last
         self.exhausted = False  # the loop has got all batches that it gets
         self.notes: Callable[[], Iterable[str]] = tuple  # what to tell of the loop after its first step
+        self._kept_unmeasured = False  # before the first evaluation of the loop's own
         self._measured_last = False  # it has measured the run after them, and may have changed networks before
 
     def check_all(self, call: str, given: object = None) -> None:
@@ -195,10 +197,18 @@ class Steps:
         if (ends_run and not self._config.is_range_test) or self._evaluation_is_due():
             evaluate()
         if totals.checkpoint_requests or self._schedule.due_at(step):
-            flushed = self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
-            _check_together(flushed, self._worker.world_size, step)
-            self._save()
+            self._flush_and_save()
         return self._early_stop.reason is not None
+
+    def before_own_evaluation(self) -> None:
+        """Write a checkpoint before the loop's own evaluation first runs in a start: if it fails, no step is lost."""
+        if not self._kept_unmeasured and self._schedule.saved_step != self.progress.step:
+            self._flush_and_save(is_measured=False)
+        self._kept_unmeasured = True
+
+    def loop_failed(self) -> None:
+        """The loop has raised an exception: wait for the checkpoint that is being written, unless storage hangs."""
+        self._checkpoints.wait(_WRITTEN_WITHIN_S)
 
     def are_over(self, evaluate: Callable[[], object]) -> bool:
         """The loop calls run.batches: end a step after which it has left them. Return whether it gets no more.
@@ -291,14 +301,21 @@ class Steps:
         every = self._config.evaluate_every * self._plan.steps_per_epoch
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
-    def _save(self) -> None:
+    def _flush_and_save(self, *, is_measured: bool = True) -> None:
+        flushed = self.metrics.flush(StepTotals())  # a run that resumes from here never records this step again
+        _check_together(flushed, self._worker.world_size, self.progress.step)
+        self._save(is_measured=is_measured)
+
+    def _save(self, *, is_measured: bool = True) -> None:
+        """Write a checkpoint; one that ``is_measured`` is the last that this step needs."""
         step = self.progress.step
         if self._config.is_range_test:
             self._schedule.attempted(step)
             return
         self._models.check_agreement(step)
         not_finite = self._models.not_finite()  # the same on every worker
-        self._schedule.attempted(step, not_finite)
+        if is_measured:
+            self._schedule.attempted(step, not_finite)
         if self._trace is not None:
             self._trace.write()
             if self._worker.world_size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 import random
 from collections import deque
@@ -19,14 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from raytrain.errors import UsageError
+from raytrain.errors import LoopFailed, UsageError
 from raytrain.monitor.events import CheckpointWritten, Note
 from raytrain.runs.outcome import StopReason
+from raytrain.training.assembly import train_run
 from raytrain.training.evaluation import evaluate
 from raytrain.training.prepared_models import WeightAverage
 from raytrain.training.run import Run
 from tests.helpers.gloo_processes import run_in_processes
-from tests.integration.test_exact import Recorder, config, images, make_run, weights_of
+from tests.integration.test_exact import Recorder, config, images, make_run, make_spec, weights_of
 
 OPTIONS = config(batch_size=7, epochs=2, log_every=1)  # 6 steps per epoch.
 NUM_IMAGES = 38
@@ -905,6 +907,44 @@ def test_totals_and_rows_are_taken_in_any_form_and_stay_as_they_are(tmp_path: Pa
     for *sums, total, _, kind, num_rows, ranks in two:
         assert (sums, kind, num_rows, ranks) == ([[3.0, 1], [2, 1]], "float32", 7, [0, 0, 1, 1])
         assert total == pytest.approx(sum(each[3] for each in two)) == pytest.approx(loss)
+
+
+def measured_by(evaluation: Callable[[Run], dict[str, float]]) -> Callable[[Run], None]:
+    def loop(run: Run) -> None:
+        model = run.prepare(run.build_model())
+        optimizer = run.prepare(run.build_optimizer(model))
+        for batch in run.batches(lambda: evaluation(run)):
+            run.backward(run.loss(model(batch.images), batch.targets))
+            run.step(optimizer)
+
+    return loop
+
+
+def trained_by(loop: Callable[[Run], None], folder: Path, **options: Any) -> Run:
+    chosen = dataclasses.replace(OPTIONS, checkpoint_every=("none",), **options)
+    run = make_run(chosen, images(NUM_IMAGES), str(folder), Recorder())
+    train_run(dataclasses.replace(make_spec(chosen, images(NUM_IMAGES), str(folder)), loop=loop), run)
+    return run
+
+
+def test_an_evaluation_that_fails_loses_no_step_and_is_made_up_for_when_it_is_mended(tmp_path: Path) -> None:
+    def fails(run: Run) -> dict[str, float]:
+        return {"accuracy": 1 / 0}
+
+    def works(run: Run) -> dict[str, float]:
+        asked.append(run.progress.step)
+        return {"accuracy": 0.5}
+
+    asked: list[int] = []
+    with pytest.raises(LoopFailed, match="ZeroDivisionError"):
+        trained_by(measured_by(fails), tmp_path / "mended")
+    resumed = trained_by(measured_by(works), tmp_path / "mended", resume=True)
+    assert asked == [6, 12]  # of the epoch after which the first one had failed, too
+    whole = trained_by(measured_by(works), tmp_path / "whole")
+    torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
+    for folder in ("mended", "whole"):
+        note = json.loads(next((tmp_path / folder).rglob("step-000000012.pt.json")).read_text())
+        assert note["score"] == 0.5
 
 
 def test_an_evaluation_that_would_replace_what_the_history_has_is_refused(tmp_path: Path) -> None:
